@@ -1,0 +1,64 @@
+"""How a loss is computed. No field changes its value beyond rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tilewise.errors import ConfigError
+
+BackendName = Literal["auto", "triton", "torch"]
+Precision = Literal["torch", "highest", "high"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileOptions:
+    """How a loss is computed, never what it computes.
+
+    Args:
+        backend: "auto" takes the fastest backend that can serve the call; a name takes that one or fails.
+        workspace_mib: the most scratch memory that one call may take, in MiB. Gradients and statistics,
+            which grow with the rows plus the columns, come on top.
+        deterministic: the same inputs give bitwise the same results. ``False`` permits a backend to add
+            in any order where that is faster.
+        precision: products of float32 inputs. "torch" follows ``torch.get_float32_matmul_precision()``,
+            "highest" is full float32, "high" permits TF32.
+        filter_tolerance: the largest probability mass that backward may leave out of a row. 0 is exact;
+            a backend may always leave out less than it is allowed to.
+
+    >>> TileOptions(workspace_mib=64).backend
+    'auto'
+    """
+
+    backend: BackendName = "auto"
+    workspace_mib: int = 256
+    deterministic: bool = True
+    precision: Precision = "torch"
+    filter_tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(BackendName):
+            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(get_args(BackendName))}")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(
+                f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}"
+            )
+        if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
+            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}")
+        if self.workspace_mib < 1:
+            raise ConfigError(
+                f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs some scratch memory; "
+                "the default is 256"
+            )
+        if not 0.0 <= self.filter_tolerance < 1.0:
+            raise ConfigError(
+                f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance}; 0 is exact"
+            )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The same limit in bytes."""
+        return self.workspace_mib * 2**20
+
+
+DEFAULT_OPTIONS = TileOptions()
