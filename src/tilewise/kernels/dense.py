@@ -1,0 +1,51 @@
+"""The oracle: builds all scores, short enough to believe. For tests, docs and benchmarks only.
+
+Everything is plain autograd, in the type of the inputs up to float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.kernels.spec import Pair, PairSpec, Stats
+
+
+def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
+    """All scores (n, m), -inf where a pair is excluded, and where the positives are: (n, m) bool."""
+    x_nm = pair.scale * (pair.a @ pair.b.T)
+    if pair.bias is not None:
+        x_nm = x_nm + pair.bias
+    if spec.softcap:
+        x_nm = spec.softcap * torch.tanh(x_nm / spec.softcap)
+    positive = torch.zeros(x_nm.shape, dtype=torch.bool, device=x_nm.device)
+    if pair.row_key is not None and pair.col_key is not None and spec.positive != "none":
+        positive = pair.row_key[:, None] == pair.col_key[None, :]
+    if pair.row_skip is not None and pair.col_skip is not None:
+        excluded = (pair.row_skip[:, None] == pair.col_skip[None, :]) & ~positive
+        x_nm = x_nm.masked_fill(excluded, -torch.inf)
+    if spec.itself:
+        rows = torch.arange(x_nm.shape[0], device=x_nm.device)[:, None] + pair.row_start
+        cols = torch.arange(x_nm.shape[1], device=x_nm.device)[None, :] + pair.col_start
+        x_nm = x_nm.masked_fill(rows == cols, -torch.inf)
+        positive = positive & (rows != cols)
+    return x_nm, positive
+
+
+def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
+    """The statistics of `Stats`, by their definitions."""
+    x_nm, positive = dense_scores(pair, spec)
+    row_zero = 0 if pair.row_zero is None else pair.row_zero[:, None]
+    col_zero = 0 if pair.col_zero is None else pair.col_zero[None, :]
+    row_pos = torch.where(positive, x_nm - row_zero, torch.zeros_like(x_nm)).sum(1)
+    signed = torch.where(positive, -x_nm, x_nm)
+    has_pos = spec.positive != "none" and not spec.softplus
+    return Stats(
+        row_lse=torch.logsumexp(x_nm - row_zero, 1) if spec.row_lse else None,
+        row_pos=row_pos if has_pos else None,
+        row_hits=positive.sum(1).to(x_nm.dtype) if has_pos else None,
+        row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
+        row_sum=(x_nm * pair.col_weight).sum(1) if spec.row_sum else None,
+        col_lse=torch.logsumexp(x_nm - col_zero, 0) if spec.col_lse else None,
+    )

@@ -1,0 +1,330 @@
+"""Ranks of right answers, counted tile by tile: how many gallery items score above them.
+
+Axes: n queries (rows), m gallery items (columns), d features, e excluded items per query; s the side of a tile.
+
+A rank compares scores with one another, so all of them must come out of the same arithmetic: a matrix product
+rounds differently for other shapes, and two equal gallery rows would no longer tie. Every product here therefore has
+one shape, (s, d) @ (d, s), out of the same two buffers; a ragged edge is multiplied in full and cut afterwards.
+A score then depends on its two feature vectors alone, not on where they stand, how many others there are, or which
+block they came with.
+
+Everything works on one block of gallery items with its column offset, and adds up (or merges) over blocks:
+
+    answers = rows_of(index, pair_scores(tile, queries, block, index, ...))
+    better = count_better(tile, queries, block, rows=[answers], ...)      # (1, n): ranks, summed over blocks
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ConfigError
+from tilewise.options import Precision
+
+#: Larger than any index: stands for "none yet" where the smallest index wins.
+NO_INDEX = torch.iinfo(torch.int64).max
+LARGEST_SIDE = {"cpu": 512}  # of a tile; the scores of a tile stay in the cache
+LARGEST_SIDE_ELSEWHERE = 2048  # fewer, larger launches for accelerators
+SMALLEST_SIDE = 16
+SQUARE_BUFFERS = 4  # scores, hits, ties, before
+
+Advance = Callable[[int], None]
+
+
+def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
+    """What a `ScoreTile` holds: four squares of scores and two buffers of features."""
+    return SQUARE_BUFFERS * side * side * score_bytes + 2 * side * width * feature_bytes
+
+
+def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
+    """The largest power of two up to the device's own side whose buffers fit; the sizes n and m do not matter.
+
+    >>> tile_side(torch.device("cpu"), 256, torch.float32, 256 * 2**20)
+    512
+    >>> tile_side(torch.device("cpu"), 256, torch.float32, 1 * 2**20)
+    128
+    """
+    feature, score = product_types(device, dtype)
+    side = LARGEST_SIDE.get(device.type, LARGEST_SIDE_ELSEWHERE)
+    while scratch_bytes(side, width, feature.itemsize, score.itemsize) > workspace_bytes:
+        side //= 2
+        if side < SMALLEST_SIDE:
+            need = scratch_bytes(SMALLEST_SIDE, width, feature.itemsize, score.itemsize)
+            raise ConfigError(
+                f"ranking features of width {width} takes at least {-(-need // 2**20)} MiB of scratch memory, but "
+                f"workspace_mib allows {workspace_bytes // 2**20}. Raise TileOptions(workspace_mib=...)"
+            )
+    return side
+
+
+def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """(type of the operands, type of the scores): half types accumulate and are compared in float32."""
+    if dtype in (torch.float16, torch.bfloat16):
+        # Only CUDA multiplies half operands into a float32 result; elsewhere they are widened, which is exact.
+        return (dtype if device.type == "cuda" else torch.float32), torch.float32
+    return dtype, dtype
+
+
+class ScoreTile:
+    """The buffers of one tile; nothing else of size s * s is ever allocated."""
+
+    def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
+        self.side = tile_side(device, width, dtype, workspace_bytes)
+        feature, score = product_types(device, dtype)
+        self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
+        self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
+        squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
+        self.scores, self.hits, self.ties, self.before = squares
+        self.ones = torch.ones(self.side, device=device, dtype=score)
+        self.places = torch.arange(self.side, device=device, dtype=score)  # exact: a side is far below 2**24
+        self.scratch_bytes = scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
+
+    def ranges(self, length: int) -> list[slice]:
+        """Cut `length` rows into tiles."""
+        return [slice(first, min(first + self.side, length)) for first in range(0, length, self.side)]
+
+    def load(self, buffer: Tensor, features: Tensor) -> None:
+        """Fill a side of the tile. What is left behind the end from before meets no score that is kept."""
+        buffer[: features.shape[0]].copy_(features)
+
+    def product(self, rows: int, cols: int) -> Tensor:
+        """Scores of the loaded queries and gallery items: (rows, cols), a view of the tile's buffer."""
+        if self.queries.dtype == self.scores.dtype:
+            torch.mm(self.queries, self.gallery.T, out=self.scores)
+        else:
+            torch.mm(self.queries, self.gallery.T, out_dtype=self.scores.dtype, out=self.scores)
+        return self.scores[:rows, :cols]
+
+
+@contextlib.contextmanager
+def rank_arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
+    """No gradients, no autocast (it would round the operands), and float32 products as the options say."""
+    before = torch.get_float32_matmul_precision()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        if precision != "torch":
+            torch.set_float32_matmul_precision(precision)
+        try:
+            yield
+        finally:
+            if precision != "torch":
+                torch.set_float32_matmul_precision(before)
+
+
+class Answers(NamedTuple):
+    """One right answer for each row: its score, its index on the other side (-1: none), its span per tile.
+
+    `spans` holds, for each tile of rows, the smallest and largest index in it. It tells on the host which tiles can
+    hold a tie whose order matters, so that the others take a single comparison.
+    """
+
+    score: Tensor
+    index: Tensor
+    spans: list[tuple[int, int]]
+
+
+def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
+    """(smallest, largest) index of each tile of rows, none counted as (NO_INDEX, -1). One transfer to the host."""
+    flat = index.reshape(index.shape[0], -1)
+    tiles = -(-flat.shape[0] // side)
+    smallest = flat.new_full((tiles * side, max(flat.shape[1], 1)), NO_INDEX)
+    smallest[: flat.shape[0], : flat.shape[1]] = torch.where(flat < 0, NO_INDEX, flat)
+    largest = torch.where(smallest == NO_INDEX, -1, smallest)
+    pairs = torch.stack(
+        [smallest.view(tiles, -1).amin(1) if tiles else smallest.view(0), _largest(largest, tiles)], dim=1
+    )
+    return [(low, high) for low, high in pairs.tolist()]
+
+
+def _largest(index: Tensor, tiles: int) -> Tensor:
+    return index.view(tiles, -1).amax(1) if tiles else index.view(0)
+
+
+def answers_of(index: Tensor, score: Tensor, side: int) -> Answers:
+    """Bring answers into the form that `count_better` reads. No answer: nothing is better."""
+    return Answers(torch.where(index < 0, torch.inf, score), index, spans_of(index, side))
+
+
+def pair_scores(
+    tile: ScoreTile, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor
+) -> None:
+    """Score of (query i, gallery item index_i), written into `into` where that item is in this block.
+
+    The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal is
+    kept: the tile's own arithmetic, for s products per pair instead of one.
+    """
+    if block.shape[0] == 0:
+        return
+    for rows in tile.ranges(queries.shape[0]):
+        local = index[rows] - col_offset
+        inside = (index[rows] >= 0) & (local >= 0) & (local < block.shape[0])
+        tile.load(tile.queries, queries[rows])
+        tile.load(tile.gallery, block[local.clamp(0, block.shape[0] - 1)])
+        count = rows.stop - rows.start
+        scores = tile.product(count, count).diagonal()
+        into[rows] = torch.where(inside, scores, into[rows])
+
+
+class Best(NamedTuple):
+    """The best right answer found so far: its score (-inf: none) and its index (NO_INDEX: none)."""
+
+    score: Tensor
+    index: Tensor
+
+    def merge_(self, score: Tensor, index: Tensor) -> None:
+        """Keep the higher score and, of equals, the lower index, whatever order blocks come in."""
+        wins = (score > self.score) | ((score == self.score) & (score > -torch.inf) & (index < self.index))
+        self.score.copy_(torch.where(wins, score, self.score))
+        self.index.copy_(torch.where(wins, index, self.index))
+
+
+def no_best(length: int, tile: ScoreTile) -> Best:
+    """Nothing found yet."""
+    score = torch.full((length,), -torch.inf, device=tile.scores.device, dtype=tile.scores.dtype)
+    return Best(score, torch.full((length,), NO_INDEX, device=score.device, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Gallery items that are left out of a query's ranking: (n, e), padded with -1, and their spans."""
+
+    index: Tensor
+    spans: list[tuple[int, int]]
+
+    def hide_(self, scores: Tensor, rows: slice, side: int, first_col: int) -> None:
+        """Set the scores of excluded pairs to -inf; no finite score is below that."""
+        low, high = self.spans[rows.start // side]
+        cols = scores.shape[1]
+        if high < first_col or low >= first_col + cols:
+            return
+        local = self.index[rows] - first_col
+        inside = (local >= 0) & (local < cols) & (self.index[rows] >= 0)
+        # A minimum, because an item outside is clamped onto one that may be inside for another entry.
+        lowest = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
+        scores.scatter_reduce_(1, local.clamp(0, cols - 1), lowest, "amin")
+
+
+def excluded_of(index: Tensor, side: int) -> Excluded:
+    """Bring (n, e) exclusions into the form that the tile loops read."""
+    return Excluded(index, spans_of(index, side))
+
+
+def find_best(
+    tile: ScoreTile,
+    queries: Tensor,
+    block: Tensor,
+    row_ids: Tensor,
+    col_ids: Tensor,
+    rows_best: Best,
+    cols_best: Best | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    excluded: Excluded | None = None,
+    advance: Advance | None = None,
+) -> None:
+    """Best item of equal id for each query, and best query for each item of the block; merged into the arguments."""
+    for cols in tile.ranges(block.shape[0]):
+        tile.load(tile.gallery, block[cols])
+        for rows in tile.ranges(queries.shape[0]):
+            tile.load(tile.queries, queries[rows])
+            scores = tile.product(rows.stop - rows.start, cols.stop - cols.start)
+            if excluded is not None:
+                excluded.hide_(scores, rows, tile.side, col_offset + cols.start)
+            # A floating mask: comparisons into bool cost several times as much on the CPU.
+            other = torch.ne(row_ids[rows, None], col_ids[None, cols]).to(torch.bool)
+            scores.masked_fill_(other, -torch.inf)
+            top = scores.max(dim=1)  # of equals, the first
+            Best(rows_best.score[rows], rows_best.index[rows]).merge_(
+                top.values, top.indices + (col_offset + cols.start)
+            )
+            if cols_best is not None:
+                top = scores.max(dim=0)
+                Best(cols_best.score[cols], cols_best.index[cols]).merge_(
+                    top.values, top.indices + (row_offset + rows.start)
+                )
+        if advance is not None:
+            advance(queries.shape[0] * (cols.stop - cols.start))
+
+
+def count_better(
+    tile: ScoreTile,
+    queries: Tensor,
+    block: Tensor,
+    rows: Sequence[Answers],
+    cols: Answers | None = None,
+    *,
+    row_offset: int = 0,
+    col_offset: int = 0,
+    excluded: Excluded | None = None,
+    advance: Advance | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """How many items of the block go before each query's answers, and how many queries before each item's answer.
+
+    Item j goes before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
+
+    Args:
+        tile: the buffers.
+        queries: (n, d), the rows `row_offset` to `row_offset + n`.
+        block: (c, d), the gallery items `col_offset` to `col_offset + c`.
+        rows: answers of the queries, with global column indices.
+        cols: answers of the block's items, with global row indices.
+        row_offset: global index of the first query.
+        col_offset: global index of the block's first item.
+        excluded: pairs that go before nothing.
+        advance: called now and then with the number of pairs done since.
+
+    Returns:
+        (len(rows), n) and (c,) counts, int64, to be added over blocks. The second is None without `cols`.
+    """
+    row_counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
+    col_counts = None if cols is None else torch.zeros(block.shape[0], device=queries.device, dtype=torch.int64)
+    for here in tile.ranges(block.shape[0]):
+        tile.load(tile.gallery, block[here])
+        first_col = col_offset + here.start
+        for mine in tile.ranges(queries.shape[0]):
+            tile.load(tile.queries, queries[mine])
+            scores = tile.product(mine.stop - mine.start, here.stop - here.start)
+            if excluded is not None:
+                excluded.hide_(scores, mine, tile.side, first_col)
+            for counts, answers in zip(row_counts, rows, strict=True):
+                counts[mine] += _count_along_columns(tile, scores, answers, mine, first_col)
+            if cols is not None and col_counts is not None:
+                first_row = row_offset + mine.start
+                col_counts[here] += _count_along_columns(tile, scores.T, cols, here, first_row)
+        if advance is not None:
+            advance(queries.shape[0] * (here.stop - here.start))
+    return row_counts, col_counts
+
+
+def _count_along_columns(tile: ScoreTile, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
+    """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
+
+    Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and several
+    times as fast on the CPU as booleans.
+    """
+    low, high = answers.spans[rows.start // tile.side]
+    answer = answers.score[rows, None]
+    hits = _oriented(tile.hits, scores)
+    if first + scores.shape[1] <= low:  # all columns stand before every answer, and win ties
+        torch.ge(scores, answer, out=hits)
+    else:
+        torch.gt(scores, answer, out=hits)
+        if first < high:  # some stand before an answer, some behind
+            ties, before = _oriented(tile.ties, scores), _oriented(tile.before, scores)
+            place = (answers.index[rows, None] - first).clamp(0, scores.shape[1]).to(scores.dtype)
+            torch.eq(scores, answer, out=ties)
+            torch.lt(tile.places[: scores.shape[1]], place, out=before)
+            hits.addcmul_(ties, before)
+    return (hits @ tile.ones[: scores.shape[1]]).to(torch.int64)
+
+
+def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:
+    """A view of `buffer` with the shape and the memory order of `scores`, which may be transposed."""
+    rows, cols = scores.shape
+    return buffer[:rows, :cols] if scores.stride(1) == 1 else buffer[:cols, :rows].T

@@ -1,0 +1,193 @@
+"""The contract of a kernel: what goes in, what comes out, what a backend promises.
+
+Scores of one pair of blocks, never stored as a whole:
+
+    x_ij = scale * <a_i, b_j> + bias_j          then, if asked,  softcap * tanh(x_ij / softcap)
+
+Integer keys decide everything that a loss says about pairs:
+
+    itself    iff  row_start + i == col_start + j            score = -inf, never positive
+    positive  iff  row_key[i] == col_key[j]
+    excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
+
+Axes: n rows of a, m rows of b (the columns of the scores), d features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.options import TileOptions
+
+Positive = Literal["none", "one", "many"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSpec:
+    """Which statistics are wanted, and what the keys mean. Hashable; holds no tensor.
+
+    Args:
+        row_lse, col_lse: the log-sum-exp of each row / each column.
+        softplus: for each row, the sum of softplus(x_ij), with -x_ij at the positive.
+        row_sum: for each row, the sum of col_weight_j * x_ij.
+        positive: whether a row has no positives, at most one, or any number.
+        itself: a row and a column of equal global index are the same sample and never meet.
+        symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
+            ``Grads.a`` is then the whole gradient.
+        softcap: the cap, or 0 for none.
+    """
+
+    row_lse: bool = False
+    col_lse: bool = False
+    softplus: bool = False
+    row_sum: bool = False
+    positive: Positive = "none"
+    itself: bool = False
+    symmetric: bool = False
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The tensors of one pair of blocks.
+
+    ``row_zero`` and ``col_zero`` say from where a row or a column measures its scores: its statistics are those
+    of ``x_ij - zero``. With the score of the positive as zero, ``lse - pos`` does not cancel when both are near
+    100 and their difference near 0.001.
+    """
+
+    a: Tensor  # (n, d)
+    b: Tensor  # (m, d); the same tensor as a when symmetric
+    scale: Tensor  # (), in the type of the statistics
+    bias: Tensor | None = None  # (m,)
+    row_key: Tensor | None = None  # (n,) int64
+    col_key: Tensor | None = None  # (m,) int64
+    row_skip: Tensor | None = None  # (n,) int64
+    col_skip: Tensor | None = None  # (m,) int64
+    row_zero: Tensor | None = None  # (n,)
+    col_zero: Tensor | None = None  # (m,)
+    col_weight: Tensor | None = None  # (m,), for row_sum
+    row_start: int = 0
+    col_start: int = 0
+
+    @property
+    def stat_dtype(self) -> torch.dtype:
+        """Statistics are float32, or float64 for float64 features."""
+        return stat_dtype(self.a.dtype)
+
+
+def stat_dtype(features: torch.dtype) -> torch.dtype:
+    """The type of the statistics of features of this type."""
+    return torch.float64 if features == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Statistics of one pair of blocks, or of several merged. A monoid: ``Stats()`` is its zero.
+
+    Row statistics of blocks that share their rows merge into those of all the columns, and column statistics
+    of blocks that share their columns into those of all the rows.
+    """
+
+    row_lse: Tensor | None = None  # (n,)
+    row_pos: Tensor | None = None  # (n,) sum of the scores of the positives
+    row_hits: Tensor | None = None  # (n,) number of positives
+    row_softplus: Tensor | None = None  # (n,)
+    row_sum: Tensor | None = None  # (n,)
+    col_lse: Tensor | None = None  # (m,)
+
+    def merge(self, other: Stats) -> Stats:
+        """Statistics of both."""
+
+        def join(name: str) -> Tensor | None:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is None or theirs is None:
+                return theirs if mine is None else mine
+            return torch.logaddexp(mine, theirs) if name.endswith("lse") else mine + theirs
+
+        return Stats(**{field.name: join(field.name) for field in fields(self)})
+
+    def rows(self) -> Stats:
+        """Only what belongs to the rows."""
+        return Stats(**{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("row")})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradStats:
+    """The incoming gradient of each statistic; None where nobody asks. Hits have none."""
+
+    row_lse: Tensor | None = None
+    row_pos: Tensor | None = None
+    row_softplus: Tensor | None = None
+    row_sum: Tensor | None = None
+    col_lse: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Which gradients are wanted. A side that is not wanted costs no product."""
+
+    a: bool = True
+    b: bool = True
+    scale: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grads:
+    """Gradients of one pair of blocks: features in ``grad_dtype``, scale and bias in the statistics' type."""
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Backend(Protocol):
+    """A way to compute the statistics and their gradients."""
+
+    name: str
+
+    def why_not(self, pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this backend cannot serve the call, or None if it can."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
+        """The statistics that ``spec`` asks for."""
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Grads:
+        """Gradients, given the statistics over ALL blocks (``row_lse``, ``col_lse``).
+
+        G_ij = g_lse_i exp(x_ij - row_lse_i) + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...
+        dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
+
+        ``grad_dtype`` is the type of the feature gradients, by default that of the features; a ring, which adds
+        up the gradients of many blocks, asks for float32.
+        """
+
+
+def incoming_size(grad: GradStats) -> Tensor:
+    """The largest incoming gradient, as a 0-d tensor; 1 if all are zero.
+
+    Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
+    in [-2, 2]: float16 would lose gradients of a mean over a million rows.
+    """
+    parts = [getattr(grad, field.name) for field in fields(grad)]
+    tops = [part.abs().amax() for part in parts if part is not None and part.numel()]
+    if not tops:
+        return torch.ones(())
+    top = torch.stack(tops).amax()
+    return torch.where(top > 0, top, torch.ones_like(top))

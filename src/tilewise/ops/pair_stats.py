@@ -1,0 +1,255 @@
+"""Statistics of all pair scores as one differentiable operator, over this process or over a group.
+
+    forward    stats = merge of kernel.forward(rows, block) over the blocks of columns
+    backward   the same loop: row gradients stay, column gradients belong to their block
+
+Saved for backward: the features, the keys and the statistics. Never a tile.
+"""
+
+# No `from __future__ import annotations` here: the operator's schema is read from the annotations.
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import GradientError
+from tilewise.kernels.select import choose_backend
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
+from tilewise.ops.plan import decode, encode
+from tilewise.options import TileOptions
+
+OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
+ROW_NAMES = ("row_lse", "row_pos", "row_hits", "row_softplus", "row_sum")
+NAMES = (*ROW_NAMES, "col_lse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairKeys:
+    """What a loss says about its rows and columns, beside their features: see `tilewise.kernels.spec`."""
+
+    row_key: Tensor | None = None
+    col_key: Tensor | None = None
+    row_skip: Tensor | None = None
+    col_skip: Tensor | None = None
+    row_zero: Tensor | None = None
+    col_zero: Tensor | None = None
+    col_weight: Tensor | None = None
+
+
+NO_KEYS = PairKeys()
+
+
+def pair_stats(
+    a: Tensor,
+    b: Tensor | None,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keys: PairKeys = NO_KEYS,
+    spec: PairSpec,
+    options: TileOptions,
+    group_name: str = "",
+) -> Stats:
+    """The statistics that ``spec`` asks for, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
+
+    Args:
+        a: (n, d) rows.
+        b: (m, d) columns, or None when they are the rows themselves (``spec.symmetric``).
+        scale: 0-d tensor.
+        bias: (m,) or None.
+        keys: integer keys and the zeros from which scores are measured.
+        group_name: the process group over which the columns are spread, "" for this process alone.
+    """
+    assert spec.symmetric == (b is None)
+    values = torch.ops.tilewise.pair_stats(
+        a,
+        b,
+        scale,
+        bias,
+        keys.row_key,
+        keys.col_key,
+        keys.row_skip,
+        keys.col_skip,
+        keys.row_zero,
+        keys.col_zero,
+        keys.col_weight,
+        encode(spec, options, group_name),
+    )
+    wanted = wanted_stats(spec)
+    return Stats(**{name: value for name, value in zip(NAMES, values, strict=True) if name in wanted})
+
+
+def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
+    """The names of the statistics that ``spec`` asks for."""
+    has_pos = spec.positive != "none" and not spec.softplus
+    asked = (spec.row_lse, has_pos, has_pos, spec.softplus, spec.row_sum, spec.col_lse)
+    return tuple(name for name, on in zip(NAMES, asked, strict=True) if on)
+
+
+def _forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str) -> Stats:
+    if group_name:
+        from tilewise.ops.over_ring import ring_forward
+
+        return ring_forward(pair, spec, options, group_name)
+    return choose_backend(pair, spec, options).forward(pair, spec, options)
+
+
+def _backward(
+    pair: Pair, stats: Stats, grad: GradStats, needs: Needs, spec: PairSpec, options: TileOptions, group_name: str
+) -> Grads:
+    if group_name:
+        from tilewise.ops.over_ring import ring_backward
+
+        return ring_backward(pair, stats, grad, needs, spec, options, group_name)
+    return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
+
+
+@torch.library.custom_op("tilewise::pair_stats", mutates_args=())
+def _pair_stats_op(
+    a: Tensor,
+    b: OptTensor,
+    scale: Tensor,
+    bias: OptTensor,
+    row_key: OptTensor,
+    col_key: OptTensor,
+    row_skip: OptTensor,
+    col_skip: OptTensor,
+    row_zero: OptTensor,
+    col_zero: OptTensor,
+    col_weight: OptTensor,
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    spec, options, group_name = decode(plan)
+    pair = Pair(
+        a=a.detach(),
+        b=(a if b is None else b).detach(),
+        scale=scale.detach().to(stat_dtype(a.dtype)),
+        bias=None if bias is None else bias.detach().to(stat_dtype(a.dtype)),
+        row_key=row_key,
+        col_key=col_key,
+        row_skip=row_skip,
+        col_skip=col_skip,
+        row_zero=row_zero,
+        col_zero=col_zero,
+        col_weight=col_weight,
+    )
+    with torch.autocast(a.device.type, enabled=False):
+        stats = _forward(pair, spec, options, group_name)
+    return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale)
+
+
+def _present(*values: Tensor | None, like: Tensor) -> Any:
+    """The same values with an empty tensor for each None: an operator returns tensors only."""
+    return tuple(like.new_empty(0) if value is None else value for value in values)
+
+
+@_pair_stats_op.register_fake
+def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight, plan):  # type: ignore[no-untyped-def]
+    spec, _, _ = decode(plan)
+    dtype, wanted = stat_dtype(a.dtype), wanted_stats(spec)
+    cols = a.shape[0] if b is None else b.shape[0]
+
+    def shaped(name: str) -> Tensor:
+        size = 0 if name not in wanted else a.shape[0] if name in ROW_NAMES else cols
+        return a.new_empty(size, dtype=dtype)
+
+    return tuple(shaped(name) for name in NAMES)
+
+
+@torch.library.custom_op("tilewise::pair_grads", mutates_args=())
+def _pair_grads_op(
+    a: Tensor,
+    b: OptTensor,
+    scale: Tensor,
+    bias: OptTensor,
+    row_key: OptTensor,
+    col_key: OptTensor,
+    row_skip: OptTensor,
+    col_skip: OptTensor,
+    row_zero: OptTensor,
+    col_zero: OptTensor,
+    col_weight: OptTensor,
+    row_lse: Tensor,
+    col_lse: Tensor,
+    grad_row_lse: OptTensor,
+    grad_row_pos: OptTensor,
+    grad_row_softplus: OptTensor,
+    grad_row_sum: OptTensor,
+    grad_col_lse: OptTensor,
+    needs: list[bool],
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec, options, group_name = decode(plan)
+    stat = stat_dtype(a.dtype)
+    pair = Pair(
+        a=a,
+        b=a if b is None else b,
+        scale=scale.to(stat),
+        bias=None if bias is None else bias.to(stat),
+        row_key=row_key,
+        col_key=col_key,
+        row_skip=row_skip,
+        col_skip=col_skip,
+        row_zero=row_zero,
+        col_zero=col_zero,
+        col_weight=col_weight,
+    )
+    stats = Stats(row_lse=row_lse if spec.row_lse else None, col_lse=col_lse if spec.col_lse else None)
+    grad = GradStats(
+        row_lse=grad_row_lse,
+        row_pos=grad_row_pos,
+        row_softplus=grad_row_softplus,
+        row_sum=grad_row_sum,
+        col_lse=grad_col_lse,
+    )
+    wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
+    with torch.autocast(a.device.type, enabled=False):
+        grads = _backward(pair, stats, grad, wanted, spec, options, group_name)
+    grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
+    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+    return _present(grads.a, grads.b, grad_scale, grad_bias, like=a)
+
+
+@_pair_grads_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight, row_lse, col_lse,
+    grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse, needs, plan,
+):  # fmt: skip
+    def shaped(needed: bool, like: Tensor | None) -> Tensor:
+        return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else a.new_empty(0)
+
+    return shaped(needs[0], a), shaped(needs[1], b), shaped(needs[2], scale), shaped(needs[3], bias)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, plan = inputs
+    ctx.plan = plan
+    ctx.save_for_backward(*tensors, output[NAMES.index("row_lse")], output[NAMES.index("col_lse")])
+
+
+def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    spec, _, group_name = decode(ctx.plan)
+    needed = ctx.needs_input_grad[:4]
+    incoming = dict(zip(NAMES, grads, strict=True))
+    wanted = wanted_stats(spec)
+    parts = [incoming[name] if name in wanted else None for name in NAMES if name != "row_hits"]
+    # Over a group every rank takes part in backward, whatever reached this one.
+    if not any(needed) or (all(part is None for part in parts) and not group_name):
+        return (None,) * 12
+    needs = [bool(needed[0]), bool(needed[1]), bool(needed[2]), bool(needed[3])]
+    values = torch.ops.tilewise.pair_grads(*saved, *parts, needs, ctx.plan)
+    return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
+
+
+def _no_second(ctx: Any, *grads: Tensor | None) -> None:
+    raise GradientError(
+        "tilewise losses have first derivatives only, and a second backward ran through a gradient. "
+        "Detach the gradient, or use a dense loss for second-order methods"
+    )
+
+
+_pair_stats_op.register_autograd(_pull_back, setup_context=_save)
+_pair_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)

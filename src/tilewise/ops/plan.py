@@ -1,0 +1,59 @@
+"""A spec, the options and the group as one string: what an operator's schema can carry.
+
+`torch.compile` sees operators with tensors and plain values only; the string is a constant to it. Encoding is plain
+formatting, which it can trace; decoding happens inside the operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import cast, get_args
+
+from tilewise.kernels.spec import PairSpec, Positive
+from tilewise.options import BackendName, Precision, TileOptions
+
+SEPARATOR = ","
+
+
+def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
+    """One line that `decode` reads back."""
+    what = (
+        f"{int(spec.row_lse)},{int(spec.col_lse)},{int(spec.softplus)},{int(spec.row_sum)},{spec.positive},"
+        f"{int(spec.itself)},{int(spec.symmetric)},{spec.softcap!r}"
+    )
+    how = (
+        f"{options.backend},{options.workspace_mib},{int(options.deterministic)},{options.precision},"
+        f"{options.filter_tolerance!r}"
+    )
+    return f"{what},{how},{group_name}"
+
+
+@functools.lru_cache(maxsize=256)
+def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
+    """The spec, the options and the name of the group ("" for none).
+
+    >>> decode(encode(PairSpec(row_lse=True, softcap=30.0), TileOptions(), ""))[0].softcap
+    30.0
+    """
+    row, col, soft, total, positive, itself, symmetric, cap, backend, mib, exact, precision, tolerance, group = plan.split(
+        SEPARATOR, 13
+    )
+    assert positive in get_args(Positive)
+    spec = PairSpec(
+        row_lse=row == "1",
+        col_lse=col == "1",
+        softplus=soft == "1",
+        row_sum=total == "1",
+        positive=cast(Positive, positive),
+        itself=itself == "1",
+        symmetric=symmetric == "1",
+        softcap=float(cap),
+    )
+    options = TileOptions(
+        backend=cast(BackendName, backend),
+        workspace_mib=int(mib),
+        deterministic=exact == "1",
+        precision=cast(Precision, precision),
+        filter_tolerance=float(tolerance),
+    )
+    return spec, options, group
