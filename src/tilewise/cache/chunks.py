@@ -1,0 +1,197 @@
+"""Nested tensors, cut by rows into chunks and joined again.
+
+A *tree* is a tensor, or a tuple, list, mapping or dataclass of trees. A mapping is anything dict-like (also
+the ``BatchEncoding`` of transformers). Whatever is no tensor (a flag, a string, ``None``) goes to every chunk
+as it is, and so does a tensor of no dimensions.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ConfigError, DtypeError, ShapeError
+
+Tree = Any
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """The same tree with ``function`` applied to every tensor.
+
+    >>> map_tensors(lambda t: t + 1, {"x": torch.zeros(2), "name": "a"})
+    {'x': tensor([1., 1.]), 'name': 'a'}
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if isinstance(tree, Mapping):
+        items = {key: map_tensors(function, value) for key, value in tree.items()}
+        return items if type(tree) is dict else _same_mapping(tree, items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        twin = copy.copy(tree)
+        for name in names:  # a frozen dataclass refuses setattr, and `replace` refuses fields without init
+            object.__setattr__(twin, name, map_tensors(function, getattr(tree, name)))
+        return twin
+    return tree
+
+
+def _same_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    twin = copy.copy(tree)
+    if not hasattr(twin, "__setitem__"):
+        return items
+    for key, value in items.items():
+        twin[key] = value
+    return twin
+
+
+def tensors_of(tree: Tree) -> list[Tensor]:
+    """All tensors of a tree, in the order in which `map_tensors` meets them."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, tree)
+    return found
+
+
+def with_tensors(tree: Tree, tensors: Sequence[Tensor]) -> Tree:
+    """The tree with its tensors replaced, in order."""
+    replacements = iter(tensors)
+    return map_tensors(lambda _: next(replacements), tree)
+
+
+def count_rows(tree: Tree, name: str = "the input") -> int:
+    """The number of rows that all tensors of a tree share.
+
+    >>> count_rows({"ids": torch.zeros(5, 7), "mask": torch.zeros(5, 7), "scale": torch.tensor(2.0)})
+    5
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(tree) if tensor.dim() > 0]
+    if not shapes:
+        raise DtypeError(
+            f"{name} needs at least one tensor with a row axis to be cut into chunks, got {_describe(tree)}. "
+            "For anything else, pass a LazyBatch(rows, load)"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ShapeError(
+            f"all tensors of {name} need the same number of rows, got shapes {shapes}. A tensor that all "
+            "rows share belongs inside the encoder: functools.partial(encoder, position_ids=position_ids)"
+        )
+    if shapes[0][0] == 0:
+        raise ShapeError(
+            f"{name} has no rows. A step needs at least one; skip it when a batch comes out empty"
+        )
+    return int(shapes[0][0])
+
+
+def _describe(tree: Tree) -> str:
+    return "None" if tree is None else f"a {type(tree).__name__}"
+
+
+def row_ranges(rows: int, chunk_size: int) -> tuple[slice, ...]:
+    """The rows of every chunk; the last one may be shorter.
+
+    >>> row_ranges(5, 2)
+    (slice(0, 2, None), slice(2, 4, None), slice(4, 5, None))
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r}")
+    return tuple(slice(first, min(first + chunk_size, rows)) for first in range(0, rows, chunk_size))
+
+
+def take_rows(tree: Tree, rows: slice) -> Tree:
+    """These rows of every tensor that has rows: views, nothing is copied."""
+    return map_tensors(lambda tensor: tensor[rows] if tensor.dim() > 0 else tensor, tree)
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A batch that is not simply there: it gives out rows on demand, the same ones each time it is asked.
+
+    ``device`` is where the chunk goes before an encoder sees it; ``None`` leaves it where `load` put it.
+    """
+
+    rows: int
+    device: torch.device | None
+
+    def load(self, rows: slice) -> Tree:
+        """The rows from ``rows.start`` up to ``rows.stop``, as a tree."""
+        ...
+
+
+class Joined:
+    """What an encoder gave for all chunks, joined by rows, and where each chunk's part is.
+
+    A chunk may give another number of rows than it got (several views of a sample, say). A tensor of no
+    dimensions, such as a temperature that the model returns, belongs to no row: the last chunk's is taken.
+    """
+
+    def __init__(self, chunks: list[Tree], name: str) -> None:
+        parts = [tensors_of(chunk) for chunk in chunks]
+        if not parts[0]:
+            raise DtypeError(f"{name} needs to return at least one tensor, got {_describe(chunks[0])}")
+        if len({len(part) for part in parts}) > 1:
+            raise ShapeError(
+                f"{name} returned {sorted({len(part) for part in parts})} tensors for different chunks; "
+                "it needs to return the same structure for every chunk"
+            )
+        self.template = map_tensors(lambda tensor: torch.empty(0), chunks[0])
+        self.ranges: list[list[slice | None]] = []  # of a tensor, then of a chunk; None belongs to no row
+        self._tensors: list[Tensor] = []
+        for pieces in zip(*parts, strict=True):
+            self.ranges.append(_ranges_of(pieces))
+            self._tensors.append(pieces[-1] if pieces[0].dim() == 0 else _join(pieces, name))
+
+    def take(self) -> list[Tensor]:
+        """The joined tensors, handed over: they are not kept here."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def part(self, index: int, chunk: int, whole: Tensor) -> Tensor | None:
+        """The part of ``whole`` (shaped like tensor ``index``) that belongs to this chunk."""
+        rows = self.ranges[index][chunk]
+        if rows is not None:
+            return whole[rows]
+        return whole if chunk == len(self.ranges[index]) - 1 else None
+
+    def tree(self, tensors: Sequence[Tensor]) -> Tree:
+        """The encoder's own structure around these tensors."""
+        return with_tensors(self.template, tensors)
+
+
+def _ranges_of(pieces: Sequence[Tensor]) -> list[slice | None]:
+    if pieces[0].dim() == 0:
+        return [None] * len(pieces)
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
+    return [slice(end - len(piece), end) for end, piece in zip(ends, pieces, strict=True)]
+
+
+def _join(pieces: Sequence[Tensor], name: str) -> Tensor:
+    try:
+        return torch.cat(list(pieces))
+    except RuntimeError as error:
+        shapes = [tuple(piece.shape) for piece in pieces]
+        raise ShapeError(
+            f"the outputs of {name} for different chunks need equal shapes but for their rows, got {shapes}. "
+            "Pad to a fixed length, or return one vector per row"
+        ) from error
+
+
+def call_with(function: Callable[..., Tree], chunk: Tree) -> Tree:
+    """Call an encoder: a mapping gives keywords, a tuple or list positional arguments, all else is one."""
+    if isinstance(chunk, Mapping):
+        return function(**chunk)
+    if isinstance(chunk, tuple | list) and not hasattr(chunk, "_fields"):
+        return function(*chunk)
+    return function(chunk)

@@ -1,0 +1,295 @@
+"""Encode a batch in chunks so that backward costs the memory of one chunk.
+
+    forward    for each chunk: record the random state; encode without a graph
+    backward   for each chunk: replay the random state; encode with a graph; push its gradient through
+
+The representations of all encoders come out of one autograd node. Its backward runs once all their gradients
+are complete, encoder after encoder and chunk after chunk in forward order, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tilewise.cache.autocast import Autocast
+from tilewise.cache.chunks import (
+    BatchSource,
+    Joined,
+    Tree,
+    count_rows,
+    map_tensors,
+    row_ranges,
+    take_rows,
+    tensors_of,
+)
+from tilewise.cache.encoders import Encoder, as_encoders, buffer_versions, kept_buffers, version_of
+from tilewise.cache.offload import HostBatch, on_device
+from tilewise.cache.randomness import RandomState, kept_random_state, random_devices
+from tilewise.cache.settings import Phase, Progress, Settings
+from tilewise.cache.sync import SyncPlan
+from tilewise.errors import GradientError
+
+
+@dataclass
+class Side:
+    """One encoder with its input, and what the first pass recorded about them."""
+
+    index: int
+    encoder: Encoder
+    batch: Tree | BatchSource
+    ranges: tuple[slice, ...]
+    devices: tuple[torch.device, ...]
+    leaves: list[Tensor]  # the tensors of the input, if the input is a tree
+    learns: bool
+    load_states: list[RandomState] = field(default_factory=list)
+    encode_states: list[RandomState] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, index: int, encoder: Encoder, batch: Any, chunk_size: int, offload: Any) -> Side:
+        """Look at an input once: its rows, its chunks, its devices, whether anything learns."""
+        if offload is not None and not isinstance(batch, BatchSource):
+            batch = HostBatch(batch, offload)
+        if isinstance(batch, BatchSource):
+            rows, leaves, device = batch.rows, [], batch.device
+        else:
+            rows, leaves, device = count_rows(batch, f"input {index}"), tensors_of(batch), None
+        devices = random_devices(leaves, encoder.modules, [device] if device is not None else [])
+        learns = encoder.learns or any(leaf.requires_grad for leaf in leaves)
+        return cls(index, encoder, batch, row_ranges(rows, chunk_size), devices, leaves, learns)
+
+    def first_pass(self) -> Iterator[Tree]:
+        """Every chunk, with the random state recorded before it is loaded and before it is encoded."""
+        for chunk in self._chunks(self._load_first):
+            if self.learns:
+                self.encode_states.append(RandomState.record(self.devices))
+            yield chunk
+            del chunk
+
+    def second_pass(self) -> Iterator[Tree]:
+        """The same chunks; when one is handed out, the random state is that of the first pass."""
+        for index, chunk in enumerate(self._chunks(self._load_again)):
+            self.encode_states[index].restore()
+            yield chunk
+            del chunk
+
+    def _chunks(self, load: Callable[[int], Tree]) -> Iterator[Tree]:
+        device = self.batch.device if isinstance(self.batch, BatchSource) else None
+        return on_device(len(self.ranges), load, device)
+
+    def _load_first(self, index: int) -> Tree:
+        if not isinstance(self.batch, BatchSource):
+            return take_rows(self.batch, self.ranges[index])
+        if self.learns:
+            self.load_states.append(RandomState.record(self.devices))
+        return self.batch.load(self.ranges[index])
+
+    def _load_again(self, index: int) -> Tree:
+        if isinstance(self.batch, BatchSource):
+            self.load_states[index].restore()
+            return self.batch.load(self.ranges[index])
+        chunk = take_rows(map_tensors(Tensor.detach, self.batch), self.ranges[index])
+        for leaf, part in zip(self.leaves, tensors_of(chunk), strict=True):
+            part.requires_grad_(leaf.requires_grad)
+        return chunk
+
+
+class Encoding:
+    """All sides of one step: the first pass, and the second when the gradients are known."""
+
+    def __init__(self, encoders: Any, inputs: Sequence[Any], settings: Settings) -> None:
+        described = as_encoders(encoders, len(inputs))
+        sizes = settings.chunk_sizes(len(described))
+        self.settings = settings
+        self.sides = [
+            Side.open(index, encoder, batch, size, settings.offload)
+            for index, (encoder, batch, size) in enumerate(zip(described, inputs, sizes, strict=True))
+        ]
+        self.devices = tuple(dict.fromkeys(device for side in self.sides for device in side.devices))
+        self.autocast = Autocast.record({"cpu", *(device.type for device in self.devices)})
+        self.modules = [module for side in self.sides if side.learns for module in side.encoder.modules]
+        self.buffer_versions = buffer_versions(self.modules)
+        self.input_versions = [version_of(tensor) for tensor in self._watched()]
+        self.joined: list[Joined] = []
+
+    def _watched(self) -> Iterator[Tensor]:
+        for side in self.sides:
+            if side.learns:
+                yield from side.leaves or getattr(side.batch, "tensors", [])
+
+    def first_pass(self) -> list[list[Tensor]]:
+        """The representations of every side: without a graph, joined by rows."""
+        report = Reporter(self.settings.progress, "encode", self.sides)
+        with torch.no_grad():
+            for side in self.sides:
+                outputs = []
+                for chunk in side.first_pass():
+                    outputs.append(side.encoder(chunk))
+                    del chunk
+                    report.chunk_done()
+                self.joined.append(Joined(outputs, f"encoder {side.index}"))
+        self.autocast.forget()
+        return [joined.take() for joined in self.joined]
+
+    def second_pass(self, grads: list[list[Tensor | None]]) -> list[Tensor | None]:
+        """Push these gradients of the representations through the encoders.
+
+        Parameters get theirs in ``.grad``, as in any backward. Returned are those of the input tensors that
+        require one, in order.
+        """
+        self._check_unchanged()
+        active = [
+            side for side in self.sides if side.learns and any(g is not None for g in grads[side.index])
+        ]
+        plan = SyncPlan([(side.encoder.modules, len(side.ranges)) for side in active], self.settings.sync)
+        report = Reporter(self.settings.progress, "replay", active)
+        leaf_grads = [[None] * len(side.leaves) for side in self.sides]
+        once = self.settings.buffers == "once"
+        with (
+            kept_random_state(self.devices),
+            kept_buffers(self.modules, self.buffer_versions) if once else nullcontext(),
+        ):
+            for user, side in enumerate(active):
+                for index, chunk in enumerate(side.second_pass()):
+                    with plan.chunk(user, index) as reduces:
+                        reached = self._replay_chunk(side, index, chunk, grads[side.index])
+                    _check_reduced(reduces, reached, side, index)
+                    _collect(leaf_grads[side.index], side, index, chunk)
+                    del chunk
+                    report.chunk_done()
+        return [
+            grad
+            for side, of_side in zip(self.sides, leaf_grads, strict=True)
+            for leaf, grad in zip(side.leaves, of_side, strict=True)
+            if leaf.requires_grad
+        ]
+
+    def _replay_chunk(self, side: Side, index: int, chunk: Tree, grads: list[Tensor | None]) -> bool:
+        """Encode with a graph, then backward. Tells whether there was anything to differentiate."""
+        with torch.enable_grad(), self.autocast.active():
+            outputs = tensors_of(side.encoder(chunk))
+        joined = self.joined[side.index]
+        if len(outputs) != len(grads):
+            raise _changed(side, index, f"{len(outputs)} tensors instead of {len(grads)}")
+        tensors, parts = [], []
+        for which, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+            part = None if grad is None else joined.part(which, index, grad)
+            if part is None or not output.requires_grad:
+                continue
+            if part.shape != output.shape:
+                raise _changed(side, index, f"shape {tuple(output.shape)} instead of {tuple(part.shape)}")
+            tensors.append(output)
+            parts.append(part)
+        if tensors:
+            torch.autograd.backward(tensors, parts)
+        self.autocast.forget()
+        return bool(tensors)
+
+    def _check_unchanged(self) -> None:
+        if self.input_versions != [version_of(tensor) for tensor in self._watched()]:
+            raise GradientError(
+                "the inputs were changed in place after they were encoded, so they cannot be encoded again. "
+                "An encoder must not write into its input (x = x / 255 instead of x /= 255), "
+                "and a batch must stay as it is until backward is over"
+            )
+
+
+def _changed(side: Side, index: int, what: str) -> GradientError:
+    return GradientError(
+        f"encoder {side.index} returned {what} for chunk {index} when it was run again. "
+        "It must do the same twice: is there state in it that the first run changed?"
+    )
+
+
+def _check_reduced(reduces: bool, reached: bool, side: Side, index: int) -> None:
+    if reduces and not reached:
+        raise GradientError(
+            f"gradients are reduced over ranks in chunk {index} of encoder {side.index}, but its output "
+            "depends on no parameter, so the reduction would not run. Use sync='every', "
+            "or add 0 * parameter.sum() to the output"
+        )
+
+
+def _collect(grads: list[Any], side: Side, index: int, chunk: Tree) -> None:
+    """Add the gradients of this chunk's inputs to those of the whole inputs."""
+    if not any(leaf.requires_grad for leaf in side.leaves):
+        return
+    for which, (leaf, part) in enumerate(zip(side.leaves, tensors_of(chunk), strict=True)):
+        if leaf.requires_grad and part.grad is not None:
+            if grads[which] is None:
+                grads[which] = torch.zeros_like(leaf)
+            rows = side.ranges[index] if leaf.dim() > 0 else ...
+            grads[which][rows] += part.grad
+
+
+class Reporter:
+    """Calls ``progress(chunk index, chunks in total, phase)`` after each chunk."""
+
+    def __init__(self, progress: Progress | None, phase: Phase, sides: Sequence[Side]) -> None:
+        self.progress, self.phase, self.done = progress, phase, 0
+        self.total = sum(len(side.ranges) for side in sides)
+
+    def chunk_done(self) -> None:
+        """Another chunk is finished."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, self.phase)
+        self.done += 1
+
+
+class Replay(torch.autograd.Function):
+    """The node between the encoders and the loss: representations out, gradients in."""
+
+    @staticmethod
+    def forward(ctx: Any, encoding: Encoding, outputs: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        ctx.encoding = encoding
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in outputs if not _takes_gradient(t)))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "a cached step has no second derivative (create_graph=True). Encode without the cache for it"
+            )
+        if not torch.autograd._is_checkpoint_valid():
+            raise GradientError(
+                "the gradients of cached encoders arrive in .grad: call loss.backward() without inputs=, "
+                "not torch.autograd.grad"
+            )
+        encoding: Encoding = ctx.encoding
+        rest = iter(grads)
+        of_sides = [
+            [next(rest) for _ in joined.ranges] if side.learns else []
+            for side, joined in zip(encoding.sides, encoding.joined, strict=True)
+        ]
+        return (None, None, None, *encoding.second_pass(of_sides))
+
+
+def _takes_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def encode(encoders: Any, inputs: Sequence[Any], settings: Settings) -> tuple[Tree, ...]:
+    """The representations of every input, with a graph that holds no activations."""
+    encoding = Encoding(encoders, inputs, settings)
+    outputs = encoding.first_pass()
+    learning = [
+        tensor for side, own in zip(encoding.sides, outputs, strict=True) if side.learns for tensor in own
+    ]
+    if torch.is_grad_enabled() and any(_takes_gradient(tensor) for tensor in learning):
+        anchor = torch.empty(
+            0, requires_grad=True
+        )  # gives the node a graph when no input requires a gradient
+        leaves = [leaf for side in encoding.sides for leaf in side.leaves if leaf.requires_grad]
+        joined = iter(cast(tuple[Tensor, ...], Replay.apply(encoding, learning, anchor, *leaves)))
+        outputs = [
+            [next(joined) for _ in own] if side.learns else own
+            for side, own in zip(encoding.sides, outputs, strict=True)
+        ]
+    return tuple(joined.tree(own) for joined, own in zip(encoding.joined, outputs, strict=True))

@@ -1,0 +1,47 @@
+"""How a batch is encoded: the settings that the public functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from tilewise.cache.chunks import row_ranges
+from tilewise.cache.sync import Sync
+from tilewise.errors import ConfigError
+
+Buffers = Literal["once", "twice"]
+Phase = Literal["encode", "replay"]
+Progress = Callable[[int, int, Phase], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a batch is encoded; `GradientCache` explains each."""
+
+    chunk_size: int | Sequence[int]
+    offload: torch.device | str | None = None
+    sync: Sync = "last"
+    buffers: Buffers = "once"
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.sync not in get_args(Sync):
+            raise ConfigError(f"sync is one of {', '.join(get_args(Sync))}, got {self.sync!r}")
+        if self.buffers not in get_args(Buffers):
+            raise ConfigError(f"buffers is one of {', '.join(get_args(Buffers))}, got {self.buffers!r}")
+        for size in [self.chunk_size] if isinstance(self.chunk_size, int) else self.chunk_size:
+            row_ranges(1, size)
+
+    def chunk_sizes(self, encoders: int) -> list[int]:
+        """One size per encoder."""
+        if isinstance(self.chunk_size, int):
+            return [self.chunk_size] * encoders
+        if len(self.chunk_size) != encoders:
+            raise ConfigError(
+                f"chunk_size is one number or one per encoder, got {len(self.chunk_size)} numbers "
+                f"for {encoders} encoders"
+            )
+        return list(self.chunk_size)
