@@ -16,9 +16,7 @@ def fetch(package: Package, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     archive = folder / f"{package.npm.removeprefix('@').replace('/', '-')}-{package.version}.tgz"
     if not archive.exists():
-        subprocess.run(
-            ["npm", "pack", "--silent", package.spec], cwd=folder, check=True, stdout=subprocess.DEVNULL
-        )
+        subprocess.run(["npm", "pack", "--silent", package.spec], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if digest != package.sha512:
         raise SystemExit(

@@ -72,16 +72,10 @@ def main() -> None:
     begun = time.monotonic()
     if options.licences:
         options.licences.mkdir(parents=True, exist_ok=True)
-    sources = (
-        large_families(options.scratch)
-        if options.large
-        else shipped_families(options.scratch, options.licences)
-    )
+    sources = large_families(options.scratch) if options.large else shipped_families(options.scratch, options.licences)
     manifest = make(sources, options.out, f"resvg_py {version('resvg_py')}, {SIDE} x {SIDE}, 16 greys")
     if options.manifest:
-        options.manifest.write_text(
-            json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        options.manifest.write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(json.dumps({"removed": manifest["removed"], **manifest["file"]}, indent=1))
     size_mb, seconds = manifest["file"]["bytes"] / 1e6, time.monotonic() - begun
     print(f"{manifest['count']} icons, {size_mb:.2f} MB, {seconds:.0f} s")

@@ -58,7 +58,7 @@ def read_family(family: Family, root: Path) -> tuple[Collection, list[Icon]]:
 
 
 def read_iconify(root: Path, version: str, tags: dict[str, Tags]) -> Iterator[tuple[Collection, list[Icon]]]:
-    """The permissive collections of Iconify, one after another; ``tags`` by prefix, where a family has some."""
+    """The permissive collections of Iconify, one after another. ``tags``: by prefix, where there are any."""
     listing = json.loads((root / "collections.json").read_text(encoding="utf-8"))
     for prefix in sorted(listing):
         info = listing[prefix]

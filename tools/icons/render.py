@@ -26,12 +26,8 @@ def square_svg(svg: str) -> str:
         for key in ("width", "height")
         if (match := re.search(rf'\s{key}="({_NUMBER})(?:px)?"', root))
     }
-    box = re.search(
-        rf'\sviewBox="\s*({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})\s*"', root
-    )
-    left, top, width, height = (
-        (float(v) for v in box.groups()) if box else (0.0, 0.0, size["width"], size["height"])
-    )
+    box = re.search(rf'\sviewBox="\s*({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})[\s,]+({_NUMBER})\s*"', root)
+    left, top, width, height = (float(v) for v in box.groups()) if box else (0.0, 0.0, size["width"], size["height"])
     root = re.sub(r'\s(width|height|viewBox)="[^"]*"', "", root)
     side = max(width, height)
     view = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"

@@ -155,6 +155,4 @@ def _from_pack(pack: Pack, path: str | Path) -> IconSet:
             test_families=tuple(pack.manifest["test_families"]),
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the table of {path} does not fit its manifest: {error!r}. Make the file again"
-        ) from error
+        raise DataError(f"the table of {path} does not fit its manifest: {error!r}. Make the file again") from error

@@ -28,6 +28,7 @@ FORMAT = "tilewise-icons"
 VERSION = 1
 COLUMNS = ("family", "style", "name", "caption", "tags", "name_id")
 MOST_BYTES = 4 * 2**30  # of a member once unpacked; a set of 8 million icons
+_DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, EOFError, OSError, RuntimeError)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 # Icons are rows of bytes: what helps is the byte before and the row before, not the alignment.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
@@ -57,9 +58,7 @@ def write_pack(
     if levels.dtype != torch.uint8 or levels.ndim != 3 or levels.shape[1] != levels.shape[2]:
         raise DataError(f"levels are uint8 (N, S, S), got {levels.dtype} {tuple(levels.shape)}")
     if levels.shape[2] % 2 or (levels.numel() and int(levels.max()) > 15):
-        raise DataError(
-            f"levels are 0..15 with an even side, got side {levels.shape[2]}, most {int(levels.max())}"
-        )
+        raise DataError(f"levels are 0..15 with an even side, got side {levels.shape[2]}, most {int(levels.max())}")
     raw = {
         "table.xz": json.dumps({k: columns[k] for k in COLUMNS}, separators=(",", ":")).encode(),
         "images.xz": (levels[..., 0::2] << 4 | levels[..., 1::2]).contiguous().numpy().tobytes(),
@@ -85,23 +84,20 @@ def read_pack(path: str | Path) -> Pack:
         with zipfile.ZipFile(path) as file:
             manifest = json.loads(file.read("manifest.json"))
             _check_manifest(manifest, path)
+            count, side = int(manifest["count"]), int(manifest["side"])
             table, images = (_unpack(file.read(name), name, manifest) for name in ("table.xz", "images.xz"))
         columns = json.loads(table)
     except FileNotFoundError as error:
         raise DataError(f"no icon set at {path}. Leave the path out to take the set that ships") from error
-    except (zipfile.BadZipFile, lzma.LZMAError, EOFError, KeyError, ValueError, OSError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except (*_DAMAGE, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is not a whole icon set: {error}. "
-            "Copy the file again, or make it with python -m tools.icons.make"
+            f"{path} is not a whole icon set: {error}. Copy the file again, or make it with python -m tools.icons.make"
         ) from error
-    count, side = manifest["count"], manifest["side"]
     _check_columns(columns, count)
     if len(images) * 2 != count * side * side:
-        raise DataError(
-            f"{path} announces {count} icons of {side} x {side} but holds {len(images) * 2} pixels"
-        )
+        raise DataError(f"{path} announces {count} icons of {side} x {side} but holds {len(images) * 2} pixels")
     halves = torch.frombuffer(images, dtype=torch.uint8) if images else torch.empty(0, dtype=torch.uint8)
     levels = torch.stack((halves >> 4, halves & 15), dim=1).view(count, side, side)
     return Pack(manifest, columns, levels)
@@ -131,9 +127,7 @@ def _unpack(data: bytes, name: str, manifest: dict[str, Any]) -> bytearray:
         raise DataError(f"{name} announces {want} bytes; at most {MOST_BYTES} are read")
     unpacked = bytearray(lzma.LZMADecompressor(lzma.FORMAT_XZ).decompress(data, max_length=want + 1))
     if len(unpacked) != want or hashlib.sha256(unpacked).hexdigest() != digest:
-        raise DataError(
-            f"{name} should unpack to {want} bytes with sha256 {digest}, got {len(unpacked)} others"
-        )
+        raise DataError(f"{name} should unpack to {want} bytes with sha256 {digest}, got {len(unpacked)} others")
     return unpacked
 
 
