@@ -40,9 +40,7 @@ class TileOptions:
         if self.backend not in get_args(BackendName):
             raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(get_args(BackendName))}")
         if self.precision not in get_args(Precision):
-            raise ConfigError(
-                f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}"
-            )
+            raise ConfigError(f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}")
         if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
             raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}")
         if self.workspace_mib < 1:

@@ -46,6 +46,6 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
         row_pos=row_pos if has_pos else None,
         row_hits=positive.sum(1).to(x_nm.dtype) if has_pos else None,
         row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
-        row_sum=(x_nm * pair.col_weight).sum(1) if spec.row_sum else None,
+        row_sum=None if pair.col_weight is None else x_nm @ pair.col_weight.to(x_nm.dtype),
         col_lse=torch.logsumexp(x_nm - col_zero, 0) if spec.col_lse else None,
     )

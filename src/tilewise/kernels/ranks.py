@@ -1,17 +1,19 @@
 """Ranks of right answers, counted tile by tile: how many gallery items score above them.
 
-Axes: n queries (rows), m gallery items (columns), d features, e excluded items per query; s the side of a tile.
+Axes: n queries (rows), m gallery items (columns), d features, e excluded items per query; s the side of a
+tile.
 
 A rank compares scores with one another, so all of them must come out of the same arithmetic: a matrix product
-rounds differently for other shapes, and two equal gallery rows would no longer tie. Every product here therefore has
-one shape, (s, d) @ (d, s), out of the same two buffers; a ragged edge is multiplied in full and cut afterwards.
-A score then depends on its two feature vectors alone, not on where they stand, how many others there are, or which
-block they came with.
+rounds differently for other shapes, and two equal gallery rows would no longer tie. Every product here
+therefore has one shape, (s, d) @ (d, s), out of the same two buffers; a ragged edge is multiplied in full and
+cut afterwards. A score then depends on its two feature vectors alone, not on where they stand, how many
+others there are, or which block they came with.
 
 Everything works on one block of gallery items with its column offset, and adds up (or merges) over blocks:
 
-    answers = rows_of(index, pair_scores(tile, queries, block, index, ...))
-    better = count_better(tile, queries, block, rows=[answers], ...)      # (1, n): ranks, summed over blocks
+    for offset, block in blocks:  pair_scores(tile, queries, block, index, col_offset=offset, into=score)
+    answers = answers_of(index, score, tile.side)
+    for offset, block in blocks:  ranks += count_better(tile, queries, block, [answers], col_offset=offset)[0]
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
+from tilewise.kernels.tiled import matmul_precision
 from tilewise.options import Precision
 
 #: Larger than any index: stands for "none yet" where the smallest index wins.
@@ -38,12 +40,12 @@ Advance = Callable[[int], None]
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
-    """What a `ScoreTile` holds: four squares of scores and two buffers of features."""
-    return SQUARE_BUFFERS * side * side * score_bytes + 2 * side * width * feature_bytes
+    """The most a loop over tiles takes: four squares of scores, a mask, three sets of features."""
+    return (SQUARE_BUFFERS * score_bytes + 1) * side * side + 3 * side * width * feature_bytes
 
 
 def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
-    """The largest power of two up to the device's own side whose buffers fit; the sizes n and m do not matter.
+    """The largest power of two up to the device's own side whose buffers fit; n and m do not matter.
 
     >>> tile_side(torch.device("cpu"), 256, torch.float32, 256 * 2**20)
     512
@@ -57,8 +59,9 @@ def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_by
         if side < SMALLEST_SIDE:
             need = scratch_bytes(SMALLEST_SIDE, width, feature.itemsize, score.itemsize)
             raise ConfigError(
-                f"ranking features of width {width} takes at least {-(-need // 2**20)} MiB of scratch memory, but "
-                f"workspace_mib allows {workspace_bytes // 2**20}. Raise TileOptions(workspace_mib=...)"
+                f"ranking features of width {width} takes at least {-(-need // 2**20)} MiB of scratch "
+                f"memory, but workspace_mib allows {workspace_bytes // 2**20}. Raise "
+                "TileOptions(workspace_mib=...)"
             )
     return side
 
@@ -66,13 +69,14 @@ def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_by
 def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """(type of the operands, type of the scores): half types accumulate and are compared in float32."""
     if dtype in (torch.float16, torch.bfloat16):
-        # Only CUDA multiplies half operands into a float32 result; elsewhere they are widened, which is exact.
+        # Only CUDA multiplies half operands into a float32 result; elsewhere they are widened, which is
+        # exact.
         return (dtype if device.type == "cuda" else torch.float32), torch.float32
     return dtype, dtype
 
 
 class ScoreTile:
-    """The buffers of one tile; nothing else of size s * s is ever allocated."""
+    """The buffers of one tile, allocated once for a whole call."""
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
         self.side = tile_side(device, width, dtype, workspace_bytes)
@@ -105,22 +109,16 @@ class ScoreTile:
 @contextlib.contextmanager
 def rank_arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
     """No gradients, no autocast (it would round the operands), and float32 products as the options say."""
-    before = torch.get_float32_matmul_precision()
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if precision != "torch":
-            torch.set_float32_matmul_precision(precision)
-        try:
-            yield
-        finally:
-            if precision != "torch":
-                torch.set_float32_matmul_precision(before)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), matmul_precision(precision):
+        yield
 
 
-class Answers(NamedTuple):
+@dataclass(frozen=True)
+class Answers:
     """One right answer for each row: its score, its index on the other side (-1: none), its span per tile.
 
-    `spans` holds, for each tile of rows, the smallest and largest index in it. It tells on the host which tiles can
-    hold a tie whose order matters, so that the others take a single comparison.
+    `spans` holds, for each tile of rows, the smallest and largest index in it. It tells on the host which
+    tiles can hold a tie whose order matters, so that the others take a single comparison.
     """
 
     score: Tensor
@@ -129,20 +127,19 @@ class Answers(NamedTuple):
 
 
 def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
-    """(smallest, largest) index of each tile of rows, none counted as (NO_INDEX, -1). One transfer to the host."""
-    flat = index.reshape(index.shape[0], -1)
-    tiles = -(-flat.shape[0] // side)
-    smallest = flat.new_full((tiles * side, max(flat.shape[1], 1)), NO_INDEX)
-    smallest[: flat.shape[0], : flat.shape[1]] = torch.where(flat < 0, NO_INDEX, flat)
-    largest = torch.where(smallest == NO_INDEX, -1, smallest)
-    pairs = torch.stack(
-        [smallest.view(tiles, -1).amin(1) if tiles else smallest.view(0), _largest(largest, tiles)], dim=1
-    )
+    """(smallest, largest) index of each tile of rows; (NO_INDEX, -1) without any. One transfer to the host.
+
+    >>> spans_of(torch.tensor([4, -1, 2, -1]), side=3)
+    [(2, 4), (9223372036854775807, -1)]
+    """
+    tiles = -(-index.shape[0] // side)
+    if index.numel() == 0:
+        return [(NO_INDEX, -1)] * tiles
+    padded = index.new_full((tiles * side, *index.shape[1:]), -1)
+    padded[: index.shape[0]] = index
+    padded = padded.view(tiles, -1)
+    pairs = torch.stack([torch.where(padded < 0, NO_INDEX, padded).amin(1), padded.amax(1)], dim=1)
     return [(low, high) for low, high in pairs.tolist()]
-
-
-def _largest(index: Tensor, tiles: int) -> Tensor:
-    return index.view(tiles, -1).amax(1) if tiles else index.view(0)
 
 
 def answers_of(index: Tensor, score: Tensor, side: int) -> Answers:
@@ -155,8 +152,8 @@ def pair_scores(
 ) -> None:
     """Score of (query i, gallery item index_i), written into `into` where that item is in this block.
 
-    The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal is
-    kept: the tile's own arithmetic, for s products per pair instead of one.
+    The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal
+    is kept: the tile's own arithmetic, for s products per pair instead of one.
     """
     if block.shape[0] == 0:
         return
@@ -170,7 +167,8 @@ def pair_scores(
         into[rows] = torch.where(inside, scores, into[rows])
 
 
-class Best(NamedTuple):
+@dataclass(frozen=True)
+class Best:
     """The best right answer found so far: its score (-inf: none) and its index (NO_INDEX: none)."""
 
     score: Tensor
@@ -228,7 +226,7 @@ def find_best(
     excluded: Excluded | None = None,
     advance: Advance | None = None,
 ) -> None:
-    """Best item of equal id for each query, and best query for each item of the block; merged into the arguments."""
+    """Best item of equal id for each query, and best query for each item; merged into the arguments."""
     for cols in tile.ranges(block.shape[0]):
         tile.load(tile.gallery, block[cols])
         for rows in tile.ranges(queries.shape[0]):
@@ -236,9 +234,7 @@ def find_best(
             scores = tile.product(rows.stop - rows.start, cols.stop - cols.start)
             if excluded is not None:
                 excluded.hide_(scores, rows, tile.side, col_offset + cols.start)
-            # A floating mask: comparisons into bool cost several times as much on the CPU.
-            other = torch.ne(row_ids[rows, None], col_ids[None, cols]).to(torch.bool)
-            scores.masked_fill_(other, -torch.inf)
+            scores.masked_fill_(row_ids[rows, None] != col_ids[None, cols], -torch.inf)
             top = scores.max(dim=1)  # of equals, the first
             Best(rows_best.score[rows], rows_best.index[rows]).merge_(
                 top.values, top.indices + (col_offset + cols.start)
@@ -264,7 +260,7 @@ def count_better(
     excluded: Excluded | None = None,
     advance: Advance | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """How many items of the block go before each query's answers, and how many queries before each item's answer.
+    """How many items go before each query's answers, and how many queries before each item's answer.
 
     Item j goes before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
 
@@ -305,8 +301,8 @@ def count_better(
 def _count_along_columns(tile: ScoreTile, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
     """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
 
-    Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and several
-    times as fast on the CPU as booleans.
+    Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and
+    several times as fast on the CPU as booleans.
     """
     low, high = answers.spans[rows.start // tile.side]
     answer = answers.score[rows, None]

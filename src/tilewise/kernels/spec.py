@@ -39,6 +39,10 @@ class PairSpec:
         symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
             ``Grads.a`` is then the whole gradient.
         softcap: the cap, or 0 for none.
+        drop_rows: a row with a negative key is no row at all; its statistics are returned as 0, its gradient too.
+        local_keys: over a group, keys are positions in this rank's shard; the ring adds the shard's start.
+        same_rows: over a group, every rank holds the same rows and its own slice of the columns
+            (vocabulary-parallel); otherwise each rank holds its own rows and its own columns.
     """
 
     row_lse: bool = False
@@ -49,6 +53,9 @@ class PairSpec:
     itself: bool = False
     symmetric: bool = False
     softcap: float = 0.0
+    drop_rows: bool = False
+    local_keys: bool = False
+    same_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -372,15 +373,17 @@ class Tiles:
             return x_rc.zero_()
         if self.on_cpu and x_rc.numel():
             top = 0.0 if self.bounded else x_rc.max().item()
-            factors = [side.factor(part, top) for side, part in ((rows, i), (cols, j)) if side is not None]
-            if math.isfinite(top) and all(factor is not None for factor in factors):
+            row = None if rows is None else rows.factor(i, top)
+            col = None if cols is None else cols.factor(j, top)
+            if math.isfinite(top) and (rows is None or row is not None) and (cols is None or col is not None):
                 e_rc = (x_rc if self.bounded else x_rc.sub_(top)).exp_()
-                shaped = iter(factors)
-                row = next(shaped).to(e_rc.dtype)[:, None] if rows is not None else None
-                col = next(shaped).to(e_rc.dtype)[None, :] if cols is not None else None
-                if row is not None and col is not None:
-                    return e_rc.mul_(torch.add(row, col, out=self.buffer(1, *e_rc.shape)))
-                return e_rc.mul_(row if row is not None else col)
+                if row is None or col is None:
+                    only = row[:, None] if row is not None else cast(Tensor, col)[None, :]
+                    return e_rc.mul_(only.to(e_rc.dtype))
+                both = torch.add(
+                    row.to(e_rc.dtype)[:, None], col.to(e_rc.dtype)[None, :], out=self.buffer(1, *e_rc.shape)
+                )
+                return e_rc.mul_(both)
         other = self.buffer(1, *x_rc.shape).copy_(x_rc) if rows is not None and cols is not None else x_rc
         if rows is not None:
             rows.softmax_(x_rc, i, 1)
@@ -466,7 +469,10 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
     if pair.a.numel() == 0 or pair.b.numel() == 0:
         return math.inf
     norms = [
-        max(torch.linalg.vector_norm(x[k : k + 4096], dim=1, dtype=pair.stat_dtype).max().item() for k in range(0, x.shape[0], 4096))
+        max(
+            torch.linalg.vector_norm(x[k : k + 4096], dim=1, dtype=pair.stat_dtype).max().item()
+            for k in range(0, x.shape[0], 4096)
+        )
         for x in ((pair.a,) if spec.symmetric else (pair.a, pair.b))
     ]
     bound = abs(pair.scale.item()) * norms[0] * norms[-1]
@@ -492,7 +498,9 @@ def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, i
         return tiles + (3 * rows + 2 * cols) * d * item
 
     while scratch(rows, cols) > options.workspace_bytes and max(rows, cols) > 16:
-        rows, cols = (rows // 2, rows // 2) if spec.symmetric else (rows, cols // 2) if cols >= rows else (rows // 2, cols)
+        rows, cols = (
+            (rows // 2, rows // 2) if spec.symmetric else (rows, cols // 2) if cols >= rows else (rows // 2, cols)
+        )
     return rows, cols
 
 

@@ -7,6 +7,7 @@ Saved for backward: the features, the keys and the statistics. Never a tile.
 """
 
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from tilewise.errors import GradientError
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
+from tilewise.ops.drop_rows import KeptRows
 from tilewise.ops.plan import decode, encode
 from tilewise.options import TileOptions
 
@@ -88,6 +90,9 @@ def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
 
 
 def _forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str) -> Stats:
+    if kept := KeptRows.find(pair, spec):
+        spec = dataclasses.replace(spec, drop_rows=False)
+        return kept.widen_stats(_forward(kept.of_pair(pair), spec, options, group_name))
     if group_name:
         from tilewise.ops.over_ring import ring_forward
 
@@ -96,8 +101,18 @@ def _forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str) 
 
 
 def _backward(
-    pair: Pair, stats: Stats, grad: GradStats, needs: Needs, spec: PairSpec, options: TileOptions, group_name: str
+    pair: Pair,
+    stats: Stats,
+    grad: GradStats,
+    needs: Needs,
+    spec: PairSpec,
+    options: TileOptions,
+    group_name: str,
 ) -> Grads:
+    if kept := KeptRows.find(pair, spec):
+        spec = dataclasses.replace(spec, drop_rows=False)
+        stats, grad = kept.of_stats(stats), kept.of_grad(grad)
+        return kept.widen_grads(_backward(kept.of_pair(pair), stats, grad, needs, spec, options, group_name))
     if group_name:
         from tilewise.ops.over_ring import ring_backward
 
@@ -217,7 +232,7 @@ def _(  # type: ignore[no-untyped-def]
     grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse, needs, plan,
 ):  # fmt: skip
     def shaped(needed: bool, like: Tensor | None) -> Tensor:
-        return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else a.new_empty(0)
+        return a.new_empty(0) if like is None or not needed else like.new_empty(like.shape)
 
     return shaped(needs[0], a), shaped(needs[1], b), shaped(needs[2], scale), shaped(needs[3], bias)
 

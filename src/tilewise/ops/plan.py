@@ -12,20 +12,19 @@ from typing import cast, get_args
 from tilewise.kernels.spec import PairSpec, Positive
 from tilewise.options import BackendName, Precision, TileOptions
 
-SEPARATOR = ","
-
 
 def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
     """One line that `decode` reads back."""
     what = (
         f"{int(spec.row_lse)},{int(spec.col_lse)},{int(spec.softplus)},{int(spec.row_sum)},{spec.positive},"
-        f"{int(spec.itself)},{int(spec.symmetric)},{spec.softcap!r}"
+        f"{int(spec.itself)},{int(spec.symmetric)},{spec.softcap!r},{int(spec.drop_rows)},{int(spec.local_keys)},"
+        f"{int(spec.same_rows)}"
     )
     how = (
         f"{options.backend},{options.workspace_mib},{int(options.deterministic)},{options.precision},"
         f"{options.filter_tolerance!r}"
     )
-    return f"{what},{how},{group_name}"
+    return f"{what};{how};{group_name}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -35,9 +34,9 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
     >>> decode(encode(PairSpec(row_lse=True, softcap=30.0), TileOptions(), ""))[0].softcap
     30.0
     """
-    row, col, soft, total, positive, itself, symmetric, cap, backend, mib, exact, precision, tolerance, group = plan.split(
-        SEPARATOR, 13
-    )
+    what, how, group = plan.split(";", 2)
+    row, col, soft, total, positive, itself, symmetric, cap, drop, local, same = what.split(",")
+    backend, mib, exact, precision, tolerance = how.split(",")
     assert positive in get_args(Positive)
     spec = PairSpec(
         row_lse=row == "1",
@@ -48,6 +47,9 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
         itself=itself == "1",
         symmetric=symmetric == "1",
         softcap=float(cap),
+        drop_rows=drop == "1",
+        local_keys=local == "1",
+        same_rows=same == "1",
     )
     options = TileOptions(
         backend=cast(BackendName, backend),

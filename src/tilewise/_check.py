@@ -1,0 +1,150 @@
+"""Arguments of the public functions: checked once, at the door, with words that help.
+
+Checks of values (targets, temperatures) read them on the host, so they happen for CPU tensors outside of
+`torch.compile` only. On a GPU, or compiled, a value out of range gives NaN, never a plausible number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ConfigError, DeviceError, DtypeError, RangeError, ShapeError
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
+
+Reduction = Literal["none", "sum", "mean"]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_reduction(reduction: str) -> None:
+    """One of the three words."""
+    if reduction not in get_args(Reduction):
+        raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
+
+
+def check_options(options: TileOptions | None) -> TileOptions:
+    """The options, or the default ones."""
+    if options is None:
+        return DEFAULT_OPTIONS
+    if not isinstance(options, TileOptions):
+        raise DtypeError(f"options is a TileOptions, got {type(options).__name__}: use tilewise.TileOptions(...)")
+    return options
+
+
+def group_name(group: Any) -> str:
+    """The name of a process group, by which an operator finds it; "" for this process alone."""
+    if group is None:
+        return ""
+    name = getattr(group, "group_name", None)
+    if not isinstance(name, str):
+        raise DtypeError(
+            f"group is a torch.distributed process group or None, got {type(group).__name__}. "
+            "For all ranks, pass torch.distributed.group.WORLD"
+        )
+    return name
+
+
+def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
+    """A floating tensor of that many dimensions, in autocast's type where autocast is on."""
+    if not isinstance(features, Tensor):
+        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}")
+    if features.dtype not in FLOATS:
+        raise DtypeError(
+            f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
+            "Convert it with .float()"
+        )
+    if features.dim() != dims:
+        shape = "(rows, features)" if dims == 2 else f"of {dims} dimensions"
+        raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}")
+    return autocast(features)
+
+
+def autocast(features: Tensor) -> Tensor:
+    """The features in the type of the active autocast region; float64 stays, as autocast leaves it."""
+    kind = features.device.type
+    if features.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return features.to(torch.get_autocast_dtype(kind))
+    return features
+
+
+def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
+    """Same width, type and device."""
+    first, second = names
+    if a.shape[-1] != b.shape[-1]:
+        raise ShapeError(
+            f"{first} and {second} need the same number of features, got {tuple(a.shape)} and {tuple(b.shape)}. "
+            "Did one encoder skip its projection head?"
+        )
+    check_device(names, a, b)
+    if a.dtype != b.dtype:
+        raise DtypeError(
+            f"{first} and {second} need the same type, got {a.dtype} and {b.dtype}. "
+            "Convert one of them, or run under torch.autocast"
+        )
+
+
+def check_device(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
+    """Same device."""
+    if a.device != b.device:
+        raise DeviceError(f"{names[0]} and {names[1]} need one device, got {a.device} and {b.device}. Move one of them")
+
+
+def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
+    """Row i of one belongs to row i of the other."""
+    if a.shape[0] != b.shape[0]:
+        raise ShapeError(
+            f"row i of {names[0]} belongs to row i of {names[1]}, so both need the same number of rows, "
+            f"got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+
+
+def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    """Integer ids, one for each row, as int64 on the device of the features."""
+    if not isinstance(ids, Tensor):
+        raise DtypeError(f"{name} is a tensor of integers, got {type(ids).__name__}")
+    if ids.dtype not in INTEGERS and ids.dtype != torch.bool:
+        raise DtypeError(f"{name} holds integers, got {ids.dtype}. Convert it with .long()")
+    if ids.dim() != 1 or ids.shape[0] not in sizes:
+        wanted = " or ".join(f"({size},)" for size in dict.fromkeys(sizes))
+        raise ShapeError(f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}")
+    check_device((name, "the features"), ids, like)
+    return ids.long()
+
+
+def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False) -> Tensor:
+    """A number or a tensor of one element, as a 0-d tensor on the device of the features."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ShapeError(f"{name} is one number, got a tensor of shape {tuple(value.shape)}")
+        if not value.dtype.is_floating_point:
+            raise DtypeError(f"{name} is a floating number, got {value.dtype}. Convert it with .float()")
+        if value.device != like.device:
+            if value.device.type != "cpu":
+                check_device((name, "the features"), value, like)
+            value = value.to(like.device)
+        if can_read(value) and not torch.isfinite(value).all():
+            raise RangeError(f"{name} must be finite, got {value.item()}")
+        if positive and can_read(value) and not value.item() > 0:
+            raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
+        return value.reshape(())
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number or a 0-d tensor, got {type(value).__name__}")
+    check_number(name, value, positive=positive)
+    stat = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.full((), value, dtype=stat, device=like.device)
+
+
+def check_number(name: str, value: float, *, positive: bool = False) -> None:
+    """A finite Python number."""
+    if positive and not value > 0:
+        raise RangeError(f"{name} must be positive, got {value}")
+    if not -float("inf") < value < float("inf"):
+        raise RangeError(f"{name} must be finite, got {value}")
+
+
+def can_read(values: Tensor) -> bool:
+    """Whether values may be looked at here without waiting for a device or breaking a graph."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()

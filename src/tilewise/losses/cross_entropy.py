@@ -1,0 +1,234 @@
+"""Cross entropy of a linear classifier, such as a language model's head, without its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import _check
+from tilewise.errors import DtypeError, RangeError, ShapeError
+from tilewise.kernels.spec import PairSpec
+from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.ops.columns import column_spread, column_sum
+from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.paired_scores import near_scores
+from tilewise.options import TileOptions
+
+NAMES = ("input", "linear_weight")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: _check.Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    z_loss: float = 0.0,
+    shift: int = 0,
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of the logits of a linear layer, which are never stored.
+
+    Equals::
+
+        logits = logit_scale * input @ linear_weight.T + linear_bias
+        if softcap: logits = softcap * tanh(logits / softcap)
+        F.cross_entropy(logits, target, weight, ignore_index=..., label_smoothing=..., reduction=...)
+
+    plus ``z_loss * logsumexp(logits) ** 2`` for each row. What that function does in its corners, this one does:
+    "mean" divides by the weights of the targets, and is NaN when all rows are ignored.
+
+    Args:
+        input: (..., d), hidden states.
+        linear_weight: (V, d), the classifier.
+        target: (...) integers in [0, V), or ``ignore_index``. Out of range: an error on the CPU; on a GPU, where
+            looking would stall it, a loss of NaN.
+        linear_bias: (V,).
+        weight: (V,), of the classes.
+        label_smoothing: in [0, 1].
+        softcap, logit_scale, z_loss: as above; a ``logit_scale`` that requires grad gets its exact gradient.
+        shift: k scores the hidden state of token t against the target of token t + k; the last k states of the
+            next-to-last dimension are left out.
+        reduction: "none" gives the shape of ``target`` (less the shift).
+        group: a process group over whose ranks the classifier is spread, slices in rank order; every rank has all
+            tokens. Plain data parallelism needs no group.
+        options: how, never what.
+
+    Memory: the inputs, their gradients, O(rows) statistics, and a workspace.
+
+    >>> hidden, classifier = torch.eye(3), torch.eye(3)
+    >>> round(linear_cross_entropy(hidden, classifier, torch.tensor([0, 1, -100])).item(), 4)
+    0.5514
+    """
+    _check.check_reduction(reduction)
+    options, name = _check.check_options(options), _check.group_name(group)
+    a, shape = _rows(input, shift)
+    c = _check.check_features("linear_weight", linear_weight)
+    _check.check_together(NAMES, a, c)
+    start, classes = column_spread(c.shape[0], name)
+    y = _check_target(target, input, shift, ignore_index, classes)
+    bias = check_bias("linear_bias", linear_bias, c)
+    weight = check_bias("weight", weight, c)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}")
+    _check.check_number("z_loss", z_loss)
+    cap = check_softcap(softcap)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
+
+    valid = y != ignore_index
+    key = torch.where(valid, y, -1)
+    own = key - start
+    zero = _target_scores(a, c, own, scale, bias, cap, name)
+    smooth = label_smoothing > 0.0
+    col_weight = None
+    if smooth:
+        col_weight = (
+            torch.ones(c.shape[0], dtype=zero.dtype, device=a.device) if weight is None else weight.to(zero.dtype)
+        )
+    stats = pair_stats(
+        a,
+        c,
+        scale,
+        bias,
+        keys=PairKeys(
+            row_key=key,
+            col_key=torch.arange(c.shape[0], device=a.device) + start,
+            row_zero=zero,
+            col_weight=col_weight,
+        ),
+        spec=PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name)),
+        options=options,
+        group_name=name,
+    )
+    assert stats.row_lse is not None
+    assert stats.row_pos is not None
+    assert stats.row_hits is not None
+    # A target that no column has leaves 0 hits: 0 / 0 says so.
+    loss_n = stats.row_lse - stats.row_pos / stats.row_hits.detach()
+    target_weight = None if weight is None else column_sum(_pick(weight.to(zero.dtype), own), name)
+    if target_weight is not None:
+        loss_n = target_weight * loss_n
+    if smooth:
+        assert col_weight is not None
+        assert stats.row_sum is not None
+        uniform = column_sum(col_weight.sum(), name) * (stats.row_lse + zero) - stats.row_sum
+        loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing / classes * uniform
+    if z_loss:
+        loss_n = loss_n + z_loss * (stats.row_lse + zero).square()
+    loss_n = torch.where(valid, loss_n, 0.0)
+    if reduction == "none":
+        return loss_n.reshape(shape)
+    if reduction == "sum":
+        return loss_n.sum()
+    counted = valid if target_weight is None else torch.where(valid, target_weight, 0.0)
+    return loss_n.sum() / counted.sum()
+
+
+def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
+    """The hidden states that are scored, as (n, d), and the shape of their losses."""
+    if not isinstance(input, Tensor) or input.dim() < 1:
+        raise ShapeError(f"input must be (..., features), got {getattr(input, 'shape', type(input).__name__)}")
+    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
+        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}")
+    if shift:
+        if input.dim() < 2:
+            raise ShapeError(f"shift={shift} moves along the tokens, so input must be (..., tokens, features)")
+        input = input[..., : max(input.shape[-2] - shift, 0), :]
+    flat = input.reshape(-1, input.shape[-1])
+    return _check.check_features("input", flat), input.shape[:-1]
+
+
+def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int) -> Tensor:
+    """The targets of the scored states: (n,) int64."""
+    if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise DtypeError(f"target holds class indices (integers), got {got}. Class probabilities are not supported")
+    if target.shape != input.shape[:-1]:
+        raise ShapeError(
+            f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}"
+        )
+    _check.check_device(("target", "input"), target, input)
+    y = (target[..., shift:] if shift else target).reshape(-1).long()
+    if _check.can_read(y):
+        wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]
+        if wrong.numel():
+            raise RangeError(
+                f"targets are class indices in [0, {classes}) or ignore_index={ignore_index}, "
+                f"got {wrong[0].item()} ({wrong.numel()} out of range)"
+            )
+    return y
+
+
+def _pick(values_v: Tensor, own: Tensor) -> Tensor:
+    """values[own], and 0 where this rank does not hold the class."""
+    inside = (own >= 0) & (own < values_v.shape[0])
+    if values_v.shape[0] == 0:
+        return torch.zeros(own.shape, dtype=values_v.dtype, device=own.device)
+    return torch.where(inside, values_v[own.clamp(0, values_v.shape[0] - 1)], 0.0)
+
+
+def _target_scores(
+    a: Tensor, c: Tensor, own: Tensor, scale: Tensor, bias: Tensor | None, softcap: float, group_name: str
+) -> Tensor:
+    """About the score of each row's target, from which the row measures its scores: (n,), no gradient."""
+    inside = (own >= 0) & (own < c.shape[0])
+    score = torch.where(inside, near_scores(a, c, scale, own), 0.0)
+    if bias is not None:
+        score = score + _pick(bias.detach().to(score.dtype), own)
+    score = column_sum(score, group_name)
+    return softcap * torch.tanh(score / softcap) if softcap else score
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """`linear_cross_entropy` with its settings kept."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | None = None,
+        reduction: _check.Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float | Tensor = 1.0,
+        z_loss: float = 0.0,
+        shift: int = 0,
+        group: torch.distributed.ProcessGroup | None = None,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.logit_scale = logit_scale  # an nn.Parameter registers itself and is learned
+        self.reduction, self.group, self.options = reduction, group, options
+        self.ignore_index, self.label_smoothing, self.shift = ignore_index, label_smoothing, shift
+        self.softcap, self.z_loss = softcap, z_loss
+
+    def forward(
+        self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None
+    ) -> Tensor:
+        """See `linear_cross_entropy`."""
+        return linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            z_loss=self.z_loss,
+            shift=self.shift,
+            group=self.group,
+            options=self.options,
+        )

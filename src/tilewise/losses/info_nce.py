@@ -1,0 +1,231 @@
+"""InfoNCE with in-batch, shared and own negatives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import _check
+from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.kernels.spec import PairSpec
+from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.paired_scores import near_scores, own_scores
+from tilewise.ops.reduce import reduce_rows
+from tilewise.options import TileOptions
+
+NAMES = ("query", "positive_key")
+
+
+def info_nce(
+    query: Tensor,
+    positive_key: Tensor,
+    negative_keys: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    in_batch: bool = True,
+    symmetric: bool = False,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    negative_mask: Tensor | None = None,
+    reduction: _check.Reduction = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """Cross entropy of each query against its own key, the other keys and the negatives; its own key is the answer.
+
+    Equals, without building the logits::
+
+        logits = cat([query @ positive_key.T, query @ negative_keys.T], 1) / temperature
+        F.cross_entropy(logits, arange(n))
+
+    Args:
+        query, positive_key: (n, d) each; key i answers query i. Normalize outside.
+        negative_keys: (M, d), shared by all queries, or (n, K, d), own negatives of each query.
+        temperature: divides the scores; a tensor that requires grad gets its exact gradient.
+        in_batch: the keys of the other queries are negatives too. With False a query meets only its own key and
+            the negatives.
+        symmetric: adds the keys' direction, each key against all queries, and halves.
+        query_ids, key_ids: integers, such as document ids. A query and a key of equal id that is not its own
+            never meet: no false negatives. ``key_ids`` is (n,), or (n + M,) with those of shared negatives behind;
+            if one of the two is missing, row i of the other stands for it.
+        negative_mask: bool, True where a negative is real: (M,) or (n, K). Padding behind a False reaches neither
+            loss nor gradient, whatever it holds.
+        reduction: "none" gives (n,).
+        group: a process group over whose ranks queries, keys and shared negatives are spread.
+        options: how, never what.
+
+    Memory: the features, their gradients, O(n + M + n K) statistics, and a workspace.
+
+    >>> x = torch.eye(4)
+    >>> round(info_nce(x, x, temperature=1.0).item(), 4)
+    0.7437
+    >>> round(info_nce(x, x, -x, temperature=1.0).item(), 4)
+    1.2205
+    """
+    _check.check_reduction(reduction)
+    options, name = _check.check_options(options), _check.group_name(group)
+    a = _check.check_features(NAMES[0], query)
+    b = _check.check_features(NAMES[1], positive_key)
+    _check.check_together(NAMES, a, b)
+    _check.check_same_rows(NAMES, a, b)
+    negatives = _check_negatives(a, negative_keys, negative_mask)
+    if symmetric and not in_batch:
+        raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True")
+    if not in_batch and negatives is None:
+        raise ConfigError("in_batch=False without negative_keys leaves nothing to tell the key from: pass some")
+    scale = _check.check_scalar("temperature", temperature, a, positive=True).reciprocal()
+    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids)
+    zero = near_scores(a, b, scale)
+
+    if in_batch:
+        index = torch.arange(a.shape[0], device=a.device)
+        stats = pair_stats(
+            a,
+            b,
+            scale,
+            keys=PairKeys(
+                row_key=index, col_key=index, row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero
+            ),
+            spec=PairSpec(row_lse=True, col_lse=symmetric, positive="one", local_keys=True),
+            options=options,
+            group_name=name,
+        )
+        assert stats.row_pos is not None
+        assert stats.row_lse is not None
+        pos, lse = stats.row_pos, stats.row_lse
+    else:
+        pos = scale * own_scores(a, b[:, None, :], None).squeeze(1) - zero
+        lse = pos
+    if negatives is not None and negatives.dim() == 3:
+        x_nk = scale * own_scores(a, negatives, negative_mask) - zero[:, None]
+        if negative_mask is not None:
+            x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
+        lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
+    elif negatives is not None:
+        lse = torch.logaddexp(
+            lse, _shared_lse(a, negatives, scale, zero, query_id, negative_id, negative_mask, options, name)
+        )
+    loss_n = lse - pos
+    if symmetric:
+        assert stats.col_lse is not None
+        loss_n = (loss_n + stats.col_lse - pos) / 2
+    return reduce_rows(loss_n, reduction, name)
+
+
+def _shared_lse(
+    a: Tensor,
+    negatives: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    query_id: Tensor | None,
+    negative_id: Tensor | None,
+    mask: Tensor | None,
+    options: TileOptions,
+    name: str,
+) -> Tensor:
+    """Log-sum-exp of each query against the negatives that all share: (n,)."""
+    bias = None
+    if mask is not None:
+        # A masked negative scores -inf whatever it holds, so its features are replaced before any product.
+        negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
+        bias = torch.zeros(mask.shape, dtype=scale.dtype, device=a.device).masked_fill(~mask, -torch.inf)
+    skip = query_id if negative_id is not None else None
+    stats = pair_stats(
+        a,
+        negatives,
+        scale,
+        bias,
+        keys=PairKeys(row_skip=skip, col_skip=negative_id, row_zero=zero),
+        spec=PairSpec(row_lse=True),
+        options=options,
+        group_name=name,
+    )
+    assert stats.row_lse is not None
+    return stats.row_lse
+
+
+def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    if negative_keys is None:
+        if mask is not None:
+            raise ConfigError("negative_mask says which negative_keys are real, but there are none: pass both")
+        return None
+    if not isinstance(negative_keys, Tensor) or negative_keys.dim() not in (2, 3):
+        got = tuple(negative_keys.shape) if isinstance(negative_keys, Tensor) else type(negative_keys).__name__
+        raise ShapeError(f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}")
+    negatives = _check.check_features("negative_keys", negative_keys, negative_keys.dim())
+    _check.check_together(("query", "negative_keys"), a, negatives)
+    if negatives.dim() == 3:
+        _check.check_same_rows(("query", "negative_keys"), a, negatives)
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise DtypeError(f"negative_mask holds True where a negative is real, got {mask.dtype}: use .bool()")
+        if mask.shape != negatives.shape[:-1]:
+            raise ShapeError(
+                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, got {tuple(mask.shape)}"
+            )
+        _check.check_device(("negative_mask", "query"), mask, a)
+    return negatives
+
+
+def _check_ids(
+    a: Tensor, negatives: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Ids of the queries, of the keys, and of the shared negatives (None where nothing is to be left out)."""
+    if query_ids is None and key_ids is None:
+        return None, None, None
+    n = a.shape[0]
+    shared = negatives.shape[0] if negatives is not None and negatives.dim() == 2 else 0
+    key_id = None if key_ids is None else _check.check_ids("key_ids", key_ids, (n, n + shared), a)
+    query_id = None if query_ids is None else _check.check_ids("query_ids", query_ids, (n,), a)
+    if query_id is None:
+        assert key_id is not None
+        query_id = key_id[:n]
+    if key_id is None:
+        key_id = query_id
+    behind = key_id[n:] if shared and key_id.shape[0] == n + shared else None
+    return query_id, key_id[:n], behind
+
+
+class InfoNCELoss(nn.Module):
+    """`info_nce` with its settings kept."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor = 0.07,
+        in_batch: bool = True,
+        symmetric: bool = False,
+        reduction: _check.Reduction = "mean",
+        group: torch.distributed.ProcessGroup | None = None,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature  # an nn.Parameter registers itself and is learned
+        self.in_batch, self.symmetric = in_batch, symmetric
+        self.reduction, self.group, self.options = reduction, group, options
+
+    def forward(
+        self,
+        query: Tensor,
+        positive_key: Tensor,
+        negative_keys: Tensor | None = None,
+        *,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        negative_mask: Tensor | None = None,
+    ) -> Tensor:
+        """See `info_nce`."""
+        return info_nce(
+            query,
+            positive_key,
+            negative_keys,
+            temperature=self.temperature,
+            in_batch=self.in_batch,
+            symmetric=self.symmetric,
+            query_ids=query_ids,
+            key_ids=key_ids,
+            negative_mask=negative_mask,
+            reduction=self.reduction,
+            group=self.group,
+            options=self.options,
+        )

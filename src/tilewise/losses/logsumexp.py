@@ -1,0 +1,70 @@
+"""The primitive: log-sum-exp of each row of a product that is never stored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import _check
+from tilewise.errors import RangeError
+from tilewise.kernels.spec import PairSpec
+from tilewise.ops.pair_stats import pair_stats
+from tilewise.options import TileOptions
+
+
+def linear_logsumexp(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """``torch.logsumexp(scale * a @ b.T + bias, 1)`` without the (n, m) product: (n,), float32.
+
+    Args:
+        a: (n, d).
+        b: (m, d).
+        scale: multiplies the scores; a tensor that requires grad gets its exact gradient.
+        bias: (m,), added to the scores.
+        softcap: the scores become ``softcap * tanh(scores / softcap)``.
+        group: a process group over whose ranks the rows of ``a`` and those of ``b`` are spread; each rank gets
+            the log-sum-exp of its own rows over all of ``b``.
+        options: how, never what.
+
+    >>> linear_logsumexp(torch.zeros(1, 3), torch.ones(4, 3)).item() == torch.tensor(4.0).log().item()
+    True
+    """
+    options, name = _check.check_options(options), _check.group_name(group)
+    a = _check.check_features("a", a)
+    b = _check.check_features("b", b)
+    _check.check_together(("a", "b"), a, b)
+    factor = _check.check_scalar("scale", scale, a)
+    bias = check_bias("bias", bias, b)
+    spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
+    stats = pair_stats(a, b, factor, bias, spec=spec, options=options, group_name=name)
+    assert stats.row_lse is not None
+    return stats.row_lse
+
+
+def check_softcap(softcap: float | None) -> float:
+    """A positive number, or 0 for none."""
+    if softcap is None:
+        return 0.0
+    value = float(softcap)
+    if not 0.0 < value < float("inf"):
+        raise RangeError(f"softcap is a positive number or None, got {softcap}")
+    return value
+
+
+def check_bias(name: str, bias: Tensor | None, b: Tensor) -> Tensor | None:
+    """One number for each column."""
+    if bias is None:
+        return None
+    bias = _check.check_features(name, bias, 1)
+    if bias.shape[0] != b.shape[0]:
+        raise _check.ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}")
+    _check.check_device((name, "the features"), bias, b)
+    return bias

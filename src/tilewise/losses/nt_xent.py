@@ -1,0 +1,95 @@
+"""NT-Xent, the loss of SimCLR, for two stacked views."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import _check
+from tilewise.errors import ShapeError
+from tilewise.kernels.spec import PairSpec
+from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.paired_scores import near_scores
+from tilewise.ops.reduce import reduce_rows
+from tilewise.options import TileOptions
+
+
+def nt_xent(
+    features: Tensor,
+    *,
+    temperature: float | Tensor = 0.5,
+    reduction: _check.Reduction = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """Cross entropy of each view against all others; the other view of its sample is the answer.
+
+    Equals, without building the (2B, 2B) logits::
+
+        logits = (features @ features.T / temperature).fill_diagonal_(-inf)
+        F.cross_entropy(logits, (arange(2 * B) + B) % (2 * B))
+
+    Args:
+        features: (2B, d), the first views of all samples and then the second ones; normalize outside.
+        temperature: divides the scores; a tensor that requires grad gets its exact gradient.
+        reduction: "none" gives (2B,).
+        group: a process group over whose ranks the samples are spread, both views of a sample on one rank.
+        options: how, never what.
+
+    Memory: the features, their gradient, O(B) statistics, and a workspace. Cost: scores are symmetric, so half a
+    product forward and 1.5 backward.
+
+    >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
+    0.2395
+    """
+    _check.check_reduction(reduction)
+    options, name = _check.check_options(options), _check.group_name(group)
+    z = _check.check_features("features", features)
+    rows = z.shape[0]
+    if rows % 2:
+        raise ShapeError(
+            f"features stacks two views of each sample, so it needs an even number of rows, got {tuple(z.shape)}. "
+            "Use torch.cat([first_views, second_views])"
+        )
+    scale = _check.check_scalar("temperature", temperature, z, positive=True).reciprocal()
+    index = torch.arange(rows, device=z.device)
+    other = torch.roll(index, rows // 2)
+    zero = near_scores(z, z, scale, other)
+    stats = pair_stats(
+        z,
+        None,
+        scale,
+        keys=PairKeys(row_key=other, col_key=index, row_zero=zero),
+        spec=PairSpec(row_lse=True, positive="one", itself=True, symmetric=True, local_keys=True),
+        options=options,
+        group_name=name,
+    )
+    assert stats.row_lse is not None
+    assert stats.row_pos is not None
+    return reduce_rows(stats.row_lse - stats.row_pos, reduction, name)
+
+
+class NTXentLoss(nn.Module):
+    """`nt_xent` with its settings kept."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor = 0.5,
+        reduction: _check.Reduction = "mean",
+        group: torch.distributed.ProcessGroup | None = None,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature  # an nn.Parameter registers itself and is learned
+        self.reduction, self.group, self.options = reduction, group, options
+
+    def forward(self, features: Tensor) -> Tensor:
+        """See `nt_xent`."""
+        return nt_xent(
+            features,
+            temperature=self.temperature,
+            reduction=self.reduction,
+            group=self.group,
+            options=self.options,
+        )

@@ -1,0 +1,23 @@
+"""Columns that are spread over a group while every rank has all rows: small sums over the slices."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def column_spread(columns: int, group_name: str) -> tuple[int, int]:
+    """Where this rank's slice of the columns starts, and how many columns all ranks have together."""
+    if not group_name:
+        return 0, columns
+    from tilewise.ops.over_ring import spread_over_group
+
+    return spread_over_group(columns, group_name)
+
+
+def column_sum(values: Tensor, group_name: str) -> Tensor:
+    """The sum of each rank's ``values``, without a gradient; in one process the values themselves."""
+    if not group_name:
+        return values.detach()
+    from tilewise.ops.over_ring import sum_over_group
+
+    return sum_over_group(values.detach(), group_name)

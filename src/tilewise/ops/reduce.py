@@ -1,0 +1,21 @@
+"""From losses of rows to the number that is returned."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
+    """The rows' losses as they are, their sum, or their mean.
+
+    Over a group each rank returns ``W / N`` times the sum over its own rows ("mean", with N the rows of all
+    ranks) or ``W`` times that sum ("sum"), so that after DDP's averaging over the W ranks the parameters have
+    the gradient of the global mean or sum.
+    """
+    if reduction == "none":
+        return loss_n
+    if group_name:
+        from tilewise.ops.over_ring import reduce_over_group
+
+        return reduce_over_group(loss_n, reduction, group_name)
+    return loss_n.sum() if reduction == "sum" else loss_n.mean()

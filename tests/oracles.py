@@ -1,0 +1,102 @@
+"""Every loss as one would write it with all logits in memory. For tests only; any dtype up to float64."""
+
+import torch
+import torch.nn.functional as F
+
+
+def reduced(loss, reduction):
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
+
+
+def clip_dense(image, text, scale, reduction="mean"):
+    logits = scale * image @ text.T
+    answer = torch.arange(len(image), device=image.device)
+    rows = F.cross_entropy(logits, answer, reduction="none")
+    cols = F.cross_entropy(logits.T, answer, reduction="none")
+    return reduced((rows + cols) / 2, reduction)
+
+
+def siglip_dense(image, text, scale, bias, reduction="mean"):
+    logits = scale * image @ text.T + bias
+    sign = 2 * torch.eye(len(image), dtype=logits.dtype, device=image.device) - 1
+    return reduced(-F.logsigmoid(sign * logits).sum(1), reduction)
+
+
+def nt_xent_dense(z, temperature=0.5, reduction="mean"):
+    n = len(z)
+    itself = torch.eye(n, dtype=torch.bool, device=z.device)
+    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
+    answer = (torch.arange(n, device=z.device) + n // 2) % n
+    return F.cross_entropy(logits, answer, reduction=reduction)
+
+
+def supcon_dense(z, labels, temperature=0.07, reduction="mean"):
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
+    positive = (labels[:, None] == labels[None, :]) & ~itself
+    log_prob = (logits - torch.logsumexp(logits, 1, keepdim=True)).masked_fill(~positive, 0.0)
+    count = positive.sum(1)
+    loss = torch.where(count > 0, -log_prob.sum(1) / count.clamp(min=1), 0.0)
+    return reduced(loss, reduction)
+
+
+def info_nce_dense(
+    query,
+    key,
+    negatives=None,
+    temperature=0.07,
+    in_batch=True,
+    symmetric=False,
+    query_ids=None,
+    key_ids=None,
+    negative_mask=None,
+    reduction="mean",
+):
+    n = len(query)
+    eye = torch.eye(n, dtype=torch.bool, device=query.device)
+    own = (query * key).sum(1, keepdim=True) / temperature
+    batch = query @ key.T / temperature
+    if query_ids is not None:
+        batch = batch.masked_fill((query_ids[:, None] == key_ids[None, :n]) & ~eye, -torch.inf)
+    parts = [batch] if in_batch else [own]
+    if negatives is not None and negatives.dim() == 2:
+        more = query @ negatives.T / temperature
+        if query_ids is not None and len(key_ids) > n:
+            more = more.masked_fill(query_ids[:, None] == key_ids[None, n:], -torch.inf)
+        if negative_mask is not None:
+            more = more.masked_fill(~negative_mask[None, :], -torch.inf)
+        parts.append(more)
+    elif negatives is not None:
+        more = torch.einsum("nd,nkd->nk", query, negatives) / temperature
+        if negative_mask is not None:
+            more = more.masked_fill(~negative_mask, -torch.inf)
+        parts.append(more)
+    answer = torch.arange(n, device=query.device) if in_batch else torch.zeros(n, dtype=torch.long, device=query.device)
+    loss = F.cross_entropy(torch.cat(parts, 1), answer, reduction="none")
+    if symmetric:
+        loss = (loss + F.cross_entropy(batch.T, torch.arange(n, device=query.device), reduction="none")) / 2
+    return reduced(loss, reduction)
+
+
+def linear_cross_entropy_dense(
+    input, weight, target, bias=None, class_weight=None, softcap=None, scale=1.0, z_loss=0.0, shift=0, **settings
+):
+    if shift:
+        input, target = input[..., :-shift, :], target[..., shift:]
+    logits = scale * input @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat, y = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    reduction = settings.pop("reduction", "mean")
+    ignore = settings.get("ignore_index", -100)
+    loss = F.cross_entropy(flat, y, class_weight, reduction="none", **settings)
+    valid = y != ignore
+    loss = loss + torch.where(valid, z_loss * torch.logsumexp(flat, 1) ** 2, 0.0)
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    total = valid.sum() if class_weight is None else class_weight[y[valid]].sum()
+    return loss.sum() / total
