@@ -132,14 +132,18 @@ def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
     >>> spans_of(torch.tensor([4, -1, 2, -1]), side=3)
     [(2, 4), (9223372036854775807, -1)]
     """
-    tiles = -(-index.shape[0] // side)
-    if index.numel() == 0:
-        return [(NO_INDEX, -1)] * tiles
-    padded = index.new_full((tiles * side, *index.shape[1:]), -1)
-    padded[: index.shape[0]] = index
-    padded = padded.view(tiles, -1)
-    pairs = torch.stack([torch.where(padded < 0, NO_INDEX, padded).amin(1), padded.amax(1)], dim=1)
-    return [(low, high) for low, high in pairs.tolist()]
+    flat = index.reshape(index.shape[0], -1) if index.numel() else index.new_full((index.shape[0], 1), -1)
+    return _ends(torch.where(flat < 0, NO_INDEX, flat).amin(1), flat.amax(1), side)
+
+
+def _ends(low: Tensor, high: Tensor, side: int) -> list[tuple[int, int]]:
+    """Smallest of `low` and largest of `high` in each tile of rows."""
+    ends = [
+        torch.stack([below.amin(), above.amax()])
+        for below, above in zip(low.split(side), high.split(side), strict=True)
+        if below.numel()
+    ]
+    return [(first, last) for first, last in torch.stack(ends).tolist()] if ends else []
 
 
 def answers_of(index: Tensor, score: Tensor, side: int) -> Answers:
@@ -226,10 +230,17 @@ def find_best(
     excluded: Excluded | None = None,
     advance: Advance | None = None,
 ) -> None:
-    """Best item of equal id for each query, and best query for each item; merged into the arguments."""
-    for cols in tile.ranges(block.shape[0]):
+    """Best item of equal id for each query, and best query for each item; merged into the arguments.
+
+    A tile whose rows and columns have no id in common, by their smallest and largest, is not computed: ids in
+    ascending order make this pass nearly free.
+    """
+    row_ends, col_ends = _ends(row_ids, row_ids, tile.side), _ends(col_ids, col_ids, tile.side)
+    for cols, (low, high) in zip(tile.ranges(block.shape[0]), col_ends, strict=True):
         tile.load(tile.gallery, block[cols])
-        for rows in tile.ranges(queries.shape[0]):
+        for rows, (first, last) in zip(tile.ranges(queries.shape[0]), row_ends, strict=True):
+            if last < low or high < first:
+                continue
             tile.load(tile.queries, queries[rows])
             scores = tile.product(rows.stop - rows.start, cols.stop - cols.start)
             if excluded is not None:
