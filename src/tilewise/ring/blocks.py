@@ -1,0 +1,166 @@
+"""Blocks that travel: what they carry, how it is packed, and the loop in which every rank meets every block once.
+
+A block carries *cargo*, which nobody changes (features, keys, zeros), and collects *credits*, to which every host
+adds (column statistics in forward, gradients in backward). Cargo for the next step arrives while this step is computed.
+Credits follow one step behind their block: what a host adds at step s travels while it computes step s + 1.
+
+    step            0            1              2          ...   W - 1          home
+    cargo of hop    0 -> 1       1 -> 2         2 -> 3            -
+    credits of hop  -            0 -> 1         1 -> 2            W-2 -> W-1     W-1 -> 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.ring.exchange import Exchange
+from tilewise.ring.schedule import held_block
+
+Tensors = Mapping[str, Tensor]
+Join = Callable[[str, Tensor, Tensor], None]  # name, what to change in place, what to add to it
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a block: (size, width), or (size,) with width None."""
+
+    name: str
+    dtype: torch.dtype
+    width: int | None = None
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Field:
+        """The field that this tensor fills."""
+        return Field(name, tensor.dtype, tensor.shape[1] if tensor.dim() == 2 else None)
+
+
+class Layout:
+    """Where the fields of a block lie in a few flat buffers: one for each wide field, one for vectors of a type."""
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self.wide = [field for field in fields if field.width is not None]
+        thin: dict[torch.dtype, list[Field]] = {}
+        for field in fields:
+            if field.width is None:
+                thin.setdefault(field.dtype, []).append(field)
+        self.thin = list(thin.items())
+
+    def __bool__(self) -> bool:
+        return bool(self.wide or self.thin)
+
+    def _widths(self) -> list[tuple[torch.dtype, int]]:
+        wide = [(field.dtype, field.width or 0) for field in self.wide]
+        return wide + [(dtype, len(fields)) for dtype, fields in self.thin]
+
+    def pack(self, tensors: Tensors) -> list[Tensor]:
+        """Buffers of these tensors; contiguous wide ones are not copied."""
+        buffers = [tensors[field.name].contiguous().view(-1) for field in self.wide]
+        for _, fields in self.thin:
+            parts = [tensors[field.name] for field in fields]
+            buffers.append(torch.stack(parts).view(-1) if len(parts) > 1 else parts[0].contiguous())
+        return buffers
+
+    def empty(self, size: int, device: torch.device) -> list[Tensor]:
+        """Buffers for a block of up to ``size`` columns."""
+        return [torch.empty(size * width, dtype=dtype, device=device) for dtype, width in self._widths()]
+
+    def cut(self, buffers: Sequence[Tensor], size: int) -> list[Tensor]:
+        """The parts of the buffers that a block of ``size`` columns fills."""
+        return [buffer[: size * width] for buffer, (_, width) in zip(buffers, self._widths(), strict=True)]
+
+    def open(self, buffers: Sequence[Tensor], size: int) -> dict[str, Tensor]:
+        """The fields of a block of ``size`` columns, as views."""
+        parts = iter(self.cut(buffers, size))
+        found = {field.name: next(parts).view(size, field.width or 0) for field in self.wide}
+        for _, fields in self.thin:
+            rows = next(parts).view(len(fields), size)
+            found.update({field.name: rows[k] for k, field in enumerate(fields)})
+        return found
+
+
+def go_round(
+    exchange: Exchange,
+    sizes: Sequence[int],
+    cargo: Tensors,
+    work: Callable[[int, dict[str, Tensor]], Tensors | None],
+    *,
+    credits: Sequence[Field] = (),
+    join: Join | None = None,
+) -> dict[str, Tensor]:
+    """Every rank meets every block once; what they add to this rank's block is returned.
+
+    Args:
+        exchange: the group.
+        sizes: columns of each rank's block.
+        cargo: the tensors of this rank's block, (size, width) or (size,); the same names and types on every rank.
+        work: called with the owner of the block at hand and its tensors; returns what the block is to be credited
+            with, or None for nothing. Called with this rank's own block first.
+        credits: the fields of what ``work`` returns.
+        join: adds a credit to the ones that a block has already, in place.
+
+    If ``work`` fails, this rank still passes all blocks on, with NaN in place of what it owed them, and raises
+    afterwards: its neighbours neither hang nor take a wrong number for a right one.
+
+    Memory beside the cargo itself: two blocks of cargo and two of credits, whatever the number of ranks.
+    """
+    rank, world = exchange.rank, exchange.world
+    layout, bag = Layout([Field.of(name, value) for name, value in cargo.items()]), Layout(credits)
+    device = next(iter(cargo.values())).device
+    here, largest = layout.pack(cargo), max(sizes)
+    spare = [layout.empty(largest, device) for _ in range(2)] if world > 1 else []
+    bags = [bag.empty(largest, device) for _ in range(2 if world > 1 else 1)]
+    failure: Exception | None = None
+
+    def credit(owner: int, block: dict[str, Tensor]) -> Tensors | None:
+        nonlocal failure
+        if failure is None:
+            try:
+                return work(owner, block)
+            except Exception as error:
+                failure = error
+        return None
+
+    for step in range(world):
+        owner, came = held_block(rank, step, world), held_block(rank, step + 1, world)
+        send: list[Tensor] = []
+        receive: list[Tensor] = []
+        if step + 1 < world:
+            send += layout.cut(here, sizes[owner])
+            receive += layout.cut(spare[step % 2], sizes[came])
+        if bag and step > 0:
+            send += bag.cut(bags[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
+            receive += bag.cut(bags[step % 2], sizes[owner])
+        under_way = exchange.shift(send, receive)
+        added = credit(owner, layout.open(here, sizes[owner]))
+        under_way.wait()
+        if bag:
+            held = bag.open(bags[step % 2], sizes[owner])
+            _settle(held, added, join if step > 0 else None, failed=failure is not None)
+        if spare:
+            here = spare[step % 2]
+    home = bags[(world - 1) % 2]
+    if bag and world > 1:
+        home = bags[world % 2]
+        sent = bag.cut(bags[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
+        exchange.shift(sent, bag.cut(home, sizes[rank])).wait()
+    if failure is not None:
+        raise failure
+    return bag.open(home, sizes[rank]) if bag else {}
+
+
+def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None, *, failed: bool) -> None:
+    """Add to a block's credits what this rank owes it; without ``join`` the block has none yet."""
+    for name, value in held.items():
+        if failed:
+            value.fill_(torch.nan)
+        elif added is None:
+            if join is None:
+                value.zero_()
+        elif join is None:
+            value.copy_(added[name])
+        else:
+            join(name, value, added[name])

@@ -1,0 +1,50 @@
+"""How rows and columns are spread over the ranks of a group: sizes and where each shard starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.ring.schedule import starts
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Rows and columns of every rank, as this rank sees them. Shards may be uneven, and empty.
+
+    >>> shards = Shards(rank=1, rows=(2, 3), cols=(4, 3))
+    >>> shards.row_start, shards.col_start(1), shards.key_start, shards.all_rows
+    (2, 4, 4, 5)
+    """
+
+    rank: int
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of all ranks together."""
+        return sum(self.rows)
+
+    @property
+    def all_cols(self) -> int:
+        """Columns of all ranks together."""
+        return sum(self.cols)
+
+    @property
+    def row_start(self) -> int:
+        """Global index of this rank's first row."""
+        return starts(list(self.rows))[self.rank]
+
+    def col_start(self, owner: int) -> int:
+        """Global index of the first column of a rank's block."""
+        return starts(list(self.cols))[owner]
+
+    @property
+    def key_start(self) -> int:
+        """What makes this rank's local keys global: no two ranks' keys meet, whichever side is longer."""
+        return starts([max(pair) for pair in zip(self.rows, self.cols, strict=True)])[self.rank]
