@@ -1,0 +1,192 @@
+"""Checkpoints that are whole or not there: safetensors and JSON, written aside and renamed.
+
+A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, perhaps
+``average.safetensors``, and ``state.json``, which names the other files with their sizes and CRC-32 sums.
+Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tilewise.errors import CheckpointError
+
+FORMAT = 1
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk whose files have been verified."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return int(self.state["step"])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file, such as "model"; empty where there is none."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        file = self.path / f"{name}.safetensors"
+        if file.name not in self.state["files"]:
+            return {}
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+
+
+def step_name(step: int) -> str:
+    """The folder of a step.
+
+    >>> step_name(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint so that at any moment it is either complete or absent.
+
+    Args:
+        folder: holds the checkpoints of a run.
+        step: steps done.
+        tensors: file name (without suffix) to named tensors.
+        state: everything else, plain values.
+    """
+    from safetensors.torch import save_file
+
+    final, aside = folder / step_name(step), folder / f".writing-{step_name(step)}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        files = {}
+        for name, content in tensors.items():
+            file = aside / f"{name}.safetensors"
+            save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
+            _sync(file)
+            files[file.name] = _facts(file)
+        document = {"format": FORMAT, **state, "step": step, "files": files}
+        write_atomically(aside / "state.json", json.dumps(document, indent=1))
+        _sync(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        _sync(folder)
+    except Exception as error:  # safetensors wraps a full disk in its own type
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched; "
+            "free some space or mend the folder, then start again with the same command"
+        ) from error
+    return final
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file in one move."""
+    aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _facts(file: Path) -> dict[str, int]:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": file.stat().st_size, "crc32": checksum}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, after checking that its files are those that were written."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        files = state["files"]
+        form = state["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no checkpoint, or its state.json is damaged: {error}") from error
+    if form != FORMAT:
+        raise CheckpointError(f"{path} has format {form}, this tilewise reads {FORMAT}")
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file() or _facts(file) != facts:
+            raise CheckpointError(f"{file} is missing or damaged (its size or checksum is not what was written)")
+    return Checkpoint(path, state)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+
+
+def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, and what was wrong with newer ones."""
+    problems: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return open_checkpoint(path), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+    return None, problems
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what an interrupted save left behind."""
+    for path in folder.glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def prune(folder: Path, keep_last: int, best_step: int | None) -> None:
+    """Keep the last few checkpoints and the best one."""
+    paths = list_checkpoints(folder)
+    for path in paths[:-keep_last]:
+        if best_step is None or path.name != step_name(best_step):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
+    """Before training: the folder can be written to, and `count` checkpoints fit on its disk."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writing-probe-{os.getpid()}"
+        probe.write_bytes(b"tilewise")
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to the run's folder {folder}: {error.strerror or error}. Choose another output.folder"
+        ) from error
+    needed = bytes_per_checkpoint * count
+    if free < needed:
+        raise CheckpointError(
+            f"{count} checkpoints of {bytes_per_checkpoint / 2**20:,.0f} MiB do not fit on the disk of {folder}, "
+            f"which has {free / 2**20:,.0f} MiB free. Lower output.keep_last or choose another output.folder"
+        )

@@ -1,0 +1,143 @@
+"""Batches in order, prepared ahead on a thread, each with the place to continue from."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tilewise.errors import DataError
+from tilewise.train.data.order import Order, Position
+from tilewise.train.data.records import Draw, SkipLog, Source
+
+Tokens = dict[str, Tensor]
+Tokenizer = Callable[[list[str]], Tokens]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of a global batch.
+
+    Args:
+        images: uint8 (n, channels, size, size).
+        tokens: what the tokenizer made of the captions; every tensor has n rows.
+        ids: int64 (n,); equal for pairs that show the same thing.
+        skipped: rows left out of the global batch so far (this rank's share of the log).
+        after: where the next batch starts.
+        epoch: the epoch that this batch belongs to.
+    """
+
+    images: Tensor
+    tokens: Tokens
+    ids: Tensor
+    skipped: int
+    after: Position
+    epoch: int
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the batch: M_data of the papers' equation 10."""
+        return sum(t.numel() * t.element_size() for t in (self.images, self.ids, *self.tokens.values()))
+
+
+class BatchStream:
+    """Endless batches from a position on.
+
+    The rows of a global batch do not depend on the number of ranks: rank r of W takes the r-th of W equal
+    parts. A record that cannot be used makes its batch one row shorter; the losses take uneven parts.
+
+    Args:
+        source: where pairs come from.
+        tokenizer: captions to tensors.
+        seed: of order and augmentation.
+        batch_size: rows over all ranks.
+        rank, world: this process among all.
+        skips: the log of what was left out.
+        prefetch: batches prepared ahead; 0 prepares each when it is asked for.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        batch_size: int,
+        rank: int,
+        world: int,
+        skips: SkipLog,
+        prefetch: int = 1,
+    ) -> None:
+        self.source, self.tokenizer, self.skips = source, tokenizer, skips
+        self.order = Order(source, seed)
+        self.seed, self.batch_size, self.rank, self.world, self.prefetch = seed, batch_size, rank, world, prefetch
+        if len(source) < batch_size:
+            raise DataError(
+                f"a batch of {batch_size} pairs needs at least as many pairs, the data has {len(source)}. "
+                "Lower loop.batch_size, or give more data"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in one epoch."""
+        return len(self.source) // self.batch_size
+
+    def make(self, position: Position, step: int) -> Batch:
+        """The batch of a step, which starts at this position."""
+        keys, epoch, after = self.order.take(position, self.batch_size)
+        first = self.rank * self.batch_size // self.world
+        last = (self.rank + 1) * self.batch_size // self.world
+        draw = Draw(self.seed, epoch, step, first, self.batch_size)
+        rows = self.source.rows(keys[first:last], draw, self.skips)
+        if self.world == 1 and not len(rows.ids):
+            raise DataError(
+                f"none of the {self.batch_size} records of step {step + 1} can be used: {self.skips.summary()}. "
+                f"First: {self.skips.examples[0]}"
+            )
+        return Batch(rows.images, self.tokenizer(rows.texts), rows.ids, self.skips.total, after, epoch)
+
+    def batches(self, position: Position, step: int, last_step: int) -> Iterator[Batch]:
+        """Batches of steps ``step .. last_step - 1``, made on a thread of their own."""
+        if not self.prefetch:
+            for number in range(step, last_step):
+                batch = self.make(position, number)
+                position = batch.after
+                yield batch
+            return
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(self.prefetch)
+        stopped = threading.Event()
+
+        def fill(position: Position) -> None:
+            try:
+                for number in range(step, last_step):
+                    batch = self.make(position, number)
+                    position = batch.after
+                    if not _put(ready, batch, stopped):
+                        return
+            except BaseException as error:  # handed to the reader, who raises it
+                _put(ready, error, stopped)
+
+        thread = threading.Thread(target=fill, args=(position,), daemon=True, name="tilewise-batches")
+        thread.start()
+        try:
+            for _ in range(step, last_step):
+                item = ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
+
+
+def _put(ready: queue.Queue[Batch | BaseException], item: Batch | BaseException, stopped: threading.Event) -> bool:
+    while not stopped.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

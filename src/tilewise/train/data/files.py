@@ -1,0 +1,60 @@
+"""Sources made of image files: the shared part of reading, cropping and counting what is broken."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.train.data.images import centre_box, decode, random_box, to_tensor
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How an image becomes a tensor: its size, and the random crop (None: the centre)."""
+
+    size: int
+    crop_scale: tuple[float, float] | None = None
+    crop_ratio: tuple[float, float] = (0.75, 4 / 3)
+
+
+class Reader(Protocol):
+    """Gives the record of a key."""
+
+    def read(self, key: int) -> Record:
+        """The record, or `RecordError`."""
+
+    def describe(self, key: int) -> str:
+        """Where the record is, for messages."""
+
+
+def prepare_rows(
+    reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: ThreadPoolExecutor
+) -> Rows:
+    """Read and decode these keys on the pool's threads; the rows keep the order of the keys."""
+
+    def one(key: int) -> tuple[Tensor, str, int] | None:
+        try:
+            record = reader.read(key)
+            rng = draw.for_key(key)
+            caption = rng.choice(record.captions)
+            image = decode(record.image)
+            box = (
+                random_box(*image.size, how.crop_scale, how.crop_ratio, rng)
+                if how.crop_scale
+                else centre_box(*image.size)
+            )
+            return to_tensor(image, box, how.size), caption, record.id
+        except RecordError as error:
+            skips.add(str(error), reader.describe(key))
+            return None
+
+    made = list(pool.map(one, keys.tolist()))
+    good = [row for row in made if row is not None]
+    images = torch.stack([row[0] for row in good]) if good else torch.empty(0, 3, how.size, how.size, dtype=torch.uint8)
+    ids = torch.tensor([row[2] for row in good], dtype=torch.int64)
+    return Rows(images, [row[1] for row in good], ids, left_out=len(made) - len(good))

@@ -1,0 +1,73 @@
+"""Image files to square uint8 tensors with Pillow: RandomResizedCrop for training, a centre crop otherwise."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import warnings
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tilewise.train.data.records import RecordError
+
+Box = tuple[int, int, int, int]
+
+
+def decode(data: bytes) -> Image.Image:
+    """Image bytes as RGB; transparency is laid on white.
+
+    A damaged file, or one whose size is a decompression bomb, is a `RecordError`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.filterwarnings("ignore", message="Palette images with Transparency")
+            image = Image.open(io.BytesIO(data))
+            image.load()
+            if "A" in image.getbands() or "transparency" in image.info:
+                rgba = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
+        raise RecordError(f"image cannot be decoded ({type(error).__name__})") from error
+
+
+def random_box(
+    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: random.Random
+) -> Box:
+    """A random part of an image, as (left, top, right, bottom).
+
+    Its area is a uniform share of the whole, within `scale`; the logarithm of width / height is uniform
+    within `ratio`. Ten tries; then the largest centred part whose ratio is allowed.
+
+    >>> random_box(100, 50, (1.0, 1.0), (2.0, 2.0), random.Random(0))
+    (0, 0, 100, 50)
+    """
+    for _ in range(10):
+        area = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.randint(0, width - w), rng.randint(0, height - h)
+            return left, top, left + w, top + h
+    aspect = min(max(width / height, ratio[0]), ratio[1])
+    w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def centre_box(width: int, height: int) -> Box:
+    """The largest centred square."""
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def to_tensor(image: Image.Image, box: Box, size: int) -> Tensor:
+    """The part of the image inside the box, resized: (3, size, size), uint8."""
+    small = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    flat = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
+    return flat.view(size, size, 3).permute(2, 0, 1).contiguous()

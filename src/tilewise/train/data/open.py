@@ -1,0 +1,137 @@
+"""From settings to sources, and to the held-out pairs of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DataError
+from tilewise.train.config import DataConfig
+from tilewise.train.data.files import Preparation
+from tilewise.train.data.images import centre_box, decode, to_tensor
+from tilewise.train.data.icons import IconSource
+from tilewise.train.data.records import RecordError, SkipLog, Source
+from tilewise.train.data.shards import SHARD, ShardSource, expand_shards
+from tilewise.train.data.table import Entry, FileSource, read_folder, read_table
+from tilewise.train.icons import IconSet, load_icons
+
+
+def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
+    """The training pairs."""
+    if config.source == "icons":
+        return IconSource(load_icons(config.path or None).split("train"), augment=config.augment in ("auto", "icon"))
+    crop = config.crop_scale if config.augment in ("auto", "crop") else None
+    how = Preparation(image_size, crop, config.crop_ratio)
+    if config.source == "shards":
+        return ShardSource(
+            expand_shards(config.path), how, shuffle_shards=config.shuffle_shards, records=config.records,
+            workers=config.workers, skips=skips,
+        )  # fmt: skip
+    return FileSource(_entries(config, config.path), how, config.workers)
+
+
+def _entries(config: DataConfig, path: str) -> list[Entry]:
+    if config.source == "folder":
+        return read_folder(Path(path))
+    return read_table(Path(path), config.image_root, config.image_column, config.text_column)
+
+
+@dataclass(frozen=True)
+class EvalPairs:
+    """Held-out images with their captions; ids say which caption belongs to which image.
+
+    Args:
+        images: chunks of uint8 (n, channels, size, size); read again for every evaluation.
+        image_ids: int64 (N,).
+        texts: all captions.
+        text_ids: int64 (T,); a caption is right for every image with its id, and the other way round.
+        icons: the icon set behind the images, where there is one.
+    """
+
+    images: EvalImages
+    image_ids: Tensor
+    texts: list[str]
+    text_ids: Tensor
+    icons: IconSet | None = None
+
+
+class EvalImages:
+    """Images given in chunks, so that a large evaluation never holds them all."""
+
+    def __init__(self, everything: Tensor | None = None, source: FileSource | ShardSource | None = None,
+                 keys: list[int] | None = None) -> None:  # fmt: skip
+        self.everything, self.source, self.keys = everything, source, keys or []
+
+    def __len__(self) -> int:
+        return len(self.keys) if self.everything is None else len(self.everything)
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Consecutive chunks."""
+        for start in range(0, len(self), size):
+            if self.everything is not None:
+                yield self.everything[start : start + size]
+            else:
+                yield self.take(range(start, min(start + size, len(self))))
+
+    def take(self, numbers: range | list[int]) -> Tensor:
+        """The images with these numbers."""
+        if self.everything is not None:
+            return self.everything[list(numbers)]
+        assert self.source is not None
+        images = (decode(self.source.read(self.keys[i]).image) for i in numbers)
+        return torch.stack([to_tensor(image, centre_box(*image.size), self.source.how.size) for image in images])
+
+
+def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: str = "") -> EvalPairs | None:
+    """The held-out pairs of a run (`path` overrides the configured ones); None where there are none."""
+    path = path or config.eval_path
+    if config.source == "icons":
+        return pairs_of_icons(load_icons(path or config.path or None).split("test"))
+    if not path:
+        return None
+    how = Preparation(image_size)
+    if config.source == "shards" and ".tar" in path:
+        source: FileSource | ShardSource = ShardSource(
+            expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
+        )
+        keys = [s * SHARD + i for s in range(len(source.paths)) for i in range(len(source.entries(s)))]
+    else:
+        folder = Path(path).is_dir()
+        source = FileSource(
+            read_folder(Path(path))
+            if folder
+            else read_table(Path(path), config.image_root, config.image_column, config.text_column),
+            how,
+            config.workers,
+        )
+        keys = list(range(len(source)))
+    return pairs_of_files(source, keys, skips)
+
+
+def pairs_of_icons(icons: IconSet) -> EvalPairs:
+    """Every icon with its caption; icons of the same name are all right answers."""
+    images = EvalImages(icons.images.unsqueeze(1))
+    return EvalPairs(images, icons.name_ids, list(icons.captions), icons.name_ids, icons)
+
+
+def pairs_of_files(source: FileSource | ShardSource, keys: list[int], skips: SkipLog) -> EvalPairs:
+    """Every usable image with all of its captions."""
+    usable, texts, text_ids = [], [], []
+    for key in keys:
+        try:
+            record = source.read(key)
+            decode(record.image)
+        except RecordError as error:
+            skips.add(str(error), source.describe(key))
+            continue
+        texts += record.captions
+        text_ids += [len(usable)] * len(record.captions)
+        usable.append(key)
+    if not usable:
+        raise DataError(f"no usable held-out pairs: {skips.summary()}")
+    images = EvalImages(source=source, keys=usable)
+    return EvalPairs(images, torch.arange(len(usable)), texts, torch.tensor(text_ids))

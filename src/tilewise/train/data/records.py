@@ -1,0 +1,125 @@
+"""One pair, the sources that give pairs, and the log of those that could not be used."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tilewise.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """A pair before decoding.
+
+    Args:
+        image: the encoded file (PNG, JPEG, ...) as bytes.
+        captions: one or several; training draws one of them.
+        id: pairs with the same id show the same thing.
+    """
+
+    image: bytes
+    captions: tuple[str, ...]
+    id: int
+
+
+class RecordError(DataError):
+    """This one record cannot be used; the run goes on without it."""
+
+
+class Source(Protocol):
+    """Pairs that can be read one by one, in windows that are shuffled as a whole.
+
+    A window is what fits in the hands at once: the whole set of a table, a few shards of a large one.
+    Keys are 64-bit numbers that mean something to the source alone.
+    """
+
+    def __len__(self) -> int:
+        """Pairs in one epoch."""
+
+    def window_count(self) -> int:
+        """Windows in one epoch."""
+
+    def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
+        """Keys (m,) of one window, in the source's own order."""
+
+    def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
+        """Images, captions and ids for these keys; what cannot be used is left out and logged."""
+
+
+@dataclass
+class Rows:
+    """Usable rows of a batch: uint8 images (n, channels, size, size), n captions, ids (n,), rows left out."""
+
+    images: Tensor
+    texts: list[str]
+    ids: Tensor
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where the random choices of a batch come from: the same whoever makes them, and in whatever order.
+
+    Args:
+        seed: of the run.
+        epoch: counted from 0.
+        step: counted from 0 over the whole run.
+        first_row: place of the first of these keys in the global batch.
+        rows: size of the global batch.
+    """
+
+    seed: int
+    epoch: int
+    step: int
+    first_row: int
+    rows: int
+
+    def for_key(self, key: int) -> random.Random:
+        """Random numbers for one record in this epoch."""
+        return random.Random(f"{self.seed}/{self.epoch}/{key}")
+
+    def for_batch(self, purpose: str) -> int:
+        """A seed for random numbers of the whole global batch."""
+        return random.Random(f"{self.seed}/{self.step}/{purpose}").getrandbits(62)
+
+
+class SkipLog:
+    """Counts what was skipped, by reason, and keeps a few examples."""
+
+    def __init__(self, counts: dict[str, int] | None = None, examples: int = 20) -> None:
+        self.counts: Counter[str] = Counter(counts or {})
+        self.examples: list[str] = []
+        self._most = examples
+        self._lock = threading.Lock()
+
+    def add(self, reason: str, what: str) -> None:
+        """Record that `what` was skipped."""
+        with self._lock:
+            self.counts[reason] += 1
+            if len(self.examples) < self._most:
+                self.examples.append(f"{what}: {reason}")
+
+    @property
+    def total(self) -> int:
+        """How many were skipped."""
+        return sum(self.counts.values())
+
+    def summary(self) -> str:
+        """One line for people.
+
+        >>> log = SkipLog()
+        >>> log.add("no caption", "a.png"); log.add("no caption", "b.png")
+        >>> log.summary()
+        '2 skipped (2 no caption)'
+        """
+        return f"{self.total} skipped ({', '.join(f'{n} {reason}' for reason, n in self.counts.most_common())})"
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return dict(self.counts)

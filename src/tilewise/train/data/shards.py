@@ -1,0 +1,195 @@
+"""WebDataset tar shards (the LAION layout), read by seeking.
+
+A shard holds, for each key, an image file and its caption (``000012.jpg``, ``000012.txt``; or the
+``caption`` of ``000012.json``). Its headers are read once, in the moment the shard is wanted; then every
+rank reads only the bytes of its own rows, and a run continues in mid-epoch without reading what came before.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import tarfile
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DataError
+from tilewise.train.data.files import Preparation, prepare_rows
+from tilewise.train.data.order import permutation
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+from tilewise.train.data.table import IMAGE_SUFFIXES
+
+SHARD = 2**32  # a key is shard * SHARD + record
+
+
+@dataclass(frozen=True)
+class Member:
+    """Bytes of one file inside a shard."""
+
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pair inside a shard."""
+
+    key: str
+    image: Member
+    text: Member | None
+    json: Member | None
+
+
+def expand_shards(pattern: str) -> list[str]:
+    """Shard paths of a pattern with ``{00000..00041}``, ``{a,b}`` and ``*``; several patterns joined by ``::``.
+
+    >>> expand_shards("x-{08..10}.tar")
+    ['x-08.tar', 'x-09.tar', 'x-10.tar']
+    """
+    paths: list[str] = []
+    for part in pattern.split("::"):
+        for path in _braces(part):
+            paths += sorted(glob.glob(path)) if any(c in path for c in "*?[") else [path]
+    return paths
+
+
+def _braces(text: str) -> list[str]:
+    found = re.search(r"\{([^{}]*)\}", text)
+    if not found:
+        return [text]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    if span:
+        width = len(span[1])
+        options = [str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1)]
+    else:
+        options = found[1].split(",")
+    return [text[: found.start()] + option + rest for option in options for rest in _braces(text[found.end() :])]
+
+
+def index_shard(path: str, skips: SkipLog) -> list[Entry]:
+    """The pairs of a shard from its headers; a damaged tail or an incomplete pair is logged, never fatal."""
+    files: OrderedDict[str, dict[str, Member]] = OrderedDict()
+    try:
+        size = os.path.getsize(path)
+        with tarfile.open(path, "r:") as tar:
+            for info in tar:
+                if not info.isfile() or info.offset_data + info.size > size:
+                    continue
+                folder, _, name = info.name.rpartition("/")
+                stem, _, suffix = name.partition(".")
+                files.setdefault(f"{folder}/{stem}", {})[f".{suffix.lower()}"] = Member(info.offset_data, info.size)
+    except (OSError, tarfile.TarError, EOFError) as error:
+        skips.add(f"shard is damaged ({type(error).__name__})", path)
+    entries = []
+    for key, members in files.items():
+        image = next((members[s] for s in IMAGE_SUFFIXES if s in members), None)
+        if image is None:
+            skips.add("no image", f"{path}:{key}")
+        elif ".txt" not in members and ".json" not in members:
+            skips.add("no caption", f"{path}:{key}")
+        else:
+            entries.append(Entry(key, image, members.get(".txt"), members.get(".json")))
+    return entries
+
+
+class ShardSource:
+    """Pairs in tar shards; a few shards at a time are shuffled together.
+
+    Args:
+        paths: shards.
+        how: preparation of an image.
+        shuffle_shards: shards in one window.
+        records: pairs in all; 0 counts them from the headers of every shard.
+        workers: threads that decode.
+        skips: the run's log.
+    """
+
+    def __init__(
+        self, paths: list[str], how: Preparation, *, shuffle_shards: int, records: int, workers: int, skips: SkipLog
+    ) -> None:
+        missing = [path for path in paths if not os.path.isfile(path)]
+        if not paths or missing:
+            what = f"missing: {missing[0]} and {len(missing) - 1} more" if missing else "the pattern matches nothing"
+            raise DataError(f"data.path must name tar shards that exist; {what}")
+        self.paths, self.how, self.shuffle_shards, self.skips = paths, how, shuffle_shards, skips
+        self._pool = ThreadPoolExecutor(workers)
+        self._index: OrderedDict[int, list[Entry]] = OrderedDict()
+        self._seen: set[int] = set()
+        self._lock = threading.Lock()
+        self._records = records or sum(len(self.entries(i)) for i in range(len(paths)))
+        if not self._records:
+            raise DataError(f"no usable pairs in {len(paths)} shards: {skips.summary()}. Example: {skips.examples[:1]}")
+
+    def __len__(self) -> int:
+        return self._records
+
+    def window_count(self) -> int:
+        """Groups of `shuffle_shards`."""
+        return -(-len(self.paths) // self.shuffle_shards)
+
+    def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
+        """Keys of a group of shards; which shards meet changes with the epoch."""
+        order = permutation(len(self.paths), f"shards/{seed}/{epoch}")
+        chosen = order[window * self.shuffle_shards : (window + 1) * self.shuffle_shards].tolist()
+        return torch.cat([shard * SHARD + torch.arange(len(self.entries(shard))) for shard in chosen])
+
+    def entries(self, shard: int) -> list[Entry]:
+        """The index of a shard; a few windows are kept, and what is broken is logged once."""
+        with self._lock:
+            if shard not in self._index:
+                log = SkipLog() if shard in self._seen else self.skips
+                self._index[shard] = index_shard(self.paths[shard], log)
+                self._seen.add(shard)
+                while len(self._index) > 4 * self.shuffle_shards:
+                    self._index.popitem(last=False)
+            self._index.move_to_end(shard)
+            return self._index[shard]
+
+    def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
+        """The usable rows among these keys."""
+        return prepare_rows(self, keys, self.how, draw, skips, self._pool)
+
+    def read(self, key: int) -> Record:
+        """One record by its offsets."""
+        shard, number = divmod(key, SHARD)
+        entry = self.entries(shard)[number]
+        try:
+            with open(self.paths[shard], "rb") as file:
+                image = _bytes_at(file.fileno(), entry.image)
+                captions = _captions(file.fileno(), entry)
+        except OSError as error:
+            raise RecordError(f"shard cannot be read ({type(error).__name__})") from error
+        if not captions:
+            raise RecordError("no caption")
+        return Record(image, captions, key)
+
+    def describe(self, key: int) -> str:
+        """Shard and key."""
+        shard, number = divmod(key, SHARD)
+        return f"{self.paths[shard]}:{self.entries(shard)[number].key}"
+
+
+def _bytes_at(file: int, member: Member) -> bytes:
+    data = os.pread(file, member.size, member.start)
+    if len(data) != member.size:
+        raise RecordError("shard ends inside a record")
+    return data
+
+
+def _captions(file: int, entry: Entry) -> tuple[str, ...]:
+    try:
+        if entry.text is not None:
+            text = _bytes_at(file, entry.text).decode("utf-8").strip()
+        else:
+            assert entry.json is not None
+            text = str(json.loads(_bytes_at(file, entry.json)).get("caption") or "").strip()
+    except (ValueError, AttributeError) as error:
+        raise RecordError(f"caption cannot be read ({type(error).__name__})") from error
+    return (text,) if text else ()

@@ -1,0 +1,156 @@
+"""Folders, CSV, TSV, Parquet and COCO caption files as one list of (image, captions)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import DataError
+from tilewise.train.data.files import Preparation, prepare_rows
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+Entry = tuple[str | bytes, list[str]]  # an image path (or its bytes) and its captions
+
+
+def read_folder(folder: Path) -> list[Entry]:
+    """Images below a folder; the caption is the text file beside an image, or else the image's own name."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; data.source='folder' reads the images below one")
+    entries: list[Entry] = []
+    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
+        beside = path.with_suffix(".txt")
+        try:
+            lines = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else [words_of(path.stem)]
+        except (OSError, UnicodeDecodeError):
+            lines = []
+        entries.append((str(path), [line.strip() for line in lines if line.strip()]))
+    if not entries:
+        raise DataError(f"no images below {folder}; wanted files ending in {', '.join(IMAGE_SUFFIXES)}")
+    return entries
+
+
+def words_of(stem: str) -> str:
+    """A file name as words.
+
+    >>> words_of("red-car_01")
+    'red car 01'
+    """
+    return " ".join(stem.replace("-", " ").replace("_", " ").split())
+
+
+def read_table(path: Path, image_root: str, image_column: str, text_column: str) -> list[Entry]:
+    """A CSV, TSV, Parquet or COCO captions file; rows that share an image become one entry."""
+    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows, ".json": _coco_rows}
+    if path.suffix.lower() not in readers:
+        raise DataError(f"{path}: a table ends in one of {', '.join(readers)}")
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    root = Path(image_root) if image_root else path.parent
+    together: dict[str | bytes, list[str]] = {}
+    for image, caption in readers[path.suffix.lower()](path, image_column, text_column):
+        key = str(root / image) if isinstance(image, str) else image
+        captions = together.setdefault(key, [])
+        if caption.strip():
+            captions.append(caption.strip())
+    if not together:
+        raise DataError(f"{path} has no rows")
+    return list(together.items())
+
+
+def _check_columns(path: Path, wanted: tuple[str, str], there: Iterable[str]) -> None:
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        raise DataError(
+            f"{path} has no column {missing[0]!r}; it has {', '.join(there)}. "
+            "Set data.image_column and data.text_column"
+        )
+
+
+def _csv_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str, str]]:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        _check_columns(path, (image_column, text_column), rows.fieldnames or [])
+        for row in rows:
+            yield row[image_column] or "", row[text_column] or ""
+
+
+def _parquet_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str | bytes, str]]:
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow raises its own types
+        raise DataError(f"{path} is not a Parquet file: {error}") from error
+    _check_columns(path, (image_column, text_column), file.schema_arrow.names)
+    for part in file.iter_batches(columns=[image_column, text_column]):
+        for image, text in zip(part[image_column].to_pylist(), part[text_column].to_pylist(), strict=True):
+            value = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
+            for caption in text if isinstance(text, list) else [text]:
+                yield value or "", caption or ""
+
+
+def _coco_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str, str]]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        names = {image["id"]: image["file_name"] for image in content["images"]}
+        pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a COCO captions file (lists 'images' and 'annotations'): {type(error).__name__} {error}"
+        ) from error
+    return pairs
+
+
+class FileSource:
+    """Images in files (or in the table itself) with their captions; the whole set is one window.
+
+    Args:
+        entries: images and captions, as `read_folder` and `read_table` give them.
+        how: preparation of an image.
+        workers: threads that decode.
+    """
+
+    def __init__(self, entries: list[Entry], how: Preparation, workers: int = 2) -> None:
+        self.entries = entries
+        self.how = how
+        self._pool = ThreadPoolExecutor(workers)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def window_count(self) -> int:
+        """One: everything is shuffled together."""
+        return 1
+
+    def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
+        """All keys."""
+        return torch.arange(len(self.entries))
+
+    def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
+        """The usable rows among these keys."""
+        return prepare_rows(self, keys, self.how, draw, skips, self._pool)
+
+    def read(self, key: int) -> Record:
+        """One record from its file."""
+        image, captions = self.entries[key]
+        if not captions:
+            raise RecordError("no caption")
+        if isinstance(image, bytes):
+            return Record(image, tuple(captions), key)
+        try:
+            return Record(Path(image).read_bytes(), tuple(captions), key)
+        except OSError as error:
+            raise RecordError(f"image cannot be read ({type(error).__name__})") from error
+
+    def describe(self, key: int) -> str:
+        """The path."""
+        image = self.entries[key][0]
+        return image if isinstance(image, str) else f"row {key}"

@@ -1,0 +1,131 @@
+"""Recall in both directions, and zero-shot classification; both rank without a score matrix.
+
+Axes: N images, T captions, c classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.errors import RangeError
+from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
+from tilewise.train.data import EvalPairs
+from tilewise.train.models import TwoTowers
+from tilewise.train.objective import AUTOCAST
+
+KS = (1, 5, 10)
+
+
+class Encoders:
+    """A model ready to encode without a graph, in chunks.
+
+    Args:
+        model: both towers; left in evaluation mode.
+        device: where it is.
+        precision: of the encoders, as in training.
+        chunk_size: rows at once.
+    """
+
+    def __init__(
+        self, model: TwoTowers, device: torch.device, precision: str = "float32", chunk_size: int = 512
+    ) -> None:
+        self.model = model.eval()
+        self.device, self.precision, self.chunk_size = device, precision, chunk_size
+
+    def _autocast(self) -> Any:
+        dtype = AUTOCAST.get(self.precision, torch.bfloat16)
+        return torch.autocast(self.device.type, dtype, enabled=self.precision in AUTOCAST)
+
+    @torch.inference_mode()
+    def images(self, chunks: Iterable[Tensor]) -> Tensor:
+        """Unit features (N, d)."""
+        with self._autocast():
+            return torch.cat([self.model.image(chunk.to(self.device)).float() for chunk in chunks])
+
+    @torch.inference_mode()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features (T, d)."""
+        parts = []
+        with self._autocast():
+            for start in range(0, len(texts), self.chunk_size):
+                tokens = self.model.tokenizer(list(texts[start : start + self.chunk_size]))
+                tokens = {name: value.to(self.device) for name, value in tokens.items()}
+                parts.append(self.model.text(**tokens).float())
+        return torch.cat(parts)
+
+
+def evaluate_retrieval(encoders: Encoders, pairs: EvalPairs, ks: Sequence[int] = KS) -> dict[str, float]:
+    """Recall at k from text to image (``t2i_r10``) and from image to text (``i2t_r10``), and what chance gives.
+
+    Every image with the id of a caption is a right answer for it, and the other way round, so images with
+    several captions and captions of several images both count as they should.
+    """
+    image = encoders.images(pairs.images.chunks(encoders.chunk_size))
+    text = encoders.texts(pairs.texts)
+    text_ids, image_ids = pairs.text_ids.to(image.device), pairs.image_ids.to(image.device)
+    ranks = retrieval_ranks_both(text, image, query_ids=text_ids, gallery_ids=image_ids)
+    result: dict[str, float] = {}
+    sides = (
+        ("t2i", ranks.query_to_gallery, pairs.text_ids, pairs.image_ids),
+        ("i2t", ranks.gallery_to_query, pairs.image_ids, pairs.text_ids),
+    )
+    for name, found, query_ids, gallery_ids in sides:
+        for k, recall in recall_at_k(found, ks).items():
+            result[f"{name}_r{k}"] = recall
+            result[f"{name}_chance{k}"] = chance_recall(query_ids, gallery_ids, k)
+    return result
+
+
+def chance_recall(query_ids: Tensor, gallery_ids: Tensor, k: int) -> float:
+    """Recall at k of a random order: ``mean_i 1 - C(m - p_i, k) / C(m, k)`` with p_i right answers among m.
+
+    >>> chance_recall(torch.arange(100), torch.arange(100), 10)
+    0.1
+    """
+    m = len(gallery_ids)
+    values, counts = gallery_ids.unique(return_counts=True)
+    place = torch.searchsorted(values, query_ids).clamp(max=len(values) - 1)
+    right = torch.where(values[place] == query_ids, counts[place], 0)
+    right = right[right > 0].double()
+    missed = torch.ones_like(right)
+    for i in range(min(k, m)):
+        missed *= ((m - right - i) / (m - i)).clamp(min=0)
+    return round(float((1 - missed).mean()), 12)
+
+
+def class_features(encoders: Encoders, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """The mean feature of a class over templates such as "a photo of a {}": unit rows (c, d)."""
+    if not classes or not templates:
+        raise RangeError(f"zero-shot needs classes and templates, got {len(classes)} and {len(templates)}")
+    wrong = [t for t in templates if "{}" not in t]
+    if wrong:
+        raise RangeError(f"a template has {{}} where the class goes, got {wrong[0]!r}")
+    texts = [template.replace("{}", name) for name in classes for template in templates]
+    features = encoders.texts(texts).view(len(classes), len(templates), -1)
+    return F.normalize(features.mean(1), dim=-1)
+
+
+def evaluate_zero_shot(
+    encoders: Encoders,
+    images: Iterable[Tensor],
+    labels: Tensor,
+    classes: Sequence[str],
+    templates: Sequence[str] = ("{}",),
+) -> dict[str, float]:
+    """Share of images whose class is the first, and among the first five: ``top1``, ``top5``.
+
+    Args:
+        images: chunks of uint8 images, N in all.
+        labels: (N,), indices into `classes`.
+        classes: names.
+        templates: sentences with {} in the place of the name.
+    """
+    image = encoders.images(images)
+    ranks = retrieval_ranks(image, class_features(encoders, classes, templates), labels.to(image.device))
+    found = recall_at_k(ranks, (1, 5))
+    return {"top1": found[1], "top5": found[5], "classes": float(len(classes))}

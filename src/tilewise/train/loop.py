@@ -1,0 +1,363 @@
+"""The training loop: what happens in a step, when things are evaluated and saved, and how a run ends."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tilewise.errors import CheckpointError, TilewiseError
+from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint, prune, save_checkpoint
+from tilewise.train.config import RunConfig, check_same_run
+from tilewise.train.data import Batch, BatchStream, Position, SkipLog, open_eval_pairs, open_source
+from tilewise.train.distributed import World, join_world
+from tilewise.train.evaluate import Encoders, evaluate_retrieval
+from tilewise.train.memory import (
+    CudaMemory,
+    MemoryUse,
+    activation_bytes,
+    dense_loss_bytes,
+    process_peak_bytes,
+    tensor_bytes,
+    tiled_loss_bytes,
+    weight_bytes,
+)
+from tilewise.train.models import build_model
+from tilewise.train.objective import Objective
+from tilewise.train.optim import (
+    AveragedWeights,
+    build_optimizer,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+    set_learning_rate,
+)
+from tilewise.train.progress import RunProgress
+from tilewise.train.run_folder import MetricsLog, RunFolder
+from tilewise.train.settings import to_dict
+from tilewise.train.signals import StopRequest
+
+BEST_METRIC = "t2i_r10"
+
+
+class DivergedError(TilewiseError, ArithmeticError):
+    """The loss or a gradient is not a finite number."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        folder: where it is.
+        step: steps done.
+        finished: all steps are done.
+        signal_number: the signal that stopped it, or 0.
+        metrics: of the last evaluation.
+    """
+
+    folder: Path
+    step: int
+    finished: bool
+    signal_number: int
+    metrics: dict[str, float]
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The random state of a step (dropout) is a function of these, so that a run continues without it."""
+    return random.Random(f"step/{seed}/{step}/{rank}").getrandbits(62)
+
+
+class Trainer:
+    """A run from its configuration to its last checkpoint.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        console: for messages and the bar; None is quiet.
+    """
+
+    def __init__(self, config: RunConfig, world: World, console: Console | None = None) -> None:
+        self.config, self.world = config, world
+        self.console = console if world.is_first else None
+        self.folder = RunFolder(config.output.folder)
+        torch.manual_seed(config.loop.seed)
+        self.model = build_model(config).to(world.device)
+        self.skips = SkipLog()
+        source = open_source(config.data, self.model.pixels.size, self.skips)
+        self.stream = BatchStream(
+            source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
+            rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
+        )  # fmt: skip
+        self.pairs = open_eval_pairs(config.data, self.model.pixels.size, SkipLog()) if world.is_first else None
+        self.steps = config.loop.steps or max(1, round(config.loop.epochs * self.stream.steps_per_epoch))
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
+        self.objective = Objective(config, self.model, world)
+        self.step, self.position = 0, Position()
+        self.best: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.memory: MemoryUse | None = None
+
+    # -- a whole run ---------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
+        with self.folder.locked() if self.world.is_first else nullcontext():
+            if self.world.is_first:
+                room = 2 * tensor_bytes(self.model.parameters()) * (2 if self.average else 1) + 2**20
+                check_room(self.folder.path, room, self.config.output.keep_last + 2)
+            self.world.wait()
+            self._continue()
+            if self.world.is_first:
+                self.folder.save_config(self.config)
+            with self._log() as log, StopRequest() as stop, self._bar() as bar:
+                self._train(log, stop, bar)
+            self.world.wait()
+            return RunResult(
+                self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.metrics)
+            )
+
+    def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
+        before = time.perf_counter()
+        stopping = False
+        for batch in self.stream.batches(self.position, self.step, self.steps):
+            line, stopping = self._step(batch, stop)
+            now = time.perf_counter()
+            seconds, before = now - before, now
+            speed = {
+                "seconds": seconds,
+                "pairs_per_second": line["rows"] / seconds,
+                "memory_bytes": float(self._memory_now()),
+            }
+            if log is not None and (self.step % self.config.output.log_every == 0 or self.step == self.steps):
+                log.write(self.step, "train", {**line, **speed})
+            self._after_step(log, bar, stopping)
+            bar.step(self.step, line, speed)
+            if stopping:
+                break
+
+    def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
+        """Evaluate and save, where it is time to."""
+        output, last = self.config.output, self.step == self.steps
+        if last or (output.evaluate_every and self.step % output.evaluate_every == 0):
+            self._evaluate(log, bar)
+        if last or stopping or self.step % output.checkpoint_every == 0:
+            self._save()
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        config = self.config.optim
+        self.model.train()
+        torch.manual_seed(step_seed(self.config.loop.seed, self.step, self.world.rank))
+        lr = learning_rate(self.step, self.steps, config)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._measured(batch):
+            loss = self.objective.step(batch)
+        scaler = self.objective.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        learned = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(learned, config.clip_norm or math.inf)
+        loss_sum, rows, stops, skipped = self.world.total(
+            float(loss), len(batch.ids), float(stop.signal_number != 0), batch.skipped
+        )
+        value, grad_norm = loss_sum / self.world.size, float(norm)
+        self._check_finite(value, grad_norm, lr)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        self.model.scale.clamp()
+        self.step, self.position = self.step + 1, batch.after
+        if self.average is not None:
+            self.average.update(self.step)
+        line = {
+            "epoch": batch.epoch, "loss": value, "lr": lr, "scale": float(self.model.scale().detach()),
+            "grad_norm": grad_norm, "rows": int(rows), "skipped": int(skipped),
+        }  # fmt: skip
+        return line, stops > 0
+
+    def _check_finite(self, loss: float, norm: float, lr: float) -> None:
+        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # fp16: that step is left out
+        if math.isfinite(loss) and (math.isfinite(norm) or overflow):
+            return
+        bad = [name for name, p in self.model.named_parameters() if not p.detach().isfinite().all()]
+        scale = float(self.model.scale().detach())
+        if bad:
+            cause = f"the weight {bad[0]} is no longer finite: the last steps were too large (lr {lr:.2g})"
+        elif self.config.loop.precision == "fp16":
+            cause = "an encoder overflows in fp16; try loop.precision='bf16'"
+        elif not math.isfinite(loss):
+            cause = f"an encoder gives features that are not finite (logit scale {scale:.3g}, lr {lr:.2g})"
+        else:
+            cause = f"a gradient overflows although the loss is finite (logit scale {scale:.3g}, lr {lr:.2g})"
+        kept, _ = latest_checkpoint(self.folder.checkpoints) if self.world.is_first else (None, [])
+        saved = f"The last good checkpoint is {kept.path}" if kept else "No checkpoint had been written yet"
+        raise DivergedError(
+            f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}. Likely cause: {cause}. {saved}. "
+            "Lower optim.lr, lengthen optim.warmup_steps, or clip more (optim.clip_norm)"
+        )
+
+    # -- evaluation, saving, continuing --------------------------------------------------------------------
+
+    def _evaluate(self, log: MetricsLog | None, bar: RunProgress) -> None:
+        if self.pairs is not None:
+            loop = self.config.loop
+            with self.average.used() if self.average is not None else nullcontext():
+                encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
+                self.metrics = evaluate_retrieval(encoders, self.pairs)
+            assert log is not None
+            log.write(self.step, "eval", self.metrics)
+            bar.evaluated(self.metrics)
+            if self.metrics[BEST_METRIC] >= self.best.get("value", -1.0):
+                self.best = {"step": float(self.step), "value": self.metrics[BEST_METRIC]}
+        self.world.wait()
+
+    def _save(self) -> None:
+        if self.world.is_first:
+            scaler = self.objective.scaler
+            tensors = {
+                "model": dict(self.model.state_dict()),
+                "optimizer": optimizer_tensors(self.optimizer, self.model),
+            }
+            if self.average is not None:
+                tensors["average"] = self.average.average
+            state = {
+                "position": self.position.state(),
+                "skipped": self.skips.state(),
+                "best": self.best,
+                "metrics": self.metrics,
+                "scaler": scaler.state_dict() if scaler is not None else {},
+                "memory": self.memory.state() if self.memory is not None else {},
+                "config": to_dict(self.config),
+            }
+            save_checkpoint(self.folder.checkpoints, self.step, tensors, state)
+            best = int(self.best["step"]) if self.best else None
+            prune(self.folder.checkpoints, self.config.output.keep_last, best)
+        self.world.wait()
+
+    def _continue(self) -> None:
+        """Take up the newest whole checkpoint, on every rank."""
+        checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
+        for problem in problems:
+            self._say(f"[yellow]ignored:[/] {problem}")
+        if checkpoint is None:
+            return
+        check_same_run(checkpoint.state["config"], self.config)
+        self._restore(checkpoint)
+        self._say(f"continuing after step {self.step} of {self.steps}")
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        try:
+            self.model.load_state_dict(checkpoint.tensors("model"))
+            restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
+            if self.average is not None:
+                for name, value in checkpoint.tensors("average").items():
+                    self.average.average[name].copy_(value)
+            if self.objective.scaler is not None:
+                self.objective.scaler.load_state_dict(state["scaler"])
+            self.step, self.position = checkpoint.step, Position(**state["position"])
+            self.best, self.metrics = state["best"], state["metrics"]
+            if state["memory"]:
+                sizes = {key: state["memory"][key] for key in MemoryUse.__dataclass_fields__}
+                self.memory = MemoryUse(**sizes)
+            if self.world.is_first:
+                self.skips.counts.update(state["skipped"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not fit this model or run: {error}") from error
+
+    # -- small helpers -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _measured(self, batch: Batch) -> Iterator[None]:
+        """Count memory in the second step of a process, when the optimizer's state is there."""
+        if self.memory is not None or self.step == 0:
+            yield
+            return
+        rows, cols = len(batch.ids), self.config.loop.batch_size
+        loss = self.config.loss
+        data = 0 if loss.offload and self.world.device.type == "cuda" else batch.bytes
+        if self.world.device.type == "cuda":
+            counter = CudaMemory(self.world.device)
+            self.objective.watch = counter.watch
+            counter.start()
+            yield
+            self.objective.watch = None
+            self.memory = counter.finish(data, rows, cols, self._width(batch))
+            return
+        yield
+        chunk = slice(0, self.config.loop.chunk_size)
+        tokens = {name: value[chunk] for name, value in batch.tokens.items()}
+        activations = max(
+            activation_bytes(lambda: self.model.image(batch.images[chunk])),
+            activation_bytes(lambda: self.model.text(**tokens)),
+        )
+        backbone = weight_bytes(self.model, self.optimizer) + activations
+        width = self._width(batch)
+        dense = dense_loss_bytes(rows, cols, width)
+        workspace = min(loss.workspace_mib * 2**20, 4 * rows * cols)
+        own = tiled_loss_bytes(rows, cols, width, workspace) if loss.name == "tilewise" else dense
+        self.memory = MemoryUse(data, own, backbone, dense, measured=False)
+
+    @torch.no_grad()
+    def _width(self, batch: Batch) -> int:
+        one = {name: value[:1].to(self.world.device) for name, value in batch.tokens.items()}
+        return int(self.model.text(**one).shape[-1])
+
+    def _memory_now(self) -> int:
+        if self.world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.world.device)
+        return process_peak_bytes()
+
+    @contextmanager
+    def _log(self) -> Iterator[MetricsLog | None]:
+        if not self.world.is_first:
+            yield None
+            return
+        log = MetricsLog(self.folder, self.step, self.config.output.tensorboard)
+        try:
+            yield log
+        finally:
+            log.close()
+
+    @contextmanager
+    def _bar(self) -> Iterator[RunProgress]:
+        bar = RunProgress(self.console, self.steps, self.step)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+    def _say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.print(text, highlight=False)
+
+
+def train(config: RunConfig, console: Console | None = None) -> RunResult:
+    """Train one run, alone or as one of the ranks that ``torchrun`` started; write the report at the end."""
+    if config.loop.threads:
+        torch.set_num_threads(config.loop.threads)
+    world = join_world(config.loop.device)
+    try:
+        trainer = Trainer(config, world, console)
+        result = trainer.run()
+        if result.finished and config.output.report and world.is_first:
+            from tilewise.train.report import write_report
+
+            write_report(config.output.folder, trainer.model, trainer.average, world.device)
+        return result
+    finally:
+        world.close()

@@ -1,0 +1,195 @@
+"""Towers from `transformers`: CLIP, and ViT with BERT, from a configuration or from safetensors weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import ConfigError
+from tilewise.train.config import ModelConfig
+from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, TextTower, Tokens
+from tilewise.train.models.words import HashedTokenizer
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width, layers and heads of a transformer."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Both towers of a model, and what they read."""
+
+    image: Size
+    text: Size
+    patch: int
+    pixels: int
+    embed_dim: int
+    vocabulary: int
+    length: int
+
+
+ARCHITECTURES = {
+    "clip-vit-b-32": Architecture(Size(768, 12, 12), Size(512, 12, 8), 32, 224, 512, 49408, 77),
+    "clip-vit-b-16": Architecture(Size(768, 12, 12), Size(512, 12, 8), 16, 224, 512, 49408, 77),
+    "clip-vit-l-14": Architecture(Size(1024, 24, 16), Size(768, 12, 12), 14, 224, 768, 49408, 77),
+    "clip-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), 8, 32, 64, 1024, 16),
+    "vit-bert": Architecture(Size(768, 12, 12), Size(768, 12, 12), 16, 224, 512, 30522, 77),
+    "vit-bert-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), 8, 32, 64, 1024, 16),
+}
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Import `transformers` as if torchvision were absent, unless someone has imported it already.
+
+    Nothing here needs it, and a torchvision that does not fit the installed torch breaks the import.
+    """
+    hidden = "torchvision" not in sys.modules
+    if hidden:
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torchvision"]
+
+
+def _transformers() -> Any:
+    try:
+        with _without_torchvision():
+            import transformers
+            from transformers import (  # noqa: F401  loaded now, while torchvision is out of sight
+                AutoTokenizer,
+                BertModel,
+                CLIPTextModelWithProjection,
+                CLIPVisionModelWithProjection,
+                ViTModel,
+            )
+    except ImportError as error:
+        raise ConfigError("this model needs transformers: pip install 'tilewise[train]'") from error
+    return transformers
+
+
+class Body(nn.Module):
+    """A model of `transformers` that gives one vector per row.
+
+    Args:
+        model: the model.
+        pick: takes that vector (n, width) from the model's output.
+        project: the head behind it, where the model has none.
+    """
+
+    def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor], project: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model, self.pick, self.project = model, pick, project
+
+    def forward(self, *args: Tensor, **inputs: Tensor) -> Tensor:
+        """(n, d)."""
+        vector = self.pick(self.model(*args, **inputs))
+        return vector if self.project is None else self.project(vector)
+
+
+def _load(cls: Any, weights: str, **extra: Any) -> nn.Module:
+    """Weights from a local folder or the hub; safetensors only, nothing is unpickled."""
+    try:
+        return cls.from_pretrained(weights, use_safetensors=True, **extra)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
+            "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
+        ) from error
+
+
+def _numbers(size: Size) -> dict[str, int]:
+    return {
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+    }
+
+
+def clip_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, TextTower, Pixels]:
+    """CLIP's two towers with their projections."""
+    hf = _transformers()
+    dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
+    if config.weights:
+        vision = _load(hf.CLIPVisionModelWithProjection, config.weights)
+        text = _load(hf.CLIPTextModelWithProjection, config.weights)
+        size = vision.config.image_size
+    else:
+        vision = hf.CLIPVisionModelWithProjection(
+            hf.CLIPVisionConfig(**_numbers(arch.image), projection_dim=dim, image_size=size, patch_size=arch.patch)
+        )
+        text = hf.CLIPTextModelWithProjection(
+            hf.CLIPTextConfig(
+                **_numbers(arch.text), projection_dim=dim, vocab_size=arch.vocabulary,
+                max_position_embeddings=arch.length, pad_token_id=0, bos_token_id=arch.vocabulary - 2,
+                eos_token_id=arch.vocabulary - 1,
+            )
+        )  # fmt: skip
+    pixels = Pixels(size, 3, *CLIP_PIXELS)
+    image_body = Body(vision, lambda output: output.image_embeds)
+    return ImageTower(image_body, pixels), TextTower(Body(text, lambda output: output.text_embeds)), pixels
+
+
+def vit_bert_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, TextTower, Pixels]:
+    """A ViT and a BERT, each with a linear projection to the shared features."""
+    hf = _transformers()
+    dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
+    if config.image_weights:
+        vision = _load(hf.ViTModel, config.image_weights, add_pooling_layer=False)
+        size = vision.config.image_size
+    else:
+        vision = hf.ViTModel(
+            hf.ViTConfig(**_numbers(arch.image), image_size=size, patch_size=arch.patch), add_pooling_layer=False
+        )
+    if config.text_weights:
+        text = _load(hf.BertModel, config.text_weights, add_pooling_layer=False)
+    else:
+        text = hf.BertModel(hf.BertConfig(**_numbers(arch.text), vocab_size=arch.vocabulary), add_pooling_layer=False)
+    pixels = Pixels(size, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    image_head = nn.Linear(vision.config.hidden_size, dim, bias=False)
+    text_head = nn.Linear(text.config.hidden_size, dim, bias=False)
+    image_body = Body(vision, _first_token, image_head)
+    return ImageTower(image_body, pixels), TextTower(Body(text, _first_token, text_head)), pixels
+
+
+def _first_token(output: Any) -> Tensor:
+    return output.last_hidden_state[:, 0]
+
+
+def load_tokenizer(config: ModelConfig, arch: Architecture) -> Callable[[list[str]], Tokens]:
+    """The tokenizer of the weights, or hashed words where a model starts from nothing."""
+    name = config.tokenizer or config.weights or config.text_weights
+    if not name:
+        return HashedTokenizer(arch.vocabulary, arch.length)
+    hf = _transformers()
+    try:
+        tokenizer = hf.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id"
+        ) from error
+
+    def encode(texts: list[str]) -> Tokens:
+        if not texts:
+            empty = torch.empty(0, arch.length, dtype=torch.int64)
+            return {"input_ids": empty, "attention_mask": empty}
+        made = tokenizer(texts, padding="max_length", truncation=True, max_length=arch.length, return_tensors="pt")
+        return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
+
+    return encode

@@ -1,0 +1,115 @@
+"""The loss of a run, and one training step through the gradient cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tilewise as tw
+from tilewise.cache import GradientCache
+from tilewise.train import baselines
+from tilewise.train.config import LossConfig, RunConfig
+from tilewise.train.data import Batch
+from tilewise.train.distributed import World
+from tilewise.train.models.towers import Scale, TwoTowers
+
+PairLoss = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pair_loss(config: LossConfig, group: Any = None) -> PairLoss:
+    """The loss of a setting as ``loss(image, text, scale, bias, ids)``.
+
+    On every rank it returns a number whose mean over ranks is the global mean loss, and whose gradients,
+    averaged over ranks, are those of the global mean loss.
+    """
+    options = tw.TileOptions(workspace_mib=config.workspace_mib)
+
+    def tilewise_clip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
+        if ids is None:
+            return tw.clip_loss(image, text, scale, group=group, options=options)
+        return tw.info_nce(
+            image, text, temperature=1 / scale, symmetric=True, query_ids=ids, key_ids=ids, group=group, options=options
+        )
+
+    def tilewise_siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
+        assert bias is not None
+        return tw.siglip_loss(image, text, scale, bias, group=group, options=options)
+
+    def dense(kind: str) -> PairLoss:
+        def loss(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
+            if kind == "siglip":
+                assert bias is not None
+                chosen = baselines.dense_siglip_loss if config.name == "dense" else baselines.local_siglip_loss
+                return chosen(image, text, scale, bias, group=group)
+            softmax = baselines.dense_clip_loss if config.name == "dense" else baselines.local_clip_loss
+            return softmax(image, text, scale, ids=ids, group=group)
+
+        return loss
+
+    if config.name == "tilewise":
+        return tilewise_clip if config.kind == "clip" else tilewise_siglip
+    return dense(config.kind)
+
+
+class Objective:
+    """Forward and backward of a whole batch: the encoders in chunks, the loss on all pairs.
+
+    Args:
+        config: of the run.
+        model: both towers; under a group they are wrapped in DDP here.
+        world: the ranks.
+    """
+
+    def __init__(self, config: RunConfig, model: TwoTowers, world: World) -> None:
+        self.config, self.world, self.scale = config, world, model.scale
+        self.loss = pair_loss(config.loss, world.group)
+        self.towers = [in_group(tower, world) for tower in (model.image, model.text)]
+        self.watch: Callable[[Tensor, Tensor], None] | None = None
+        fp16 = config.loop.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16) if fp16 else None
+        self.cache = GradientCache(
+            self.towers,
+            self._loss,
+            chunk_size=max(1, config.loop.chunk_size),
+            offload=world.device if config.loss.offload else None,
+        )
+
+    def _loss(self, image: Tensor, text: Tensor, *, ids: Tensor | None) -> Tensor:
+        if self.watch is not None:
+            self.watch(image, text)
+        with torch.autocast(image.device.type, enabled=False):
+            return self.loss(image, text, self.scale(), self.scale.bias, ids)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Add this batch's gradients to ``.grad``; the loss of this rank, detached."""
+        device, precision = self.world.device, self.config.loop.precision
+        images, tokens = batch.images, batch.tokens
+        if not self.config.loss.offload:
+            images = images.to(device)
+            tokens = {name: value.to(device) for name, value in tokens.items()}
+        ids = batch.ids.to(device) if self.config.loss.mask_same_id else None
+        with torch.autocast(device.type, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST):
+            loss: Tensor = self.cache(images, tokens, scaler=self.scaler, ids=ids)
+        average_scale_gradients(self.scale, self.world)
+        return loss
+
+
+def in_group(tower: nn.Module, world: World) -> nn.Module:
+    """The tower in DDP, where there are several ranks and it learns."""
+    if world.group is None or not any(p.requires_grad for p in tower.parameters()):
+        return tower
+    devices = [world.device] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        tower, device_ids=devices, process_group=world.group, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def average_scale_gradients(scale: Scale, world: World) -> None:
+    """The scale is used in the loss, outside DDP: average its gradient over ranks here."""
+    for parameter in scale.parameters():
+        if parameter.grad is not None:
+            world.average_(parameter.grad)

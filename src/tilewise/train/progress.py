@@ -1,0 +1,61 @@
+"""What is seen while a run goes on: a live bar in a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tilewise.train.memory import MIB
+
+
+class RunProgress:
+    """The bar of a run.
+
+    Args:
+        console: where it is shown; None shows nothing.
+        steps: in all.
+        done: so far.
+    """
+
+    def __init__(self, console: Console | None, steps: int, done: int) -> None:
+        self.console, self.steps = console, steps
+        self.recall = ""
+        self._said = time.monotonic()
+        self._bar: Progress | None = None
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+                console=console, refresh_per_second=4,
+            )  # fmt: skip
+            self._task = self._bar.add_task("train", total=steps, completed=done, facts="")
+            self._bar.start()
+
+    def step(self, step: int, line: dict[str, Any], speed: dict[str, float]) -> None:
+        """A step is done."""
+        if self.console is None:
+            return
+        facts = (
+            f"loss {line['loss']:.3f}{self.recall}  {speed['pairs_per_second']:,.0f} pairs/s  "
+            f"{speed['memory_bytes'] / MIB:,.0f} MiB"
+        )
+        if line["skipped"]:
+            facts += f"  {line['skipped']} skipped"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, facts=facts)
+        elif time.monotonic() - self._said > 10 or step == self.steps:
+            self._said = time.monotonic()
+            self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """An evaluation is done."""
+        if "t2i_r10" in metrics:
+            self.recall = f"  recall@10 {100 * metrics['t2i_r10']:.1f}%"
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,116 @@
+"""The folder of a run: its lock, its configuration, its metrics, its TensorBoard events."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import CheckpointError, ConfigError
+from tilewise.train.checkpoint import clear_leftovers, write_atomically
+from tilewise.train.config import RunConfig, load_config
+from tilewise.train.settings import to_toml
+
+
+class RunFolder:
+    """Paths of a run.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+
+    def read_config(self) -> RunConfig:
+        """The configuration that the run was started with."""
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path} is no run of tilewise: it has no config.toml")
+        return load_config(self.config_file)
+
+    def save_config(self, config: RunConfig) -> None:
+        """Write the configuration beside the run."""
+        write_atomically(self.config_file, to_toml(config))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however that ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to the run's folder {self.path}: {error.strerror or error}. Choose another output.folder"
+            ) from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"another process is training in {self.path}. Wait for it, or choose another output.folder"
+                ) from None
+            clear_leftovers(self.path)
+            clear_leftovers(self.checkpoints)
+            yield
+        finally:
+            os.close(handle)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl; a line cut short by a crash ends the list."""
+        lines: list[dict[str, Any]] = []
+        if self.metrics_file.is_file():
+            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(text))
+                except ValueError:
+                    break
+        return lines
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl and to TensorBoard.
+
+    Args:
+        folder: of the run.
+        step: steps done so far; later lines, left by a run that was stopped after its last checkpoint, go.
+        tensorboard: write events too.
+    """
+
+    def __init__(self, folder: RunFolder, step: int, tensorboard: bool) -> None:
+        kept = [line for line in folder.read_metrics() if line["step"] <= step]
+        write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = folder.metrics_file.open("a", encoding="utf-8")
+        self._writer = _summary_writer(folder.path / "tensorboard", step) if tensorboard else None
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """One line; numbers go to TensorBoard as ``kind/name``."""
+        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _summary_writer(path: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "output.tensorboard=true needs the package tensorboard; install it or set it to false"
+        ) from error
+    return SummaryWriter(str(path), purge_step=step + 1)

@@ -1,0 +1,185 @@
+"""Checked settings: dataclass fields with types, limits and help; files of TOML; `key=value` overrides.
+
+Nothing here knows what is being trained. A section is a frozen dataclass whose fields were made with
+`setting`; `check_section` in its ``__post_init__`` refuses wrong types and values, `build` makes nested
+sections from plain dictionaries, and `to_toml` writes them back with their help as comments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from tilewise.errors import ConfigError
+
+Section = TypeVar("Section")
+
+
+def setting(
+    default: Any, help: str, *, least: float | None = None, most: float | None = None, above: float | None = None
+) -> Any:
+    """A dataclass field with its help and its limits (``least <= x <= most``, ``x > above``)."""
+    limits = {"least": least, "most": most, "above": above}
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+def check_section(section: Any) -> None:
+    """Refuse a field of the wrong type, outside its limits, or not among its choices."""
+    hints = get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        if not field.metadata:  # a nested section, which has checked itself
+            continue
+        value = _convert(getattr(section, field.name), hints[field.name], field.name)
+        _check_limits(value, field)
+        object.__setattr__(section, field.name, value)
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    """The value as its type wants it: whole numbers become floats, lists become tuples; the rest is refused."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        if value not in get_args(hint):
+            choices = ", ".join(repr(choice) for choice in get_args(hint))
+            raise ConfigError(f"{name} is one of {choices}, got {value!r}{_did_you_mean(value, get_args(hint))}")
+        return value
+    if origin is tuple:
+        parts = get_args(hint)
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name} is a list, got {value!r}; write it as [a, b]")
+        if parts[-1] is Ellipsis:
+            parts = parts[:1] * len(value)
+        if len(value) != len(parts):
+            raise ConfigError(f"{name} has {len(parts)} entries, got {len(value)}: {value!r}")
+        return tuple(_convert(v, part, f"{name}[{i}]") for i, (v, part) in enumerate(zip(value, parts, strict=True)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+        raise ConfigError(f"{name} is {kind}, got {value!r}")
+    return value
+
+
+def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
+    least, most, above = (field.metadata[key] for key in ("least", "most", "above"))
+    for number in value if isinstance(value, tuple) else (value,):
+        if least is not None and not number >= least:
+            raise ConfigError(f"{field.name} must be at least {least}, got {number}")
+        if most is not None and not number <= most:
+            raise ConfigError(f"{field.name} must be at most {most}, got {number}")
+        if above is not None and not number > above:
+            raise ConfigError(f"{field.name} must be greater than {above}, got {number}")
+
+
+def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+    """A section (and the sections inside it) from a nested dictionary; unknown keys are refused."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(
+                f"no setting {prefix}{key}{_did_you_mean(key, fields)}; there are: {', '.join(sorted(fields))}"
+            )
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{key} is a section with settings of its own, got {value!r}")
+            value = build(hints[key], value, f"{prefix}{key}.")  # type: ignore[arg-type]
+        arguments[key] = value
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") if prefix and not str(error).startswith(prefix) else error from None
+
+
+def _did_you_mean(given: Any, known: Iterable[Any]) -> str:
+    close = difflib.get_close_matches(str(given), [str(k) for k in known], n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as a nested dictionary."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The nested dictionary with ``section.key=value`` laid over it; values are read as TOML, else as text.
+
+    >>> apply_overrides({"loss": {"name": "dense"}}, ["loss.name=tilewise", "loop.steps=3"])
+    {'loss': {'name': 'tilewise'}, 'loop': {'steps': 3}}
+    """
+    result = json.loads(json.dumps(values))
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals or not dotted.strip():
+            raise ConfigError(f"an override is written section.key=value, got {override!r}")
+        *sections, key = dotted.strip().split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{override!r}: {section} is a setting, not a section")
+        place[key] = _parse(text.strip())
+    return result
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def to_dict(section: Any) -> dict[str, Any]:
+    """Nested plain values, ready for JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(section)))
+
+
+def to_toml(section: Any, *, help: bool = False) -> str:
+    """The nested sections as TOML that `read_toml` and `build` turn into the same object again."""
+    lines: list[str] = []
+    for part in dataclasses.fields(section):
+        lines.append(f"[{part.name}]")
+        inner = getattr(section, part.name)
+        for field in dataclasses.fields(inner):
+            if help:
+                lines.append(f"# {field.metadata['help']}")
+            lines.append(f"{field.name} = {_toml_value(getattr(inner, field.name))}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, types.NoneType):
+        raise AssertionError("settings are never None")
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names whose values differ between two nested dictionaries.
+
+    >>> differences({"loss": {"name": "dense", "kind": "clip"}}, {"loss": {"name": "local", "kind": "clip"}})
+    ['loss.name']
+    """
+    found = []
+    for key in sorted({*one, *other}):
+        left, right = one.get(key), other.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found.append(f"{prefix}{key}")
+    return found
