@@ -19,15 +19,17 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
         x_nm = x_nm + pair.bias
     if spec.softcap:
         x_nm = spec.softcap * torch.tanh(x_nm / spec.softcap)
+    rows = torch.arange(x_nm.shape[0], device=x_nm.device)[:, None] + pair.row_start
+    cols = torch.arange(x_nm.shape[1], device=x_nm.device)[None, :] + pair.col_start
     positive = torch.zeros(x_nm.shape, dtype=torch.bool, device=x_nm.device)
-    if pair.row_key is not None and pair.col_key is not None and spec.positive != "none":
+    if pair.row_key is not None and spec.positive == "one":
+        positive = pair.row_key[:, None] == cols
+    elif pair.row_key is not None and pair.col_key is not None and spec.positive == "many":
         positive = pair.row_key[:, None] == pair.col_key[None, :]
     if pair.row_skip is not None and pair.col_skip is not None:
         excluded = (pair.row_skip[:, None] == pair.col_skip[None, :]) & ~positive
         x_nm = x_nm.masked_fill(excluded, -torch.inf)
     if spec.itself:
-        rows = torch.arange(x_nm.shape[0], device=x_nm.device)[:, None] + pair.row_start
-        cols = torch.arange(x_nm.shape[1], device=x_nm.device)[None, :] + pair.col_start
         x_nm = x_nm.masked_fill(rows == cols, -torch.inf)
         positive = positive & (rows != cols)
     return x_nm, positive

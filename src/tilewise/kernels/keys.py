@@ -11,19 +11,6 @@ from torch import Tensor
 from tilewise.kernels.spec import Pair, PairSpec
 
 
-def only_match(row_key: Tensor, col_key: Tensor) -> Tensor:
-    """For each row the column of equal key, or -1: (n,) int64. Of several, the first.
-
-    >>> only_match(torch.tensor([7, 3, 5]), torch.tensor([3, 4, 5]))
-    tensor([-1,  0,  2])
-    """
-    if col_key.numel() == 0:
-        return torch.full_like(row_key, -1)
-    ordered, position = torch.sort(col_key, stable=True)
-    place = torch.searchsorted(ordered, row_key).clamp_(max=col_key.numel() - 1)
-    return torch.where(ordered[place] == row_key, position[place], -1)
-
-
 def match_counts(row_key: Tensor, col_key: Tensor) -> Tensor:
     """For each row the number of columns of equal key: (n,) int64.
 
@@ -39,10 +26,24 @@ def hits(pair: Pair, spec: PairSpec) -> Tensor:
     assert pair.row_key is not None
     assert pair.col_key is not None
     count = match_counts(pair.row_key, pair.col_key)
-    if spec.itself and spec.positive == "many":
+    if spec.itself:
         here = torch.arange(pair.a.shape[0], device=count.device) + (pair.row_start - pair.col_start)
         count = count - itself_matches(pair.row_key, pair.col_key, here)
     return count.to(pair.stat_dtype)
+
+
+def dense_ranks(row_key: Tensor, col_key: Tensor) -> tuple[Tensor, Tensor]:
+    """The same keys as small int32 numbers that are equal where the keys are; -1 for a row that matches nothing.
+
+    >>> dense_ranks(torch.tensor([70, 10]), torch.tensor([90, 70, 70]))
+    (tensor([ 0, -1], dtype=torch.int32), tensor([2, 0, 0], dtype=torch.int32))
+    """
+    if col_key.numel() == 0:
+        return torch.full_like(row_key, -1, dtype=torch.int32), col_key.int()
+    ordered = torch.sort(col_key).values
+    place = torch.searchsorted(ordered, row_key).clamp_(max=col_key.numel() - 1)
+    rows = torch.where(ordered[place] == row_key, place, -1)
+    return rows.int(), torch.searchsorted(ordered, col_key).int()
 
 
 def itself_matches(row_key: Tensor, col_key: Tensor, col_of_row: Tensor) -> Tensor:

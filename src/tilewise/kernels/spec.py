@@ -7,7 +7,8 @@ Scores of one pair of blocks, never stored as a whole:
 Integer keys decide everything that a loss says about pairs:
 
     itself    iff  row_start + i == col_start + j            score = -inf, never positive
-    positive  iff  row_key[i] == col_key[j]
+    positive  iff  row_key[i] == col_key[j]                  ("many"), or
+                   row_key[i] == col_start + j               ("one": the key IS the global index of the column)
     excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
 
 Axes: n rows of a, m rows of b (the columns of the scores), d features.
@@ -34,13 +35,15 @@ class PairSpec:
         row_lse, col_lse: the log-sum-exp of each row / each column.
         softplus: for each row, the sum of softplus(x_ij), with -x_ij at the positive.
         row_sum: for each row, the sum of col_weight_j * x_ij.
-        positive: whether a row has no positives, at most one, or any number.
+        positive: whether a row has no positives, at most one (``row_key`` is its column's global index and
+            ``col_key`` is not used), or any number (equal keys).
         itself: a row and a column of equal global index are the same sample and never meet.
         symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
             ``Grads.a`` is then the whole gradient.
         softcap: the cap, or 0 for none.
         drop_rows: a row with a negative key is no row at all; its statistics are returned as 0, its gradient too.
-        local_keys: over a group, keys are positions in this rank's shard; the ring adds the shard's start.
+        local_keys: over a group, ``row_key`` is a position in this rank's shard of the columns; the ring adds the
+            shard's start.
         same_rows: over a group, every rank holds the same rows and its own slice of the columns
             (vocabulary-parallel); otherwise each rank holds its own rows and its own columns.
     """

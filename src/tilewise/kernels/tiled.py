@@ -192,8 +192,7 @@ class Tiles:
         self.pos_col: Tensor | None = None
         if spec.positive == "one":
             assert pair.row_key is not None
-            assert pair.col_key is not None
-            self.pos_col = keys.only_match(pair.row_key, pair.col_key)
+            self.pos_col = pair.row_key - pair.col_start
         self.bounded = self.on_cpu and score_bound(pair, spec) <= SAFE_SCORE
         self._held: dict[str, tuple[slice, Tensor]] = {}
 
@@ -208,7 +207,7 @@ class Tiles:
     def hits(self) -> Tensor:
         """The number of positives of each row."""
         if self.pos_col is not None:
-            return (self.pos_col >= 0).to(self.pair.stat_dtype)
+            return ((self.pos_col >= 0) & (self.pos_col < self.pair.b.shape[0])).to(self.pair.stat_dtype)
         return keys.hits(self.pair, self.spec)
 
     def a_block(self, i: slice) -> Tensor:

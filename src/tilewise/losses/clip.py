@@ -59,7 +59,7 @@ def clip_loss(
         a,
         b,
         scale,
-        keys=PairKeys(row_key=index, col_key=index, row_zero=zero, col_zero=zero),
+        keys=PairKeys(row_key=index, row_zero=zero, col_zero=zero),
         spec=PairSpec(row_lse=True, col_lse=True, positive="one", local_keys=True),
         options=options,
         group_name=name,

@@ -99,7 +99,6 @@ def linear_cross_entropy(
         bias,
         keys=PairKeys(
             row_key=key,
-            col_key=torch.arange(c.shape[0], device=a.device) + start,
             row_zero=zero,
             col_weight=col_weight,
         ),

@@ -14,6 +14,7 @@ from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
+NO_ID = -(2**63)  # of a negative that nobody leaves out
 
 
 def info_nce(
@@ -74,7 +75,7 @@ def info_nce(
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves nothing to tell the key from: pass some")
     scale = _check.check_scalar("temperature", temperature, a, positive=True).reciprocal()
-    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids)
+    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
     zero = near_scores(a, b, scale)
 
     if in_batch:
@@ -84,7 +85,7 @@ def info_nce(
             b,
             scale,
             keys=PairKeys(
-                row_key=index, col_key=index, row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero
+                row_key=index, row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero
             ),
             spec=PairSpec(row_lse=True, col_lse=symmetric, positive="one", local_keys=True),
             options=options,
@@ -168,7 +169,12 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
 
 
 def _check_ids(
-    a: Tensor, negatives: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None
+    a: Tensor,
+    negatives: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    *,
+    over_group: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Ids of the queries, of the keys, and of the shared negatives (None where nothing is to be left out)."""
     if query_ids is None and key_ids is None:
@@ -183,6 +189,9 @@ def _check_ids(
     if key_id is None:
         key_id = query_id
     behind = key_id[n:] if shared and key_id.shape[0] == n + shared else None
+    if over_group and behind is None and negatives is not None and negatives.dim() == 2:
+        # A rank without negatives cannot tell whether the others' negatives have ids, so all ranks send some.
+        behind = torch.full((shared,), NO_ID, device=a.device)
     return query_id, key_id[:n], behind
 
 

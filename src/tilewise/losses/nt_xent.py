@@ -59,7 +59,7 @@ def nt_xent(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=other, col_key=index, row_zero=zero),
+        keys=PairKeys(row_key=other, row_zero=zero),
         spec=PairSpec(row_lse=True, positive="one", itself=True, symmetric=True, local_keys=True),
         options=options,
         group_name=name,

@@ -59,7 +59,7 @@ def siglip_loss(
         b,
         scale,
         bias.expand(b.shape[0]),
-        keys=PairKeys(row_key=index, col_key=index),
+        keys=PairKeys(row_key=index),
         spec=PairSpec(softplus=True, positive="one", local_keys=True),
         options=options,
         group_name=name,
