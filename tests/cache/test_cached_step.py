@@ -103,6 +103,21 @@ def test_without_dropout_the_chunk_size_does_not_matter():
         assert_same(gradients(a, loss), want)
 
 
+def test_a_loss_that_draws_random_numbers():
+    """They come after those of the encoders, and the second pass does not wind them back."""
+    torch.manual_seed(0)
+    a, loss, x, y = tower(), Contrast(), torch.randn(7, 12), torch.randn(7, 12)
+
+    def noisy(p, q):
+        return loss(F.dropout(p, 0.3), F.dropout(q, 0.3))
+
+    both(
+        lambda: cached_step(a, [x, y], noisy, chunk_size=3),
+        lambda: noisy(encode_chunks(a, x, 3), encode_chunks(a, y, 3)),
+        *(a, loss),
+    )
+
+
 def test_dropout_masks_differ_from_step_to_step():
     a, loss = tower(), Contrast()
     x, y = torch.randn(8, 12), torch.randn(8, 12)

@@ -37,6 +37,10 @@ class Autocast:
             yield
 
     def forget(self) -> None:
-        """Drop the weights that autocast has cast and kept: without a graph they would swallow gradients."""
+        """Drop the low-precision weights that autocast keeps.
+
+        A copy that was made without a graph must not serve where there is one: the gradient would end in it.
+        Recent torch sees to that by itself; the memory is free either way.
+        """
         if any(enabled for _, enabled, _ in self.states):
             torch.clear_autocast_cache()

@@ -89,9 +89,7 @@ def count_rows(tree: Tree, name: str = "the input") -> int:
             "rows share belongs inside the encoder: functools.partial(encoder, position_ids=position_ids)"
         )
     if shapes[0][0] == 0:
-        raise ShapeError(
-            f"{name} has no rows. A step needs at least one; skip it when a batch comes out empty"
-        )
+        raise ShapeError(f"{name} has no rows. A step needs at least one; skip it when a batch comes out empty")
     return int(shapes[0][0])
 
 

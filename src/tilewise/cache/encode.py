@@ -46,6 +46,7 @@ class Side:
     ranges: tuple[slice, ...]
     devices: tuple[torch.device, ...]
     leaves: list[Tensor]  # the tensors of the input, if the input is a tree
+    seen: list[Tensor]  # those, or the ones that a source shows
     learns: bool
     load_states: list[RandomState] = field(default_factory=list)
     encode_states: list[RandomState] = field(default_factory=list)
@@ -57,11 +58,13 @@ class Side:
             batch = HostBatch(batch, offload)
         if isinstance(batch, BatchSource):
             rows, leaves, device = batch.rows, [], batch.device
+            seen = getattr(batch, "tensors", [])
         else:
             rows, leaves, device = count_rows(batch, f"input {index}"), tensors_of(batch), None
-        devices = random_devices(leaves, encoder.modules, [device] if device is not None else [])
+            seen = leaves
+        devices = random_devices(seen, encoder.modules, [device] if device is not None else [])
         learns = encoder.learns or any(leaf.requires_grad for leaf in leaves)
-        return cls(index, encoder, batch, row_ranges(rows, chunk_size), devices, leaves, learns)
+        return cls(index, encoder, batch, row_ranges(rows, chunk_size), devices, leaves, seen, learns)
 
     def first_pass(self) -> Iterator[Tree]:
         """Every chunk, with the random state recorded before it is loaded and before it is encoded."""
@@ -69,12 +72,14 @@ class Side:
             if self.learns:
                 self.encode_states.append(RandomState.record(self.devices))
             yield chunk
-            del chunk
+            del chunk  # or it would live while the next one is loaded; so would it inside enumerate or zip
 
     def second_pass(self) -> Iterator[Tree]:
         """The same chunks; when one is handed out, the random state is that of the first pass."""
-        for index, chunk in enumerate(self._chunks(self._load_again)):
-            self.encode_states[index].restore()
+        chunks = self._chunks(self._load_again)
+        for state in self.encode_states:
+            chunk = next(chunks)
+            state.restore()
             yield chunk
             del chunk
 
@@ -120,7 +125,7 @@ class Encoding:
     def _watched(self) -> Iterator[Tensor]:
         for side in self.sides:
             if side.learns:
-                yield from side.leaves or getattr(side.batch, "tensors", [])
+                yield from side.seen
 
     def first_pass(self) -> list[list[Tensor]]:
         """The representations of every side: without a graph, joined by rows."""
@@ -143,9 +148,7 @@ class Encoding:
         require one, in order.
         """
         self._check_unchanged()
-        active = [
-            side for side in self.sides if side.learns and any(g is not None for g in grads[side.index])
-        ]
+        active = [side for side in self.sides if side.learns and any(g is not None for g in grads[side.index])]
         plan = SyncPlan([(side.encoder.modules, len(side.ranges)) for side in active], self.settings.sync)
         report = Reporter(self.settings.progress, "replay", active)
         leaf_grads = [[None] * len(side.leaves) for side in self.sides]
@@ -155,7 +158,9 @@ class Encoding:
             kept_buffers(self.modules, self.buffer_versions) if once else nullcontext(),
         ):
             for user, side in enumerate(active):
-                for index, chunk in enumerate(side.second_pass()):
+                chunks = side.second_pass()
+                for index in range(len(side.ranges)):
+                    chunk = next(chunks)
                     with plan.chunk(user, index) as reduces:
                         reached = self._replay_chunk(side, index, chunk, grads[side.index])
                     _check_reduced(reduces, reached, side, index)
@@ -210,8 +215,8 @@ def _check_reduced(reduces: bool, reached: bool, side: Side, index: int) -> None
     if reduces and not reached:
         raise GradientError(
             f"gradients are reduced over ranks in chunk {index} of encoder {side.index}, but its output "
-            "depends on no parameter, so the reduction would not run. Use sync='every', "
-            "or add 0 * parameter.sum() to the output"
+            "depends on no parameter, so the reduction would not run. If the encoder is frozen, say so: "
+            "Encoder(call, modules, frozen=True); if only this chunk is, use sync='every'"
         )
 
 
@@ -279,13 +284,9 @@ def encode(encoders: Any, inputs: Sequence[Any], settings: Settings) -> tuple[Tr
     """The representations of every input, with a graph that holds no activations."""
     encoding = Encoding(encoders, inputs, settings)
     outputs = encoding.first_pass()
-    learning = [
-        tensor for side, own in zip(encoding.sides, outputs, strict=True) if side.learns for tensor in own
-    ]
+    learning = [tensor for side, own in zip(encoding.sides, outputs, strict=True) if side.learns for tensor in own]
     if torch.is_grad_enabled() and any(_takes_gradient(tensor) for tensor in learning):
-        anchor = torch.empty(
-            0, requires_grad=True
-        )  # gives the node a graph when no input requires a gradient
+        anchor = torch.empty(0, requires_grad=True)  # gives the node a graph when no input requires a gradient
         leaves = [leaf for side in encoding.sides for leaf in side.leaves if leaf.requires_grad]
         joined = iter(cast(tuple[Tensor, ...], Replay.apply(encoding, learning, anchor, *leaves)))
         outputs = [

@@ -49,9 +49,7 @@ class Encoder:
         if isinstance(encoder, Encoder):
             return encoder
         if not callable(encoder):
-            raise DtypeError(
-                f"an encoder is a module or a function from a chunk to representations, got {encoder!r}"
-            )
+            raise DtypeError(f"an encoder is a module or a function from a chunk to representations, got {encoder!r}")
         if isinstance(encoder, nn.Module):
             return cls(encoder, (encoder,))
         owner = getattr(encoder, "__self__", None)

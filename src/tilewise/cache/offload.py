@@ -27,9 +27,7 @@ def target_device(device: torch.device | str | None) -> torch.device | None:
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"a device such as 'cuda' or torch.device('cuda', 1) is needed, got {device!r}"
-        ) from error
+        raise DeviceError(f"a device such as 'cuda' or torch.device('cuda', 1) is needed, got {device!r}") from error
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"chunks cannot go to {wanted}: torch sees no CUDA device. Use device='cpu'")
@@ -95,9 +93,7 @@ class LazyBatch:
     tensor([4, 4])
     """
 
-    def __init__(
-        self, rows: int, load: Callable[[int, int], Tree], device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, rows: int, load: Callable[[int, int], Tree], device: torch.device | str | None = None) -> None:
         if not callable(load):
             raise DtypeError(f"load is a function of (first, last), got {load!r}")
         if rows < 1:

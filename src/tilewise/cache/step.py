@@ -99,9 +99,7 @@ class GradientCache:
             loss_kwargs: handed to the loss.
         """
         if not torch.is_grad_enabled():
-            raise GradientError(
-                "a step needs gradients, but they are disabled here (no_grad). Use .encode instead"
-            )
+            raise GradientError("a step needs gradients, but they are disabled here (no_grad). Use .encode instead")
         result = self.loss(*inputs, **loss_kwargs)
         scaled = loss_of(result) * backward_scale
         if not scaled.requires_grad:

@@ -52,13 +52,13 @@ class SyncPlan:
 
     @contextmanager
     def chunk(self, user: int, chunk: int) -> Iterator[bool]:
-        """Forward and backward of one chunk go inside; tells whether a wrapper reduces in it."""
+        """Forward and backward of one chunk go inside; tells whether a wrapper counts on it to reduce."""
         reduces = False
         with ExitStack() as stack:
             for wrapper in self.wrappers[user]:
-                if self.sync == "every" or self.last[wrapper] == (user, chunk):
+                if self.sync == "last" and self.last[wrapper] == (user, chunk):
                     reduces = True
-                else:
+                elif self.sync == "last":
                     stack.enter_context(_held_back(wrapper))
             yield reduces
 
