@@ -41,10 +41,10 @@ def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: s
     if exchange.world == 1:
         return choose_backend(pair, spec, options).forward(pair, spec, options)
     shards = _agree(exchange, "forward", pair, spec, options)
+    pair = _placed(pair, spec, shards)
     if spec.same_rows:
         local = choose_backend(pair, spec, options).forward(pair, spec, options)
         return _merge_slices(exchange, local, pair.stat_dtype)
-    pair = _with_global_keys(pair, spec, shards)
     total = Stats()
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -79,9 +79,9 @@ def ring_backward(
     if exchange.world == 1:
         return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
+    pair = _placed(pair, spec, shards)
     if spec.same_rows:
         return _sum_slices(exchange, pair, stats, grad, needs, spec, options)
-    pair = _with_global_keys(pair, spec, shards)
     sums = _RowSums(pair)
     cols_wanted = needs.a if spec.symmetric else needs.b
     travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
@@ -167,16 +167,16 @@ def _agree(
     return shards
 
 
-def _with_global_keys(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
-    """Local keys become global; a negative key, which stands for none, stays."""
-    pair = dataclasses.replace(pair, row_start=shards.row_start, col_start=shards.col_start(shards.rank))
-    if not spec.local_keys:
-        return pair
+def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
+    """The pair at its place in the whole: where it starts, and keys that mean the same on every rank.
 
-    def moved(key: Tensor | None) -> Tensor | None:
-        return None if key is None else torch.where(key < 0, key, key + shards.key_start)
-
-    return dataclasses.replace(pair, row_key=moved(pair.row_key), col_key=moved(pair.col_key))
+    A negative key, which stands for none, stays.
+    """
+    first = shards.col_start(shards.rank)
+    key = pair.row_key
+    if spec.local_keys and key is not None:
+        key = torch.where(key < 0, key, key + first)
+    return dataclasses.replace(pair, row_key=key, row_start=shards.row_start, col_start=first)
 
 
 def _cargo(pair: Pair) -> dict[str, Tensor]:

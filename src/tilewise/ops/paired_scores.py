@@ -32,6 +32,8 @@ def near_scores(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None
 @torch.library.custom_op("tilewise::near_scores", mutates_args=())
 def _near_scores(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
     out = a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
+    if b.shape[0] == 0:  # a rank's slice of the columns may be empty
+        return out.zero_()
     for part in _chunks(a.shape[0], a.shape[1]):
         picked = b[part] if index is None else b[index[part].clamp(0, b.shape[0] - 1)]
         out[part] = (a[part] * picked).sum(1, dtype=out.dtype)

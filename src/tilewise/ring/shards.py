@@ -12,8 +12,8 @@ class Shards:
     """Rows and columns of every rank, as this rank sees them. Shards may be uneven, and empty.
 
     >>> shards = Shards(rank=1, rows=(2, 3), cols=(4, 3))
-    >>> shards.row_start, shards.col_start(1), shards.key_start, shards.all_rows
-    (2, 4, 4, 5)
+    >>> shards.row_start, shards.col_start(1), shards.all_rows, shards.all_cols
+    (2, 4, 5, 7)
     """
 
     rank: int
@@ -43,8 +43,3 @@ class Shards:
     def col_start(self, owner: int) -> int:
         """Global index of the first column of a rank's block."""
         return starts(list(self.cols))[owner]
-
-    @property
-    def key_start(self) -> int:
-        """What makes this rank's local keys global: no two ranks' keys meet, whichever side is longer."""
-        return starts([max(pair) for pair in zip(self.rows, self.cols, strict=True)])[self.rank]

@@ -1,0 +1,147 @@
+"""Every loss over real processes (gloo) equals one process on the whole batch: values and all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.compare import assert_close, relative_error
+from tests.ring.cases import CASES, Tensors, cut, joined, loss_and_gradients, make_tensors
+from tests.ring.crew import Crew, crew  # noqa: F401
+
+import tilewise as tw
+
+pytestmark = pytest.mark.group
+SPLITS = {  # rows and shared negatives of each rank
+    "one": ([9], [5]),
+    "two": ([6, 6], [4, 4]),
+    "two-uneven": ([11, 4], [1, 6]),
+    "three-uneven": ([5, 1, 8], [2, 7, 3]),
+    "three-empty": ([6, 0, 7], [0, 4, 0]),
+    "four": ([5, 5, 5, 5], [3, 3, 3, 3]),
+    "four-uneven": ([1, 9, 0, 4], [5, 0, 2, 6]),
+}
+
+
+def run_cases(
+    group: Any, names: list[str], rows: list[int], negatives: list[int], dtype: torch.dtype
+) -> dict[str, Tensors]:
+    tensors = make_tensors(sum(rows), sum(negatives), dtype)
+    mine = cut(tensors, group.rank(), rows, negatives)
+    return {name: loss_and_gradients(name, mine, group=group) for name in names}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_loss_over_a_group_equals_one_process(crew: Crew, split, dtype, tolerance):  # noqa: F811
+    rows, negatives = SPLITS[split]
+    names = list(CASES)
+    parts = crew.run(run_cases, names, rows, negatives, dtype, world=len(rows))
+    whole = make_tensors(sum(rows), sum(negatives), dtype)
+    for name in names:
+        want, got = loss_and_gradients(name, whole), joined([part[name] for part in parts])
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert_close(got[key], value, tolerance, f"{name} {key} over {split}")
+
+
+def test_rows_keep_their_own_losses_without_a_reduction(crew: Crew):  # noqa: F811
+    rows = [4, 0, 3]
+    parts = crew.run(clip_rows, rows, world=3)
+    tensors = make_tensors(7, 2, torch.float64)
+    want = tw.clip_loss(tensors["a"], tensors["b"], tensors["scale"], reduction="none")
+    assert [len(part) for part in parts] == rows
+    assert_close(torch.cat(parts), want, 1e-12)
+
+
+def clip_rows(group: Any, rows: list[int]) -> torch.Tensor:
+    mine = cut(make_tensors(sum(rows), 2, torch.float64), group.rank(), rows, [1, 1, 0])
+    return tw.clip_loss(mine["a"], mine["b"], mine["scale"], reduction="none", group=group)
+
+
+HEADS = {
+    "plain": {},
+    "everything": {"label_smoothing": 0.1, "softcap": 8.0, "z_loss": 1e-2, "shift": 1, "weight": True, "bias": True},
+    "sum": {"reduction": "sum", "bias": True},
+    "none": {"reduction": "none", "label_smoothing": 0.3},
+}
+
+
+def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype: torch.dtype) -> Tensors:
+    """A classifier, whole (``rank=None``) or a rank's slice of it, and its gradients."""
+    random = torch.Generator().manual_seed(3)
+    classes = sum(slices)
+    hidden = torch.randn(2, 6, 8, generator=random, dtype=torch.float64)
+    head = torch.randn(classes, 8, generator=random, dtype=torch.float64)
+    bias, weight = (torch.rand(classes, generator=random, dtype=torch.float64) for _ in range(2))
+    target = torch.randint(classes, (2, 6), generator=random)
+    target[0, 2] = target[1, 5] = -100
+    own = slice(0, classes) if rank is None else slice(sum(slices[:rank]), sum(slices[: rank + 1]))
+    how = dict(HEADS[kind])
+    leaves = {"hidden": hidden, "head": head[own], "bias": bias[own], "scale": torch.tensor(1.3)}
+    leaves = {name: value.to(dtype).clone().requires_grad_() for name, value in leaves.items()}
+    if how.pop("bias", False):
+        how["linear_bias"] = leaves["bias"]
+    if how.pop("weight", False):
+        how["weight"] = weight[own].to(dtype)
+    loss = tw.linear_cross_entropy(
+        leaves["hidden"], leaves["head"], target, logit_scale=leaves["scale"], group=group, **how
+    )
+    mixed = (loss * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum()
+    found = torch.autograd.grad(mixed, list(leaves.values()), allow_unused=True)
+    grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def run_heads(group: Any, slices: list[int], dtype: torch.dtype) -> dict[str, Tensors]:
+    return {kind: head_call(kind, slices, group.rank(), group, dtype) for kind in HEADS}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("slices", [[7], [5, 5], [9, 2, 4], [3, 0, 8, 1]], ids=str)
+def test_vocabulary_parallel_head(crew: Crew, slices, dtype, tolerance):  # noqa: F811
+    parts = crew.run(run_heads, slices, dtype, world=len(slices))
+    for kind in HEADS:
+        want = head_call(kind, slices, None, None, dtype)
+        for name in ("loss", "hidden", "scale"):  # whole on every rank
+            for part in parts:
+                assert_close(part[kind][name], want[name], tolerance, f"{kind} {name}")
+        for name in {"head", "bias"} & want.keys():
+            got = torch.cat([part[kind][name] for part in parts])
+            assert_close(got, want[name], tolerance, f"{kind} {name}")
+
+
+def test_ranks_of_a_vocabulary_parallel_head_return_the_same_bits(crew: Crew):  # noqa: F811
+    parts = crew.run(run_heads, [4, 3, 2, 5], torch.float32)
+    for kind in HEADS:
+        assert all(torch.equal(part[kind]["loss"], parts[0][kind]["loss"]) for part in parts)
+
+
+def several_groups(group: Any) -> list[torch.Tensor]:
+    """The same losses over two groups at once, and over a group that leaves ranks out and starts at rank 2."""
+    import torch.distributed as dist
+
+    tail = dist.new_group([2, 3])
+    halves = {"world": group, "tail": tail if group.rank() >= 2 else None}
+    found = {}
+    for name, where in halves.items():
+        if where is None:
+            continue
+        sizes = [3, 2, 4, 3][: where.size()] if name == "world" else [4, 5]
+        tensors = make_tensors(sum(sizes), 2, torch.float64, seed=where.size())
+        mine = cut(tensors, where.rank(), sizes, [1, 1, 0, 0])
+        leaf = mine["a"].requires_grad_()
+        found[name] = (leaf, tw.clip_loss(leaf, mine["b"], mine["scale"], group=where))
+    total = sum(loss for _, loss in found.values())  # one backward runs both rings
+    total.backward()
+    dist.destroy_process_group(tail) if group.rank() >= 2 else None
+    return [found["tail"][0].grad] if "tail" in found else []
+
+
+def test_two_groups_in_one_backward(crew: Crew):  # noqa: F811
+    parts = crew.run(several_groups)
+    tensors = make_tensors(9, 2, torch.float64, seed=2)
+    want = loss_and_gradients("clip", tensors)
+    got = torch.cat([parts[2][0], parts[3][0]]) / 2
+    assert relative_error(got, want["a"]) < 1e-12
