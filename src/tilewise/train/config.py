@@ -1,4 +1,5 @@
 """The configuration of a run: six small sections, checked when they are made, saved beside the run."""
+# ruff: noqa: RUF009  (`setting` makes a dataclass field)
 
 from __future__ import annotations
 

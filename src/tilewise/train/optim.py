@@ -89,7 +89,7 @@ class AveragedWeights:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state as named tensors: ``<parameter>/<entry>``."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{entry}": value if isinstance(value, Tensor) else torch.tensor(value)
         for p, state in optimizer.state.items()

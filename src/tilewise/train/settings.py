@@ -89,7 +89,7 @@ def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Se
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{key} is a section with settings of its own, got {value!r}")
-            value = build(hints[key], value, f"{prefix}{key}.")  # type: ignore[arg-type]
+            value = build(hints[key], value, f"{prefix}{key}.")
         arguments[key] = value
     try:
         return cls(**arguments)

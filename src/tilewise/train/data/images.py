@@ -25,7 +25,7 @@ def decode(data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", message="Palette images with Transparency")
-            image = Image.open(io.BytesIO(data))
+            image: Image.Image = Image.open(io.BytesIO(data))
             image.load()
             if "A" in image.getbands() or "transparency" in image.info:
                 rgba = image.convert("RGBA")

@@ -12,10 +12,10 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.config import DataConfig
 from tilewise.train.data.files import Preparation
-from tilewise.train.data.images import centre_box, decode, to_tensor
 from tilewise.train.data.icons import IconSource
+from tilewise.train.data.images import centre_box, decode, to_tensor
 from tilewise.train.data.records import RecordError, SkipLog, Source
-from tilewise.train.data.shards import SHARD, ShardSource, expand_shards
+from tilewise.train.data.shards import ShardSource, expand_shards
 from tilewise.train.data.table import Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
 
@@ -98,7 +98,6 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
         source: FileSource | ShardSource = ShardSource(
             expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
         )
-        keys = [s * SHARD + i for s in range(len(source.paths)) for i in range(len(source.entries(s)))]
     else:
         folder = Path(path).is_dir()
         source = FileSource(
@@ -108,8 +107,7 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
             how,
             config.workers,
         )
-        keys = list(range(len(source)))
-    return pairs_of_files(source, keys, skips)
+    return pairs_of_files(source, skips)
 
 
 def pairs_of_icons(icons: IconSet) -> EvalPairs:
@@ -118,10 +116,12 @@ def pairs_of_icons(icons: IconSet) -> EvalPairs:
     return EvalPairs(images, icons.name_ids, list(icons.captions), icons.name_ids, icons)
 
 
-def pairs_of_files(source: FileSource | ShardSource, keys: list[int], skips: SkipLog) -> EvalPairs:
+def pairs_of_files(source: FileSource | ShardSource, skips: SkipLog) -> EvalPairs:
     """Every usable image with all of its captions."""
-    usable, texts, text_ids = [], [], []
-    for key in keys:
+    usable: list[int] = []
+    texts: list[str] = []
+    text_ids: list[int] = []
+    for key in source.all_keys():
         try:
             record = source.read(key)
             decode(record.image)

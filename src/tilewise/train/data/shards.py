@@ -152,6 +152,10 @@ class ShardSource:
             self._index.move_to_end(shard)
             return self._index[shard]
 
+    def all_keys(self) -> list[int]:
+        """Every key, in the order of the shards."""
+        return [shard * SHARD + i for shard in range(len(self.paths)) for i in range(len(self.entries(shard)))]
+
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
         """The usable rows among these keys."""
         return prepare_rows(self, keys, self.how, draw, skips, self._pool)

@@ -134,6 +134,10 @@ class FileSource:
         """All keys."""
         return torch.arange(len(self.entries))
 
+    def all_keys(self) -> list[int]:
+        """Every key, in the source's own order."""
+        return list(range(len(self.entries)))
+
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
         """The usable rows among these keys."""
         return prepare_rows(self, keys, self.how, draw, skips, self._pool)

@@ -22,6 +22,8 @@ class IconFeatures(nn.Module):
     what differs between families of icons.
     """
 
+    filters: Tensor
+
     def __init__(self, size: int = 32) -> None:
         super().__init__()
         self.size = size

@@ -100,7 +100,7 @@ class Body(nn.Module):
         return vector if self.project is None else self.project(vector)
 
 
-def _load(cls: Any, weights: str, **extra: Any) -> nn.Module:
+def _load(cls: Any, weights: str, **extra: Any) -> Any:
     """Weights from a local folder or the hub; safetensors only, nothing is unpickled."""
     try:
         return cls.from_pretrained(weights, use_safetensors=True, **extra)

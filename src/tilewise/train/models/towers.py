@@ -29,6 +29,9 @@ CLIP_PIXELS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2
 class ImageTower(nn.Module):
     """uint8 images (n, channels, size, size) to unit features (n, d)."""
 
+    shift: Tensor
+    spread: Tensor
+
     def __init__(self, body: nn.Module, pixels: Pixels) -> None:
         super().__init__()
         self.body = body

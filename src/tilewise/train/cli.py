@@ -1,0 +1,123 @@
+"""The command line: ``tilewise train | evaluate | search | demo | config``.
+
+Heavy imports wait until a command needs them, so that ``tilewise --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train and try image-text models with exact contrastive losses whose memory is linear in the batch.",
+)  # fmt: skip
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings laid over the file: section.key=value")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="a TOML file; see `tilewise config`")], overrides: Overrides = None
+) -> None:
+    """Train a run, or continue it where it was stopped. Under torchrun: on all ranks."""
+    from tilewise.train.config import load_config
+    from tilewise.train.loop import train as run
+    from tilewise.train.settings import to_toml
+
+    console = _console()
+    settings = load_config(config, overrides or [])
+    import os
+
+    if os.environ.get("RANK", "0") == "0":
+        console.print(to_toml(settings), highlight=False, markup=False)
+    _leave(run(settings, console), console)
+
+
+@app.command()
+def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None) -> None:
+    """Train on the icons that ship with tilewise, and show what was learned."""
+    from tilewise.train.demo import run_demo
+
+    console = _console()
+    result = run_demo(console, overrides or [])
+    _leave(result, console, quiet=result.finished)
+
+
+def _leave(result: Any, console: Any, quiet: bool = False) -> None:
+    if result.signal_number and not result.finished:
+        console.print(f"stopped after step {result.step}; saved. The same command continues the run", highlight=False)
+        raise typer.Exit(128 + result.signal_number)
+    if not quiet:
+        console.print(f"done: {result.step} steps in {result.folder}", highlight=False)
+        if (result.folder / "report.html").is_file():
+            console.print(f"report: {(result.folder / 'report.html').resolve()}", highlight=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    pairs: Annotated[
+        str, typer.Option(help="other held-out pairs: a folder, table, COCO captions file or shards")
+    ] = "",
+    images: Annotated[str, typer.Option(help="folder that the image paths of `pairs` start from")] = "",
+    zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
+    template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; repeat it")] = None,
+    device: Device = "auto",
+) -> None:
+    """Recall at 1, 5 and 10 in both directions; with --zero-shot also classification by class names."""
+    from tilewise.train.evaluate_run import evaluate_run
+
+    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device)
+
+
+@app.command()
+def search(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    queries: Annotated[list[str], typer.Argument(help="what to look for")],
+    top: Annotated[int, typer.Option(help="how many images", min=1)] = 10,
+    sheet: Annotated[Path | None, typer.Option(help="PNG to write; default: search.png in the run")] = None,
+    device: Device = "auto",
+) -> None:
+    """Show the best held-out images for some words, in the terminal and as a PNG sheet."""
+    from tilewise.train.search import open_gallery, save_sheet, show_hits
+
+    console = _console()
+    found = open_gallery(run, device).search(queries, top)
+    for query, hits in zip(queries, found, strict=True):
+        show_hits(console, query, hits)
+    console.print(f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}", highlight=False)
+
+
+@app.command(name="config")
+def show_config(overrides: Overrides = None) -> None:
+    """Print every setting with its help and its default, as TOML."""
+    from tilewise.train.config import RunConfig
+    from tilewise.train.settings import apply_overrides, build, to_toml
+
+    print(to_toml(build(RunConfig, apply_overrides({}, overrides or [])), help=True))
+
+
+def main() -> None:
+    """Entry point; an error that tilewise knows is shown as one message, without a traceback."""
+    from tilewise.errors import TilewiseError
+
+    try:
+        app()
+    except TilewiseError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The demo: train on the icons that ship, show what was learned, say where the report is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.train.config import RunConfig
+from tilewise.train.evaluate import KS
+from tilewise.train.loop import RunResult, train
+from tilewise.train.run_folder import RunFolder
+from tilewise.train.search import open_gallery, save_sheet, show_hits
+from tilewise.train.settings import apply_overrides, build
+
+QUERIES = ("shopping cart", "cloud with rain", "arrow left", "music")
+
+CPU_SETTINGS: dict[str, Any] = {
+    "data": {"source": "icons", "augment": "icon"},
+    "model": {"name": "icon", "width": 1024, "depth": 1, "embed_dim": 128, "text_buckets": 32768},
+    "loss": {"name": "tilewise", "mask_same_id": True},
+    "optim": {"lr": 4e-3, "weight_decay": 0.05, "warmup_steps": 6, "ema_decay": 0.9},
+    "loop": {"batch_size": 4096, "chunk_size": 1024, "steps": 80},
+    "output": {"folder": "runs/demo", "evaluate_every": 20, "checkpoint_every": 20},
+}
+CUDA_SETTINGS: dict[str, Any] = {
+    "model": {"width": 2048, "depth": 3, "embed_dim": 256},
+    "optim": {"lr": 3e-3, "warmup_steps": 20, "ema_decay": 0.98},
+    "loop": {"batch_size": 16384, "chunk_size": 4096, "steps": 300, "precision": "bf16"},
+    "output": {"evaluate_every": 50, "checkpoint_every": 100},
+}
+
+
+def demo_config(overrides: list[str], *, cuda: bool) -> RunConfig:
+    """The settings of the demo on this kind of machine, with ``section.key=value`` laid over them."""
+    values = {section: dict(keys) for section, keys in CPU_SETTINGS.items()}
+    if cuda:
+        for section, keys in CUDA_SETTINGS.items():
+            values[section].update(keys)
+    return build(RunConfig, apply_overrides(values, overrides))
+
+
+def run_demo(console: Console, overrides: list[str]) -> RunResult:
+    """Train, then show recalls against chance, some searches, and the path of the report."""
+    config = demo_config(overrides, cuda=torch.cuda.is_available())
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    console.print(
+        f"Training an image-text model on icons: batches of {config.loop.batch_size:,} pairs in chunks of "
+        f"{config.loop.chunk_size:,}, on {where}.",
+        highlight=False,
+    )
+    result = train(config, console)
+    if result.finished:
+        show_result(console, result)
+    return result
+
+
+def show_result(console: Console, result: RunResult) -> None:
+    """What a finished run has learned."""
+    console.print(recall_table(result.metrics))
+    gallery = open_gallery(result.folder)
+    found = gallery.search(QUERIES, top=10)
+    for query, hits in zip(QUERIES, found, strict=True):
+        show_hits(console, query, hits[:5])
+    sheet = save_sheet(result.folder / "searches.png", QUERIES, found)
+    console.print(f"search yourself:  tilewise search {result.folder} 'shopping cart'", highlight=False)
+    console.print(f"sheet:   {sheet}", highlight=False)
+    console.print(f"report:  {RunFolder(result.folder).report.resolve()}", highlight=False)
+
+
+def recall_table(metrics: dict[str, float]) -> Table:
+    """Recalls in both directions beside what chance gives."""
+    table = Table(title="held-out recall, and how many times chance")
+    table.add_column("direction")
+    for k in KS:
+        table.add_column(f"recall at {k}", justify="right")
+    for key, name in (("t2i", "text to image"), ("i2t", "image to text")):
+        cells = []
+        for k in KS:
+            recall, chance = metrics[f"{key}_r{k}"], metrics[f"{key}_chance{k}"]
+            cells.append(f"{100 * recall:.1f} % ({recall / chance:.0f} x)")
+        table.add_row(name, *cells)
+    return table

@@ -1,0 +1,78 @@
+"""``tilewise evaluate``: the numbers of a finished run, on its own held-out pairs or on others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tilewise.errors import DataError
+from tilewise.train.checkpoint import write_atomically
+from tilewise.train.config import DataConfig, SourceName
+from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.data.files import Preparation
+from tilewise.train.data.open import EvalImages
+from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
+from tilewise.train.demo import recall_table
+from tilewise.train.evaluate import Encoders, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.search import load_run
+
+
+def evaluate_run(
+    console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str
+) -> dict[str, Any]:
+    """Evaluate a run, show the result, and keep it in evaluation.json."""
+    import json
+
+    config, encoders, checkpoint = load_run(run, device)
+    result: dict[str, Any] = {"step": checkpoint.step}
+    skips = SkipLog()
+    held_out = open_pairs(config.data, encoders.model.pixels.size, pairs, images, skips)
+    if held_out is not None:
+        result["retrieval"] = evaluate_retrieval(encoders, held_out)
+        console.print(recall_table(result["retrieval"]))
+    if zero_shot is not None:
+        result["zero_shot"] = classify_folder(encoders, zero_shot, templates)
+        found = result["zero_shot"]
+        console.print(
+            f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %, "
+            f"top-5 {100 * found['top5']:.1f} %",
+            highlight=False,
+        )
+    if len(result) == 1:
+        raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
+    if skips.total:
+        console.print(skips.summary(), highlight=False)
+    write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
+    return result
+
+
+def open_pairs(config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog) -> EvalPairs | None:
+    """The run's own held-out pairs, or those at a path, whose kind is told by its name."""
+    if not path:
+        return open_eval_pairs(config, size, skips)
+    kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
+    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none")
+    return open_eval_pairs(other, size, skips, path)
+
+
+def classify_folder(encoders: Encoders, folder: Path, templates: list[str]) -> dict[str, float]:
+    """Zero-shot classification of the images in one sub-folder per class, named after it."""
+    classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    entries: list[Entry] = []
+    labels: list[int] = []
+    for number, path in enumerate(classes):
+        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        entries += [(str(file), [path.name]) for file in files]
+        labels += [number] * len(files)
+    if not entries:
+        raise DataError(f"{folder} holds no images in sub-folders; zero-shot wants one sub-folder per class")
+    if encoders.model.pixels.channels != 3:
+        raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
+    source = FileSource(entries, Preparation(encoders.model.pixels.size))
+    images = EvalImages(source=source, keys=list(range(len(entries))))
+    names = [words_of(path.name) for path in classes]
+    return evaluate_zero_shot(encoders, images.chunks(encoders.chunk_size), torch.tensor(labels), names, templates)

@@ -1,0 +1,205 @@
+"""The page of a run: what it learned, how it got there, what memory it took. One file, nothing else needed."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.train.charts import Line, bar_chart, line_chart
+from tilewise.train.checkpoint import latest_checkpoint, write_atomically
+from tilewise.train.config import RunConfig
+from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.evaluate import KS, Encoders
+from tilewise.train.memory import MIB
+from tilewise.train.models import TwoTowers
+from tilewise.train.optim import AveragedWeights
+from tilewise.train.pictures import png_data_uri, to_pil
+from tilewise.train.run_folder import RunFolder
+from tilewise.train.search import Gallery, Hit
+from tilewise.train.settings import to_toml
+
+ICON_QUERIES = (
+    "shopping cart", "arrow left", "cloud with rain", "bell", "lock", "music", "calendar", "battery",
+    "user", "trash", "heart", "camera",
+)  # fmt: skip
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1f2937;--soft:#6b7280;--paper:#fff;--card:#f8fafc;--line:#e5e7eb}
+@media(prefers-color-scheme:dark){:root{--ink:#e5e7eb;--soft:#9ca3af;--paper:#111827;--card:#1f2937;--line:#374151}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1040px;padding:32px 20px;background:var(--paper);color:var(--ink);
+  font:16px/1.5 system-ui,sans-serif}
+h1{margin:0 0 4px;font-size:28px}h2{margin:36px 0 12px;font-size:20px}
+.soft{color:var(--soft)}.row{display:flex;flex-wrap:wrap;gap:16px}.big{font-size:30px;font-weight:650}
+.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;flex:1 1 300px;
+  min-width:0}
+svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.grid{stroke:var(--line)}
+svg .title{font-size:13px;font-weight:600;fill:var(--ink)}
+table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--line)}
+th:first-child,td:first-child{text-align:left}
+.query{margin:0 0 14px}.hits{display:flex;flex-wrap:wrap;gap:8px;margin-top:4px}
+figure{margin:0;width:76px;text-align:center}
+figure img{width:64px;height:64px;border-radius:8px;background:#fff;border:1px solid var(--line)}
+figcaption{font-size:11px;line-height:1.25;color:var(--soft);overflow-wrap:anywhere}
+pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px;font-size:12px}
+"""
+
+
+def write_report(folder: str | Path, model: TwoTowers, average: AveragedWeights | None, device: torch.device) -> Path:
+    """Write report.html for a run whose model is at hand."""
+    run = RunFolder(folder)
+    config = run.read_config()
+    pairs = open_eval_pairs(config.data, model.pixels.size, SkipLog())
+    results: list[tuple[str, list[Hit]]] = []
+    if pairs is not None:
+        with average.used() if average is not None else nullcontext():
+            gallery = Gallery(Encoders(model, device, config.loop.precision, config.loop.chunk_size), pairs)
+            queries = report_queries(pairs)
+            results = list(zip(queries, gallery.search(queries, top=10), strict=True))
+    checkpoint, _ = latest_checkpoint(run.checkpoints)
+    memory = checkpoint.state["memory"] if checkpoint is not None else {}
+    skipped = checkpoint.state["skipped"] if checkpoint is not None else {}
+    write_atomically(run.report, render(config, run.read_metrics(), results, memory, skipped))
+    return run.report
+
+
+def report_queries(pairs: EvalPairs) -> list[str]:
+    """What to search for: well-known words for icons, captions of the set itself otherwise."""
+    if pairs.icons is not None:
+        return list(ICON_QUERIES)
+    step = max(1, len(pairs.texts) // 8)
+    return pairs.texts[::step][:8]
+
+
+def render(
+    config: RunConfig,
+    metrics: Sequence[dict[str, Any]],
+    results: Sequence[tuple[str, Sequence[Hit]]],
+    memory: dict[str, Any],
+    skipped: dict[str, int],
+) -> str:
+    """The page as text."""
+    train = [line for line in metrics if line["kind"] == "train"]
+    evals = [line for line in metrics if line["kind"] == "eval"]
+    sections = [
+        _headline(config, train, evals), _recalls(evals), _gallery(results), _curves(train, evals),
+        _memory(config, memory), _skipped(skipped), _settings(config),
+    ]  # fmt: skip
+    name = html.escape(Path(config.output.folder).name)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>tilewise: {name}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>\n<body>\n'
+        + "\n".join(section for section in sections if section)
+        + "\n</body></html>\n"
+    )
+
+
+def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
+    name = html.escape(Path(config.output.folder).name)
+    cards = []
+    if evals and evals[-1].get("t2i_chance10"):
+        recall, chance = evals[-1]["t2i_r10"], evals[-1]["t2i_chance10"]
+        cards.append((f"{100 * recall:.1f} %", f"text-to-image recall at 10, {recall / chance:.0f} times chance"))
+    if train:
+        seconds = sum(line["seconds"] for line in train)
+        pairs = sum(line["rows"] for line in train)
+        cards.append((f"{config.loop.batch_size:,}", f"pairs per batch, {config.loop.chunk_size:,} per chunk"))
+        cards.append((f"{len(train):,}", f"logged steps, {seconds / 60:.1f} minutes, {pairs / seconds:,.0f} pairs/s"))
+    boxes = "".join(
+        f'<div class="card"><div class="big">{big}</div><div class="soft">{small}</div></div>' for big, small in cards
+    )
+    about = f"{config.model.name} on {config.data.source}, loss {config.loss.name} ({config.loss.kind})"
+    return f'<h1>{name}</h1><p class="soft">{html.escape(about)}</p><div class="row">{boxes}</div>'
+
+
+def _recalls(evals: Sequence[dict[str, Any]]) -> str:
+    if not evals:
+        return ""
+    last, rows = evals[-1], []
+    for key, title in (("t2i", "text to image"), ("i2t", "image to text")):
+        values = [(last[f"{key}_r{k}"], last[f"{key}_r{k}"] / last[f"{key}_chance{k}"]) for k in KS]
+        cells = "".join(f'<td>{100 * r:.1f} % <span class="soft">({times:.0f} x)</span></td>' for r, times in values)
+        rows.append(f"<tr><td>{title}</td>{cells}</tr>")
+    head = "".join(f"<th>recall at {k} (times chance)</th>" for k in KS)
+    return f"<h2>Held-out recall</h2><table><tr><th>direction</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _gallery(results: Sequence[tuple[str, Sequence[Hit]]]) -> str:
+    if not results:
+        return ""
+    blocks = []
+    for query, hits in results:
+        figures = "".join(
+            f'<figure><img alt="{html.escape(hit.label, quote=True)}" src="{png_data_uri(to_pil(hit.image, 64))}">'
+            f"<figcaption>{html.escape(hit.label)}</figcaption></figure>"
+            for hit in hits
+        )
+        blocks.append(f'<div class="query"><b>{html.escape(query)}</b><div class="hits">{figures}</div></div>')
+    about = "The best images for some words, among held-out images that the model has never seen."
+    return f'<h2>Searches</h2><p class="soft">{about}</p>{"".join(blocks)}'
+
+
+def _curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
+    if not train:
+        return ""
+    steps = [line["step"] for line in train]
+    charts = [
+        line_chart("Loss", [Line("loss", steps, [line["loss"] for line in train])]),
+        line_chart(
+            "Held-out recall at 10",
+            [
+                Line(name, [line["step"] for line in evals], [line[f"{key}_r10"] for line in evals])
+                for key, name in (("t2i", "text to image"), ("i2t", "image to text"))
+            ],
+            percent=True,
+        ),
+        line_chart("Logit scale", [Line("scale", steps, [line["scale"] for line in train])]),
+        line_chart("Gradient norm", [Line("norm", steps, [line["grad_norm"] for line in train])]),
+    ]
+    cards = "".join(f'<div class="card">{chart}</div>' for chart in charts if chart)
+    return f'<h2>Curves</h2><div class="row">{cards}</div>'
+
+
+def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
+    if not memory:
+        return ""
+    own, dense = f"loss, {config.loss.name}", "loss, dense"
+    rows = [
+        ("data", memory["data"], memory["data"]), ("loss", memory["loss"], memory["dense_loss"]),
+        ("backbone", memory["backbone"], memory["backbone"]), ("peak", memory["peak"], memory["dense_peak"]),
+    ]  # fmt: skip
+    table = "".join(f"<tr><td>{name}</td><td>{_mib(a)}</td><td>{_mib(b)}</td></tr>" for name, a, b in rows)
+    chart = bar_chart(
+        "Memory of the loss",
+        [(own, memory["loss"], _mib(memory["loss"])), (dense, memory["dense_loss"], _mib(memory["dense_loss"]))],
+    )
+    how = "measured on the device" if memory["measured"] else "added up from the sizes of what is kept"
+    return (
+        '<h2>Memory</h2><p class="soft">peak = data + max(loss, backbone). This run\'s figures are '
+        f"{how}; the dense ones count the four score matrices that a stored loss holds in backward.</p>"
+        f'<div class="row"><div class="card"><table><tr><th>part</th><th>this run</th><th>dense loss</th></tr>{table}'
+        f'</table></div><div class="card">{chart}</div></div>'
+    )
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.1f} MiB" if size < 1024 * MIB else f"{size / MIB / 1024:,.2f} GiB"
+
+
+def _skipped(skipped: dict[str, int]) -> str:
+    if not skipped:
+        return ""
+    items = "".join(f"<li>{count:,} x {html.escape(reason)}</li>" for reason, count in skipped.items())
+    return f"<h2>Skipped records</h2><ul>{items}</ul>"
+
+
+def _settings(config: RunConfig) -> str:
+    return (
+        f"<h2>Settings</h2><details><summary>config.toml</summary><pre>{html.escape(to_toml(config))}</pre></details>"
+    )

@@ -1,0 +1,132 @@
+"""Find images by words in a trained run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from tilewise.errors import CheckpointError, DataError, RangeError
+from tilewise.train.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, step_name
+from tilewise.train.config import RunConfig
+from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.distributed import choose_device
+from tilewise.train.evaluate import Encoders
+from tilewise.train.models import TwoTowers, build_model
+from tilewise.train.pictures import contact_sheet, terminal_picture
+from tilewise.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An image that was found: its number in the gallery, its score, its caption, its picture."""
+
+    number: int
+    score: float
+    label: str
+    image: Tensor
+
+
+class Gallery:
+    """Images to search in, encoded once.
+
+    Args:
+        encoders: the model.
+        pairs: the images with their captions.
+    """
+
+    def __init__(self, encoders: Encoders, pairs: EvalPairs) -> None:
+        self.encoders, self.pairs = encoders, pairs
+        self.features = encoders.images(pairs.images.chunks(encoders.chunk_size))
+        self._caption: dict[int, str] = {}
+        for text, owner in zip(pairs.texts, pairs.text_ids.tolist(), strict=True):
+            self._caption.setdefault(owner, text)
+
+    def search(self, queries: Sequence[str], top: int = 10) -> list[list[Hit]]:
+        """The best images for each query."""
+        if top < 1:
+            raise RangeError(f"top must be at least 1, got {top}")
+        text = self.encoders.texts(list(queries))
+        results = []
+        for row in text:  # one query at a time: (images,) scores
+            scores, numbers = (self.features @ row).topk(min(top, len(self.features)))
+            images = self.pairs.images.take(numbers.tolist())
+            results.append(
+                [
+                    Hit(number, score, self._label(number), image)
+                    for number, score, image in zip(numbers.tolist(), scores.tolist(), images, strict=True)
+                ]
+            )
+        return results
+
+    def _label(self, number: int) -> str:
+        return self._caption.get(int(self.pairs.image_ids[number]), "")
+
+
+def load_run(folder: str | Path, device: str = "auto") -> tuple[RunConfig, Encoders, Checkpoint]:
+    """The model of a run at its best checkpoint (averaged weights, where the run has them)."""
+    run = RunFolder(folder)
+    config = run.read_config()
+    latest, _ = latest_checkpoint(run.checkpoints)
+    if latest is None:
+        raise CheckpointError(f"{folder} has no checkpoint yet; train it first: tilewise train {run.config_file}")
+    best = latest.state.get("best") or {}
+    path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
+    checkpoint = open_checkpoint(path) if path.is_dir() else latest
+    place = choose_device(device)
+    model = load_weights(build_model(config), checkpoint).to(place)
+    return config, Encoders(model, place, config.loop.precision, config.loop.chunk_size), checkpoint
+
+
+def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:
+    """Put a checkpoint's weights into a model; averaged ones where there are some."""
+    try:
+        model.load_state_dict(checkpoint.tensors("model"))
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {error}") from error
+    average = checkpoint.tensors("average")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in average:
+                parameter.copy_(average[name])
+    return model
+
+
+def open_gallery(folder: str | Path, device: str = "auto") -> Gallery:
+    """The held-out images of a run, ready to be searched."""
+    config, encoders, _ = load_run(folder, device)
+    pairs = open_eval_pairs(config.data, encoders.model.pixels.size, SkipLog())
+    if pairs is None:
+        raise DataError("this run has no held-out images to search in; set data.eval_path")
+    return Gallery(encoders, pairs)
+
+
+def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 5) -> None:
+    """A query and its best images in the terminal."""
+    console.print(f"[bold]{query}[/]", highlight=False)
+    if not console.is_terminal:
+        for hit in hits:
+            console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False)
+        return
+    table = Table.grid(padding=(0, 2))
+    shown = hits[: max(1, min(columns, console.width // 18))]
+    table.add_row(*(Text("\n").join(terminal_picture(hit.image)) for hit in shown))
+    table.add_row(*(Text(f"{hit.label[:16]}\n{hit.score:.3f}", style="dim") for hit in shown))
+    console.print(table)
+
+
+def save_sheet(path: str | Path, queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> Path:
+    """Queries and their best images as one PNG."""
+    rows = [[(hit.image, hit.label) for hit in hits] for hits in results]
+    target = Path(path)
+    try:
+        contact_sheet(queries, rows).save(target, "PNG")
+    except OSError as error:
+        raise DataError(f"cannot write the sheet {target}: {error.strerror or error}") from error
+    return target
