@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilewise
 from tilewise.cache import Encoder, GradientCache
 from tilewise.errors import GradientError
 
@@ -234,6 +235,23 @@ def case_reduction_that_would_not_run_is_refused(rank: int, world: int) -> None:
 
     with pytest.raises(GradientError, match="reduction would not run"):
         GradientCache(encoder, lambda z: z.square().mean(), chunk_size=2)(x)
+
+
+def case_the_ring_under_the_loss(rank: int, world: int) -> None:
+    """The loss communicates by itself, in forward and in the backward that ends in the replay."""
+
+    def clip(a: Tensor, b: Tensor, group: Any) -> Tensor:
+        return tilewise.clip_loss(F.normalize(a, dim=1), F.normalize(b, dim=1), 5.0, group=group)
+
+    sizes = [5 + 2 * r for r in range(world)]
+    x, y, own = shards(sizes)
+    a, b = tower(1), tower(2)
+    clip(a(x), b(y), None).backward()
+    da, db = DDP(tower(1)), DDP(tower(2))
+    counters = [Counter(da), Counter(db)]
+    GradientCache([da, db], clip, chunk_size=3)(x[own], y[own], group=dist.group.WORLD)
+    assert_same(grads_of(da, db), grads_of(a, b))
+    assert [c.reductions for c in counters] == [1, 1]
 
 
 class Reductions(TorchDispatchMode):

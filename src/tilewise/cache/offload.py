@@ -126,11 +126,14 @@ def _prefetched(count: int, load: Callable[[int], Tree], device: torch.device) -
     side = torch.cuda.Stream(device)
     compute = torch.cuda.current_stream(device)
 
-    def start_copy(index: int) -> tuple[Tree, Any]:
-        host = map_tensors(_pinned, load(index))
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":  # made on a device, by a stream that the copy would have to wait for
+            return tensor.to(device)
         with torch.cuda.stream(side):
-            chunk = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), host)
-        return chunk, side.record_event()
+            return _pinned(tensor).to(device, non_blocking=True)
+
+    def start_copy(index: int) -> tuple[Tree, Any]:
+        return map_tensors(move, load(index)), side.record_event()
 
     coming = start_copy(0)
     finished: deque[torch.cuda.Event] = deque()
