@@ -1,0 +1,381 @@
+"""Each drop-in equals its library's formula, written out here with all logits in memory; and refuses the rest."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compare import assert_close
+from tests.oracles import clip_dense, info_nce_dense, nt_xent_dense, siglip_dense, supcon_dense
+from torch import nn
+
+from tilewise.errors import ConfigError, DtypeError, GroupError, RangeError, ShapeError
+from tilewise.integrations import cublaze, info_nce_pytorch, lightly, open_clip
+from tilewise.integrations import pytorch_metric_learning as pml
+from tilewise.integrations import sentence_transformers as st
+
+N, D = 37, 12
+EXACT = 1e-12
+FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def scalar(value):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def assert_same(got, want, leaves):
+    """Loss and every gradient; a loss times 3 gives 3 times the gradient."""
+    assert_close(got, want, EXACT, "loss")
+    ours, theirs = torch.autograd.grad(3 * got, leaves), torch.autograd.grad(3 * want, leaves)
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert other.norm() > 0
+        assert_close(mine, other, EXACT, f"gradient {index}")
+
+
+def cosines(a, b):
+    return F.normalize(a, dim=1) @ F.normalize(b, dim=1).T
+
+
+def names_and_defaults(thing):
+    parameters = list(inspect.signature(thing).parameters.values())
+    return [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+EMPTY = inspect.Parameter.empty
+
+
+@pytest.mark.parametrize(
+    "thing, wanted",
+    [
+        (
+            open_clip.ClipLoss,
+            [("local_loss", False), ("gather_with_grad", False), ("cache_labels", False), ("rank", 0)]
+            + [("world_size", 1), ("use_horovod", False)],
+        ),
+        (
+            open_clip.SigLipLoss,
+            [("cache_labels", False), ("rank", 0), ("world_size", 1), ("dist_impl", None), ("chunk_size", 0)],
+        ),
+        (lightly.NTXentLoss, [("temperature", 0.5), ("memory_bank_size", 0), ("gather_distributed", False)]),
+        (pml.NTXentLoss, [("temperature", 0.07)]),
+        (pml.SupConLoss, [("temperature", 0.1)]),
+        (info_nce_pytorch.InfoNCE, [("temperature", 0.1), ("reduction", "mean"), ("negative_mode", "unpaired")]),
+        (cublaze.InfoNCELoss, [("temperature", 0.5), ("use_cublas", False)]),
+        (
+            open_clip.ClipLoss().forward,
+            [("image_features", EMPTY), ("text_features", EMPTY), ("logit_scale", EMPTY), ("logit_bias", None)]
+            + [("output_dict", False)],
+        ),
+        (
+            pml.SupConLoss().forward,
+            [("embeddings", EMPTY), ("labels", None), ("indices_tuple", None), ("ref_emb", None), ("ref_labels", None)],
+        ),
+    ],
+)
+def test_signatures_are_theirs(thing, wanted):
+    assert names_and_defaults(thing) == wanted
+
+
+def test_open_clip():
+    image, text, scale, bias = normal(N, D), normal(N, D), scalar(4.0), scalar(-3.0)
+    assert_same(open_clip.ClipLoss()(image, text, scale), clip_dense(image, text, scale), [image, text, scale])
+    got = open_clip.SigLipLoss(chunk_size=8)(image, text, scale, bias, output_dict=True)
+    assert list(got) == ["contrastive_loss"]
+    assert_same(got["contrastive_loss"], siglip_dense(image, text, scale, bias), [image, text, scale, bias])
+    assert_same(open_clip.SigLipLoss()(image, text, scale, None), siglip_dense(image, text, scale, 0.0), [image, scale])
+    assert list(open_clip.ClipLoss()(image, text, scale, bias, True)) == ["contrastive_loss"]
+
+
+def test_open_clip_refuses_what_it_cannot_do():
+    image, text = normal(N, D), normal(N, D)
+    with pytest.raises(ConfigError, match="torchrun"):
+        open_clip.ClipLoss(use_horovod=True)
+    with pytest.raises(ConfigError, match="bidir"):
+        open_clip.SigLipLoss(dist_impl="star")
+    with pytest.raises(GroupError, match="init_process_group"):
+        open_clip.ClipLoss(world_size=2)(image, text, 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.01])
+def test_lightly(temperature):
+    first, second = normal(N, D), normal(N, D)
+    want = nt_xent_dense(F.normalize(torch.cat([first, second]), dim=1), temperature)
+    assert_same(lightly.NTXentLoss(temperature)(first, second), want, [first, second])
+
+
+def test_lightly_memory_bank_is_a_queue_and_holds_the_only_negatives():
+    loss = lightly.NTXentLoss(0.2, (2 * N + 5, D)).double()
+    bank, place = loss.bank.clone(), 0
+    for _ in range(4):
+        first, second = normal(N, D), normal(N, D)
+        a, b = F.normalize(first, dim=1), F.normalize(second, dim=1)
+        logits = torch.cat([(a * b).sum(1, keepdim=True), a @ bank.T], 1) / 0.2
+        want = F.cross_entropy(logits, torch.zeros(N, dtype=torch.long))
+        assert_same(loss(first, second), want, [first, second])
+        count = min(N, len(bank) - place)
+        bank[place : place + count] = b[:count].detach()
+        place = (place + count) % len(bank)
+        assert torch.equal(loss.bank, bank)
+    with torch.no_grad():
+        loss(first, second)
+    loss(first.detach(), second)
+    assert torch.equal(loss.bank, bank), "evaluation must leave the bank alone"
+
+
+def test_lightly_refuses():
+    with pytest.raises(ConfigError, match=r"memory_bank_size=\(64, features\)"):
+        lightly.NTXentLoss(memory_bank_size=64)
+    with pytest.raises(ConfigError, match="entries, features"):
+        lightly.NTXentLoss(memory_bank_size=(4, 5, 6))
+    with pytest.raises(ShapeError, match="two views"):
+        lightly.NTXentLoss()(normal(N, D), normal(N + 1, D))
+    with pytest.raises(ShapeError, match="memory bank holds 5 features"):
+        lightly.NTXentLoss(memory_bank_size=(8, 5))(normal(N, D), normal(N, D))
+    with pytest.raises(RangeError, match="temperature"):
+        lightly.NTXentLoss(temperature=0.0)(normal(N, D), normal(N, D))
+
+
+def metric_learning_nt_xent(z, labels, ref, ref_labels, temperature, itself):
+    logits = cosines(z, ref) / temperature
+    same = labels[:, None] == ref_labels[None, :]
+    negative = logits.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
+    positive = same & ~torch.eye(len(z), dtype=torch.bool) if itself else same
+    return (torch.logaddexp(logits, negative) - logits)[positive].mean()
+
+
+def metric_learning_supcon(z, labels, ref, ref_labels, temperature):
+    logits = cosines(z, ref) / temperature
+    same = (labels[:, None] == ref_labels[None, :]).double()
+    count = same.sum(1)
+    loss = -(same * logits.log_softmax(1)).sum(1)[count > 0] / count[count > 0]
+    return loss.mean()
+
+
+LABELS = {
+    "two of each": lambda: torch.arange(18).repeat(2),
+    "many of each": lambda: torch.randint(0, 7, (N,)),
+    "some alone": lambda: torch.randint(0, 60, (N,)),
+    "one pair": lambda: torch.cat([torch.arange(N - 1), torch.tensor([0])]),
+    "negative and huge": lambda: torch.randint(-3, 4, (N,)) * 2**40,
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_metric_learning(kind):
+    labels = LABELS[kind]()
+    z = normal(len(labels), D)
+    want = metric_learning_nt_xent(z, labels, z, labels, 0.07, itself=True)
+    assert_same(pml.NTXentLoss()(z, labels), want, [z])
+    rows = supcon_dense(F.normalize(z, dim=1), labels, 0.1, "none")
+    assert_same(pml.SupConLoss()(z, labels), rows.sum() / (rows > 0).sum(), [z])
+
+
+@pytest.mark.parametrize("kind", ["many of each", "some alone"])
+def test_metric_learning_with_references(kind):
+    z, ref, labels = normal(N, D), normal(N + 9, D), LABELS[kind]()
+    ref_labels = torch.cat([LABELS[kind](), torch.arange(9)])
+    want = metric_learning_nt_xent(z, labels, ref, ref_labels, 0.07, itself=False)
+    assert_same(pml.NTXentLoss()(z, labels, None, ref, ref_labels), want, [z, ref])
+    want = metric_learning_supcon(z, labels, ref, ref_labels, 0.1)
+    assert_same(pml.SupConLoss()(z, labels, None, ref, ref_labels), want, [z, ref])
+
+
+@pytest.mark.parametrize("loss", [pml.NTXentLoss(), pml.SupConLoss()])
+@pytest.mark.parametrize("labels", [torch.zeros(N, dtype=torch.long), torch.arange(N)], ids=["all equal", "all alone"])
+def test_metric_learning_without_negatives_or_positives_is_zero(loss, labels):
+    z = normal(N, D)
+    value = loss(z, labels)
+    (grad,) = torch.autograd.grad(value, z)
+    assert value.item() == 0
+    assert grad.abs().max().item() == 0
+
+
+def test_metric_learning_refuses():
+    z, labels = normal(N, D), torch.arange(N) % 5
+    loss = pml.SupConLoss()
+    with pytest.raises(ConfigError, match="indices_tuple"):
+        loss(z, labels, (labels, labels, labels))
+    with pytest.raises(ConfigError, match="labels are needed"):
+        loss(z)
+    with pytest.raises(ConfigError, match="ref_labels"):
+        loss(z, labels, None, z)
+    with pytest.raises(ConfigError, match="clone"):
+        loss(z, labels, None, normal(N, D), labels)
+    with pytest.raises(ConfigError, match="distance"):
+        pml.NTXentLoss(distance=object())
+    with pytest.raises(DtypeError, match="long"):
+        loss(z, labels.double())
+    with pytest.raises(ShapeError, match="one entry for each row"):
+        loss(z, labels[:-1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("mode", ["in batch", "unpaired", "paired"])
+def test_info_nce_pytorch(mode, reduction):
+    query, key = normal(N, D), normal(N, D)
+    negatives = {"in batch": None, "unpaired": normal(9, D), "paired": normal(N, 4, D)}[mode]
+    leaves = [query, key] if negatives is None else [query, key, negatives]
+    unit = [F.normalize(x, dim=-1) for x in leaves]
+    want = info_nce_dense(*unit, temperature=0.1, in_batch=negatives is None, reduction=reduction)
+    settings = {} if negatives is None else {"negative_mode": mode}
+    got = info_nce_pytorch.InfoNCE(reduction=reduction, **settings)(query, key, negatives)
+    assert got.shape == want.shape
+    weight = torch.rand(got.shape, dtype=torch.float64)
+    assert_same((weight * got).sum(), (weight * want).sum(), leaves)
+
+
+def test_info_nce_pytorch_refuses():
+    query, key = normal(N, D), normal(N, D)
+    with pytest.raises(ShapeError, match="is paired"):
+        info_nce_pytorch.InfoNCE()(query, key, normal(N, 2, D))
+    with pytest.raises(ConfigError, match="unpaired, paired"):
+        info_nce_pytorch.InfoNCE(negative_mode="both")(query, key)
+
+
+@pytest.mark.parametrize("use_cublas", [False, True])
+def test_cublaze(use_cublas):
+    z = F.normalize(normal(2 * N, D).detach(), dim=1).requires_grad_()
+    assert_same(cublaze.InfoNCELoss(0.5, use_cublas)(z), nt_xent_dense(z, 0.5), [z])
+
+
+def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines):
+    query, *docs = columns
+    n, own = len(query), torch.eye(len(query), dtype=torch.bool)
+    terms = {
+        "query_to_doc": scale * similarity(query, torch.cat(docs)),
+        "query_to_query": (scale * similarity(query, query)).masked_fill(own, -torch.inf),
+        "doc_to_query": scale * similarity(docs[0], query),
+        "doc_to_doc": (scale * similarity(docs[0], torch.cat(docs))).masked_fill(own.repeat(1, len(docs)), -torch.inf),
+    }
+    scores = [terms[name] for name in directions]
+    answer = scores[0][torch.arange(n), torch.arange(n)]
+    if partition_mode == "joint":
+        return (torch.cat(scores, 1).logsumexp(1) - answer).mean()
+    return (sum(part.logsumexp(1) for part in scores) / len(scores) - answer).mean()
+
+
+class Bag(nn.Module):
+    """A stand-in for a sentence encoder: features in, features and "sentence_embedding" out; with dropout."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.table = nn.Embedding(50, D, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+        self.largest = 0
+
+    def forward(self, features):
+        self.largest = max(self.largest, len(features["input_ids"]))
+        weight = features["attention_mask"].double()[:, :, None]
+        features["sentence_embedding"] = self.dropout((self.table(features["input_ids"]) * weight).sum(1))
+        return features
+
+
+def sentences(columns):
+    return [
+        {"input_ids": torch.randint(0, 50, (N, 6)), "attention_mask": torch.rand(N, 6) < 0.8, "task": "search"}
+        for _ in range(columns)
+    ]
+
+
+RANKING = [
+    (2, ("query_to_doc",), "joint"),
+    (4, ("query_to_doc",), "joint"),
+    (2, ("query_to_doc", "doc_to_query"), "per_direction"),
+    (4, ("query_to_doc", "doc_to_query"), "per_direction"),
+    (3, ("query_to_doc", "doc_to_query"), "joint"),
+    (2, ("query_to_doc", "query_to_query"), "joint"),
+    (4, ("query_to_doc", "query_to_query"), "joint"),
+    (2, FOUR, "joint"),
+    (4, FOUR, "joint"),
+]
+
+
+@pytest.mark.parametrize("count, directions, partition_mode", RANKING)
+def test_ranking(count, directions, partition_mode):
+    model, batch, scale = Bag(), sentences(count), nn.Parameter(scalar(7.0).detach())
+    loss = st.MultipleNegativesRankingLoss(model, scale, directions=directions, partition_mode=partition_mode)
+    columns = [model(dict(features))["sentence_embedding"] for features in batch]
+    want = ranking_dense(columns, scale, directions, partition_mode)
+    assert_same(loss(batch, None), want, [model.table.weight, scale])
+    assert "sentence_embedding" not in batch[0], "the caller's features must stay as they are"
+
+
+def test_ranking_by_dot_product():
+    columns = [normal(N, D) for _ in range(3)]
+
+    def dot_score(a, b):
+        return a @ b.T
+
+    loss = st.MultipleNegativesRankingLoss(Bag(), 0.3, similarity_fct=dot_score)
+    want = ranking_dense(columns, 0.3, ("query_to_doc",), "joint", dot_score)
+    assert_same(loss.compute_loss_from_embeddings(columns), want, columns)
+    assert loss.get_config_dict()["similarity_fct"] == "dot_score"
+
+
+@pytest.mark.parametrize("count, directions, partition_mode", [RANKING[1], RANKING[8]])
+def test_cached_ranking_equals_plain_ranking_in_small_steps(count, directions, partition_mode):
+    model, batch = Bag(), sentences(count)
+    settings = {"directions": directions, "partition_mode": partition_mode}
+    plain = st.MultipleNegativesRankingLoss(model, **settings)(batch)
+    model.largest = 0
+    cached = st.CachedMultipleNegativesRankingLoss(model, mini_batch_size=8, **settings)(batch)
+    (want,) = torch.autograd.grad(3 * plain, model.table.weight)
+    assert_close(cached, plain, EXACT)
+    (3 * cached).backward()
+    assert_close(model.table.weight.grad, want, EXACT)
+    assert model.largest == 8
+
+
+def test_cached_ranking_replays_dropout():
+    """A finite difference of the loss at the same random numbers: what backward must agree with."""
+    model, batch = Bag(dropout=0.4), sentences(2)
+    loss = st.CachedMultipleNegativesRankingLoss(model, mini_batch_size=10)
+    direction = torch.randn_like(model.table.weight)
+
+    def at(step):
+        torch.manual_seed(7)
+        with torch.no_grad():
+            model.table.weight.add_(step * direction)
+            value = loss(batch)
+            model.table.weight.sub_(step * direction)
+        return value
+
+    torch.manual_seed(7)
+    loss(batch).backward()
+    slope = (at(1e-5) - at(-1e-5)) / 2e-5
+    assert_close((model.table.weight.grad * direction).sum(), slope, 1e-6)
+
+
+def test_ranking_refuses():
+    model = Bag()
+    with pytest.raises(RangeError, match="scale"):
+        st.MultipleNegativesRankingLoss(model, scale=0.0)
+    with pytest.raises(ConfigError, match="holds the answer"):
+        st.MultipleNegativesRankingLoss(model, directions=("doc_to_query",))
+    with pytest.raises(ConfigError, match="no direction"):
+        st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "sideways"))
+    with pytest.raises(ConfigError, match="joint"):
+        st.MultipleNegativesRankingLoss(model, directions=FOUR, partition_mode="per_direction")
+    with pytest.raises(ConfigError, match="Add 'doc_to_query'"):
+        st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "doc_to_doc"))
+    with pytest.raises(ConfigError, match="hardness_mode"):
+        st.MultipleNegativesRankingLoss(model, hardness_mode="hard_negatives", hardness_strength=5.0)
+    with pytest.raises(ConfigError, match="cos_sim or dot_score"):
+        st.MultipleNegativesRankingLoss(model, similarity_fct=torch.cdist)
+    with pytest.raises(ConfigError, match="mini_batch_size"):
+        st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=100)
+    with pytest.raises(ShapeError, match="two columns"):
+        st.MultipleNegativesRankingLoss(model)(sentences(1))
+    with pytest.raises(ShapeError, match="same shape"):
+        st.MultipleNegativesRankingLoss(model).compute_loss_from_embeddings([normal(N, D), normal(N - 1, D)])

@@ -1,0 +1,105 @@
+"""Drop-ins over two ranks with uneven shards: after averaging over ranks, the gradient of one process on all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tests.compare import assert_close
+from torch import nn
+
+from tilewise.errors import GroupError
+from tilewise.integrations import lightly, open_clip
+from tilewise.integrations import sentence_transformers as st
+
+pytestmark = pytest.mark.group
+SIZES, D = (3, 8), 6
+FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, D, dtype=torch.float64) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.tensor(-2.0, dtype=torch.float64))
+
+
+def clip(towers, rows, world, rank):
+    loss = open_clip.ClipLoss(rank=rank, world_size=world)
+    return loss(towers.layers[0](rows[0]), towers.layers[1](rows[1]), towers.scale)
+
+
+def siglip(towers, rows, world, rank):
+    loss = open_clip.SigLipLoss(rank=rank, world_size=world)
+    return loss(towers.layers[0](rows[0]), towers.layers[1](rows[1]), towers.scale, towers.bias)
+
+
+def views(towers, rows, world, rank):
+    loss = lightly.NTXentLoss(0.3, gather_distributed=True)
+    return loss(towers.layers[0](rows[0]), towers.layers[0](rows[1]))
+
+
+def ranking(directions, partition_mode="joint"):
+    def run(towers, rows, world, rank):
+        settings = {"directions": directions, "partition_mode": partition_mode, "gather_across_devices": True}
+        loss = st.MultipleNegativesRankingLoss(nn.Identity(), towers.scale, **settings)
+        columns = [layer(part) for layer, part in zip(towers.layers, rows, strict=True)]
+        return loss.compute_loss_from_embeddings(columns)
+
+    return run
+
+
+CASES = {
+    "ClipLoss": clip,
+    "SigLipLoss": siglip,
+    "lightly NTXentLoss": views,
+    "ranking": ranking(("query_to_doc",)),
+    "ranking, both directions": ranking(("query_to_doc", "doc_to_query"), "per_direction"),
+    "ranking, all four directions": ranking(FOUR),
+}
+
+
+def gradients(case, rows, world, rank):
+    towers = Towers()
+    case(towers, rows, world, rank).backward()
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in towers.parameters()]
+    return torch.cat([grad.flatten() for grad in found])
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    world = len(SIZES)
+    torch.manual_seed(1)
+    every = torch.randn(3, sum(SIZES), 5, dtype=torch.float64)
+    alone = {name: gradients(case, every, 1, 0) for name, case in CASES.items()}  # before there is a group
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    start = sum(SIZES[:rank])
+    for name, case in CASES.items():
+        got = gradients(case, every[:, start : start + SIZES[rank]], world, rank)
+        dist.all_reduce(got)
+        assert_close(got / world, alone[name], 1e-12, name)
+    check_bank(rank)
+    with pytest.raises(GroupError, match=f"calls this process rank {rank}"):
+        clip(Towers(), every, world, 1 - rank)
+    dist.destroy_process_group()
+
+
+def check_bank(rank: int) -> None:
+    """With a memory bank, the second views of all ranks enter it, in the same order everywhere."""
+    loss = lightly.NTXentLoss(0.3, (10, D), gather_distributed=True).double()
+    torch.manual_seed(rank)
+    first, second = torch.randn(2, 4, D, dtype=torch.float64, requires_grad=True)
+    loss(first, second).backward()
+    parts = [torch.empty(4, D, dtype=torch.float64) for _ in SIZES]
+    dist.all_gather(parts, nn.functional.normalize(second.detach(), dim=1))
+    assert torch.equal(loss.bank[:8], torch.cat(parts))
+    assert loss.place == 8
+
+
+def test_two_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
+    mp.spawn(work, args=(str(tmp_path),), nprocs=len(SIZES), join=True)

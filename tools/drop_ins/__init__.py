@@ -1,0 +1,1 @@
+"""Compares the drop-ins with the packages whose signatures they have."""
