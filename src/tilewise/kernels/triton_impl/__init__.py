@@ -1,0 +1,1 @@
+"""The fused kernels. Nothing outside this folder imports triton."""

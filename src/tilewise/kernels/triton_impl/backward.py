@@ -1,0 +1,143 @@
+"""The operand G of the gradient products, for a macro-tile, in the type of the features.
+
+    G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
+    u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of the tile
+
+so that one exponential serves both directions; a tile whose log-sum-exps differ by too much takes one for each. All of
+it is float32, the positive included, until G is rounded at the very end. The products with G are cuBLAS's.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.parts import (
+    LOG2E,
+    MANY,
+    ONE,
+    SOFTCAP,
+    any_here,
+    positives,
+    score_tile,
+    tile_dot,
+    tile_place,
+)
+
+# Which terms G has (bits of TERMS)
+ROWS = tl.constexpr(1)
+COLS = tl.constexpr(2)
+SOFTPLUS = tl.constexpr(4)
+ROW_SUM = tl.constexpr(8)
+MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
+BIAS_GRAD = tl.constexpr(32)
+
+
+@triton.jit
+def side(lse, zero, grad, at, ok, factor):
+    """Log-sum-exp in log2 units (+inf where nothing meets) and incoming gradient of rows or columns."""
+    level = tl.load(lse + at, mask=ok, other=float("inf"))
+    level = tl.where(level == float("-inf"), float("inf"), level)
+    if zero is not None:
+        level_zero = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
+    else:
+        level_zero = tl.zeros_like(level)
+    return level * LOG2E, level_zero, tl.load(grad + at, mask=ok, other=0.0) * factor
+
+
+@triton.jit
+def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
+                    col_weight, row_lse, col_lse, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, bias_part, n, m, first, ahead,
+                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """G of one macro-tile of n x m scores, every incoming gradient multiplied by ``factor``."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s = tl.load(scale)
+    f = tl.load(factor)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        ok_rows, ok_cols = rows < n, cols < m
+        x = score_tile(
+            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+        )
+        if SOFTPLUS & TERMS:
+            near = tl.exp2(-tl.abs(x))
+            share = 1.0 / (1.0 + near)
+            g = tl.where(x < 0, near * share, share)
+            if any_here(rows, n, m, row_key, first, tile_col * C, C):
+                hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+                g = tl.where(hit, -tl.where(x < 0, share, near * share), g)
+            g = g * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+        else:
+            if (ROWS & TERMS) and (COLS & TERMS):
+                row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
+                col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
+                row_at = tl.where(row_level == float("inf"), float("-inf"), row_level + row_from)
+                col_at = tl.where(col_level == float("inf"), float("-inf"), col_level + col_from)
+                t = tl.maximum(tl.max(row_at, 0), tl.max(col_at, 0))
+                t = tl.where(t == float("-inf"), 0.0, t)
+                least = tl.minimum(
+                    tl.min(tl.where(row_at == float("-inf"), t, row_at), 0),
+                    tl.min(tl.where(col_at == float("-inf"), t, col_at), 0),
+                )
+                if t - least < 60.0:
+                    u = row_in * tl.exp2((t - row_from) - row_level)
+                    v = col_in * tl.exp2((t - col_from) - col_level)
+                    g = tl.exp2(x - t) * (u[:, None] + v[None, :])
+                else:
+                    g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
+                    g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+            elif ROWS & TERMS:
+                row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
+                g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
+            elif COLS & TERMS:
+                col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
+                g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+            else:
+                g = tl.zeros((R, C), tl.float32)
+            if (ONE == POSITIVE) and (grad_pos is not None):
+                if any_here(rows, n, m, row_key, first, tile_col * C, C):
+                    hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+                    value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+                    if MIRROR & TERMS:
+                        value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+                    g += tl.where(hit, value, 0.0)
+            if (MANY == POSITIVE) and (grad_pos is not None):
+                hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+                value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+                if MIRROR & TERMS:
+                    value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+                g += tl.where(hit, value, 0.0)
+        if ROW_SUM & TERMS:
+            weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
+            g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
+        if SOFTCAP & SCORE:
+            ratio = x * (1.0 / (softcap * LOG2E))
+            g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        if BIAS_GRAD & TERMS:
+            total = tl.sum(tl.where(ok_rows[:, None], g, 0.0), 0)
+            tl.store(bias_part + tile_row * m + cols, total, mask=ok_cols)
+        g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
+
+
+@triton.jit
+def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride,
+                  WRITE: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """out = factor * total in the type of out, and for each program the sum of total * features."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    f = tl.load(factor)
+    dot = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for k in range(0, D, WIDTH):
+        col = k + tl.arange(0, WIDTH)
+        ok = (row < rows)[:, None] & (col < D)[None, :]
+        value = tl.load(total + row[:, None] * stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        if DOT:
+            dot += value * tl.load(features + row[:, None] * feature_stride + col[None, :], mask=ok, other=0.0).to(
+                tl.float32
+            )
+        if WRITE:
+            tl.store(out + row[:, None] * out_stride + col[None, :], (value * f).to(out.dtype.element_ty), mask=ok)
+    if DOT:
+        tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))

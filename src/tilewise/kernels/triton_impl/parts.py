@@ -1,0 +1,115 @@
+"""Pieces that the kernels share. Scores are in units of log2 inside a kernel: exp2 is what the hardware has.
+
+Axes: R, C rows and columns of a tile; D features, K of them at a time.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST_SUM = tl.constexpr(2.0**-100)
+
+# What a score is made of beside its product (bits of SCORE)
+BIAS = tl.constexpr(1)
+SOFTCAP = tl.constexpr(2)
+SKIP = tl.constexpr(4)
+ITSELF = tl.constexpr(8)
+
+# Positives (values of POSITIVE)
+ONE = tl.constexpr(1)
+MANY = tl.constexpr(2)
+
+
+@triton.jit
+def tile_place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile, GROUP row tiles abreast so that column tiles are found in the cache."""
+    in_group = GROUP * col_tiles
+    first = (tile // in_group) * GROUP
+    abreast = tl.minimum(row_tiles - first, GROUP)
+    return first + (tile % in_group) % abreast, (tile % in_group) // abreast
+
+
+@triton.jit
+def tile_dot(
+    a_desc, b_desc, row, col, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr
+):
+    """Products of one tile: (R, C) float32. Rows, columns and features out of bounds are read as zeros."""
+    acc = tl.zeros((R, C), dtype=tl.float32)
+    for k in range(0, (D + K - 1) // K):
+        a = a_desc.load([row, k * K])
+        b = b_desc.load([col, k * K])
+        acc = tl.dot(a, b.T, acc, input_precision=EXACT)
+    return acc
+
+
+@triton.jit
+def tanh(x):
+    """tanh by one exponential; its absolute error is that of float32."""
+    e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def same_sample(rows, cols, ahead):
+    """Where a row and a column are the same sample; ``ahead`` is row_start - col_start."""
+    return (rows[:, None] + ahead) == cols[None, :]
+
+
+@triton.jit
+def own_column(row_key, rows, n, m, first):
+    """For ONE: the column of each row's positive in this macro-tile, or -1. Keys are global, columns start at first."""
+    key = tl.load(row_key + rows, mask=rows < n, other=-1) - first
+    return tl.where((key >= 0) & (key < m), key, -1).to(tl.int32)
+
+
+@triton.jit
+def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
+    """Where the positives of a tile are: (R, C) bool."""
+    if ONE == POSITIVE:
+        hit = own_column(row_key, rows, n, m, first)[:, None] == cols[None, :]
+    else:
+        key = tl.load(row_key + rows, mask=rows < n, other=-1)
+        other = tl.load(col_key + cols, mask=cols < m, other=-3)
+        hit = (key[:, None] == other[None, :]) & (key >= 0)[:, None]
+    if ITSELF & SCORE:
+        hit = hit & (same_sample(rows, cols, ahead) == 0)
+    return hit
+
+
+@triton.jit
+def any_here(rows, n, m, row_key, first, first_col, C: tl.constexpr):
+    """Whether the only positive of any of these rows lies in this tile."""
+    key = own_column(row_key, rows, n, m, first)
+    return tl.max(((key >= first_col) & (key < first_col + C)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
+               SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
+    """Scores in units of log2, -inf in columns past the end and where a pair never meets."""
+    inside = cols < m
+    if SOFTCAP & SCORE:
+        x = acc * scale
+        if BIAS & SCORE:
+            x += tl.load(bias + cols, mask=inside, other=0.0)[None, :]
+        x = (softcap * LOG2E) * tanh(x / softcap)
+        x = tl.where(inside[None, :], x, float("-inf"))
+    else:
+        # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
+        if BIAS & SCORE:
+            offset = tl.load(bias + cols, mask=inside, other=float("-inf")) * LOG2E
+        else:
+            offset = tl.where(inside, 0.0, float("-inf"))
+        x = acc * (scale * LOG2E) + offset[None, :]
+    if SKIP & SCORE:
+        one = tl.load(row_skip + rows, mask=rows < n, other=-2)
+        apart = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
+        if POSITIVE != 0:
+            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            apart = apart & (hit == 0)
+        x = tl.where(apart, float("-inf"), x)
+    if ITSELF & SCORE:
+        x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
+    return x
