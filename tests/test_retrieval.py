@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from benchmarks.measure import cpu_peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -306,6 +307,16 @@ def test_scratch_for_any_gallery_stays_within_the_workspace(device, width):
             assert need < 200_000 * 200_000 * 4 / 500
 
 
+def test_peak_memory_is_the_tile_and_a_few_vectors():
+    def peak(rows):
+        case = {"loss": "retrieval", "rows": rows, "cols": rows, "width": 16, "dtype": "float32"}
+        arguments = {"case": {**case, "methods": ["tilewise"]}, "method": "tilewise"}
+        return cpu_peak_bytes("benchmarks.cases:memory_target", arguments)
+
+    # 5 MiB of tile, and per query some 100 bytes; the scores of 16,384 would be 1 GiB, a mask of them 256 MiB.
+    assert peak(16384) < 12 * 2**20
+
+
 def test_scratch_is_what_the_tile_holds():
     tile = kernel.ScoreTile(torch.device("cpu"), 100, torch.float64, 2**24)
     held = sum(t.untyped_storage().nbytes() for t in (tile.queries, tile.gallery, tile.scores))
@@ -334,6 +345,8 @@ REFUSED = {
     "dimensions": (ShapeError, "same width", lambda: retrieval_ranks(X[0], Y)),
     "types differ": (DtypeError, "one type", lambda: retrieval_ranks(X, Y.double())),
     "integers": (DtypeError, "one type", lambda: retrieval_ranks(X.long(), Y.long())),
+    "no tensor": (DtypeError, "got list", lambda: retrieval_ranks(X.tolist(), Y)),
+    "options": (DtypeError, "TileOptions", lambda: retrieval_ranks(X, Y, options={"backend": "torch"})),
     "devices": (DeviceError, "one device", lambda: retrieval_ranks(X, Y.to("meta"))),
     "too few items": (ShapeError, "5 queries and 3 items", lambda: retrieval_ranks(Y, X)),
     "positives long": (RangeError, "0 to 4", lambda: retrieval_ranks(X, Y, INDEX + 3)),

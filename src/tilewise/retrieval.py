@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise._check import FLOATS, INTEGERS, check_options
 from tilewise.errors import BackendError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
-from tilewise.options import DEFAULT_OPTIONS, TileOptions
+from tilewise.options import TileOptions
 
 Progress = Callable[[int, int], None]
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class BothRanks(NamedTuple):
@@ -91,7 +90,7 @@ def retrieval_ranks(
     tensor([-1,  0,  0])
     """
     _refuse_group_and_backend(group, options)
-    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, options or DEFAULT_OPTIONS)
+    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, check_options(options))
     with call.arithmetic(), _reporter(progress, call.pairs, call.queries.device) as advance:
         return call.run(advance, both=False).query_to_gallery
 
@@ -126,7 +125,7 @@ def retrieval_ranks_both(
     (tensor([0, 1, 0, 1]), tensor([0, 0]))
     """
     _refuse_group_and_backend(group, options)
-    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, options or DEFAULT_OPTIONS)
+    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, check_options(options))
     with call.arithmetic(), _reporter(progress, call.pairs, call.queries.device) as advance:
         return call.run(advance, both=True)
 
@@ -302,7 +301,7 @@ def _refuse_group_and_backend(group: Any | None, options: TileOptions | None) ->
             "retrieval over a process group is not available yet, got a group. Gather the gallery on each "
             "rank, rank the local queries against it with group=None, and average the recalls"
         )
-    if options is not None and options.backend == "triton":
+    if check_options(options).backend == "triton":
         raise BackendError(
             'retrieval has only the torch backend, which runs on any device, got backend="triton". Use '
             '"auto" or "torch"'
@@ -310,6 +309,9 @@ def _refuse_group_and_backend(group: Any | None, options: TileOptions | None) ->
 
 
 def _check_features(queries: Tensor, gallery: Tensor) -> None:
+    for name, features in (("queries", queries), ("gallery", gallery)):
+        if not isinstance(features, Tensor):
+            raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor")
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1]:
         raise ShapeError(
             "queries and gallery must be (n, d) and (m, d) with the same width d, "

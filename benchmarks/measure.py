@@ -1,0 +1,249 @@
+"""The one place that measures time and memory.
+
+Time: methods take turns, so that a machine that slows down slows all of them down and ratios stay fair. The
+median over the turns is reported, with the 10th and 90th percentile. CUDA events on a GPU, `perf_counter` on
+the CPU.
+
+Memory: the most that was in use during a step, above what was in use before it. On a GPU the allocator knows.
+On the CPU a fresh process runs the step once and asks the kernel: it writes 5 to ``/proc/self/clear_refs``,
+which sets the high-water mark of resident memory (VmHWM) back to what is resident now, and reads it after the
+step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+Status = Literal["ok", "oom", "absent", "error"]
+
+# With glibc's defaults freed blocks stay in the process, and the peak would depend on its past.
+GLIBC_RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+
+
+class MeasurementError(RuntimeError):
+    """A measurement that could not be taken, and must not be replaced by a guess."""
+
+
+@dataclass
+class Step:
+    """One forward and, if there is something to differentiate, one backward."""
+
+    forward: Callable[[], Tensor]
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Drop the gradients, so that every step allocates them anew."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def __call__(self) -> Tensor:
+        self.clear()
+        loss = self.forward()
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a step, over the turns it had."""
+
+    median_ms: float
+    low_ms: float  # 10th percentile
+    high_ms: float  # 90th
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A step that did not run, and why."""
+
+    status: Status
+    reason: str
+
+
+def summarize(samples_ms: list[float]) -> Timing:
+    """Median and spread.
+
+    >>> summarize([1.0, 2.0, 3.0, 4.0, 100.0])
+    Timing(median_ms=3.0, low_ms=1.4, high_ms=61.6, repeats=5)
+    """
+    if len(samples_ms) == 1:
+        return Timing(samples_ms[0], samples_ms[0], samples_ms[0], 1)
+    tenths = statistics.quantiles(samples_ms, n=10, method="inclusive")
+    return Timing(statistics.median(samples_ms), round(tenths[0], 6), round(tenths[-1], 6), len(samples_ms))
+
+
+def time_in_turns(
+    steps: Mapping[str, Callable[[], Any]], device: torch.device, *, repeats: int = 20, budget_s: float = 4.0
+) -> dict[str, Timing | Failure]:
+    """Time of each step. They warm up one after the other, then take turns.
+
+    A step leaves the round when it had `repeats` turns or used `budget_s` seconds, but has one turn at least.
+    One that fails is reported with its reason, and the others go on.
+    """
+    outcome: dict[str, Timing | Failure] = {}
+    for name, step in steps.items():
+        failure = _warm_up(step, device, budget_s)
+        if failure is not None:
+            outcome[name] = failure
+    samples: dict[str, list[float]] = {name: [] for name in steps if name not in outcome}
+    for _ in range(repeats):
+        for name, taken in samples.items():
+            if name in outcome or sum(taken) > 1e3 * budget_s:
+                continue
+            try:
+                taken.append(timed_ms(steps[name], device))
+            except Exception as error:
+                outcome[name] = failure_of(error)
+    for name, taken in samples.items():
+        outcome.setdefault(name, summarize(taken) if taken else Failure("error", "no turn"))
+    return {name: outcome[name] for name in steps}
+
+
+def _warm_up(step: Callable[[], Any], device: torch.device, budget_s: float) -> Failure | None:
+    """Run once, to compile and tune, and twice more if that is cheap."""
+    try:
+        step()
+        synchronize(device)
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.05 * budget_s:
+            step()
+            synchronize(device)
+    except Exception as error:
+        return failure_of(error)
+    return None
+
+
+def timed_ms(step: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one step."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    synchronize(device)
+    first.record()
+    step()
+    last.record()
+    synchronize(device)
+    return float(first.elapsed_time(last))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def failure_of(error: Exception) -> Failure:
+    """Out of memory is a result; anything else an error with its first line."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return Failure("oom", line)
+    return Failure("error", f"{type(error).__name__}: {line}")
+
+
+def sustained_rate(device: torch.device, seconds: float = 0.3) -> float:
+    """Operations per second of a plain square product, kept up for that long: what the machine gives."""
+    side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b, out = (torch.zeros(side, side, device=device, dtype=dtype).normal_() for _ in range(3))
+    torch.mm(a, b, out=out)
+    synchronize(device)
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        torch.mm(a, b, out=out)
+        count += 1
+        if count % 8 == 0 or device.type == "cpu":
+            synchronize(device)
+    synchronize(device)
+    return 2 * side**3 * count / (time.perf_counter() - start)
+
+
+def cuda_peak_bytes(step: Step, device: torch.device) -> int:
+    """The most that was allocated during a step, above what was before. Gradients of the step included."""
+    step.clear()
+    gc.collect()
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 600.0) -> int:
+    """The most resident memory during a step, above what was resident before, in a process of its own.
+
+    Args:
+        target: "module:function". Called with `arguments`, it returns two functions: the first runs something
+            small of the same kind, which loads code and starts threads; the second is what is measured.
+        arguments: plain values, they travel as JSON.
+        timeout_s: the most time it may take.
+    """
+    command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(arguments)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **GLIBC_RETURNS_MEMORY, "PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode in (-9, 137) or "can't allocate memory" in done.stderr:
+        raise MemoryError(f"{target} {arguments} ran out of memory")
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise MeasurementError(f"measuring the memory of {target} {arguments} failed: {last[0]}")
+    return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
+
+
+def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
+    """Resident memory of this process: now (VmRSS), or the most so far (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return 1024 * int(line.split()[1])
+    raise MeasurementError(f"/proc/self/status has no {name}: CPU memory is measured on Linux only")
+
+
+def peak_bytes_here(step: Callable[[], Any]) -> int:
+    """The most resident memory during the step, above what is resident now. For a process made for it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        raise MeasurementError(f"the high-water mark cannot be reset: {error}") from error
+    before = resident_bytes("VmRSS")
+    if resident_bytes("VmHWM") > before + 2**20:
+        raise MeasurementError("the kernel did not reset the high-water mark of resident memory")
+    step()
+    return resident_bytes("VmHWM") - before
+
+
+def _child(target: str, arguments: str) -> None:
+    module, name = target.split(":")
+    warm_up, step = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    warm_up()
+    print(json.dumps({"peak_bytes": peak_bytes_here(step)}))
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -1,0 +1,160 @@
+"""Turn results into a table and plots.
+
+    python -m benchmarks.report                     every file in benchmarks/results
+    python -m benchmarks.report results/cpu-x.json  that one
+
+Beside each x.json it writes x.md and, where matplotlib is installed and a loss was measured at several sizes,
+x-clip.png: time and memory against the batch, with a cross where a method ran out of memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import RESULTS
+
+Result = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> list[Path]:
+    """Write the reports and return their paths."""
+    arguments = sys.argv[1:] if argv is None else argv
+    files = [Path(name) for name in arguments] or sorted(RESULTS.glob("*.json"))
+    if not files:
+        raise SystemExit(f"no results in {RESULTS}. First run: python -m benchmarks.run cpu")
+    written: list[Path] = []
+    for file in files:
+        report = json.loads(file.read_text())
+        images = plots(report, file) if importlib.util.find_spec("matplotlib") else []
+        page = file.with_suffix(".md")
+        page.write_text(markdown(report, [image.name for image in images]))
+        written += [page, *images]
+    for path in written:
+        print(f"wrote {path}")
+    return written
+
+
+def markdown(report: dict[str, Any], images: Sequence[str] = ()) -> str:
+    """The whole page."""
+    commit = report["commit"][:10] + (" with local changes" if report["dirty"] else "")
+    lines = [
+        f"# {report['suite']} suite on {report['device']}",
+        "",
+        f"`{report['command']}`",
+        "",
+        f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, "
+        f"Python {report['python']}, {report['threads']} CPU threads.",
+        "",
+        "Forward and backward. Time: median, with the 10th and 90th percentile. Memory: peak above the "
+        "inputs, gradients included. x: divided by the baseline of the case, which has 1.00. Share: of the "
+        "rate of a plain product on this machine in the same minute, counting 4 products of rows x columns x "
+        "width (1 for ranks), "
+        "whatever the method does.",
+        "",
+        *table(report["results"]),
+        "",
+    ]
+    absent = sorted({f"{r['method']} ({r['reason']})" for r in report["results"] if r["status"] == "absent"})
+    if absent:
+        lines += ["Absent: " + "; ".join(absent) + ".", ""]
+    lines += [f"![{name}]({name})\n" for name in images]
+    return "\n".join(lines)
+
+
+def table(results: list[Result]) -> list[str]:
+    """A row for each method of each case; absent ones are left to a note."""
+    head = "| case | method | time ms | spread | x time | memory MiB | x memory | share | loss |"
+    lines = [head, "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for result in results:
+        if result["status"] == "absent":
+            continue
+        name = f"| {result['case']} | {result['method']} |"
+        if result["status"] == "oom":
+            lines.append(f"{name} out of memory | | | | | | |")
+            continue
+        if result["status"] != "ok":
+            lines.append(f"{name} failed: {result['reason'].replace('|', '/')[:100]} | | | | | | |")
+            continue
+        peak = result.get("peak_bytes")
+        memory = "" if peak is None else f"{peak / 2**20:,.0f}"
+        value = f"{result['loss_value']:.6g}" if "loss_value" in result else ""
+        lines.append(
+            f"{name} {digits(result['median_ms'])} | "
+            f"{digits(result['low_ms'])} - {digits(result['high_ms'])} | {ratio(result, 'time_ratio')} | "
+            f"{memory} | {ratio(result, 'memory_ratio')} | {100 * result['share_of_rate']:.0f} % | {value} |"
+        )
+    return lines
+
+
+def digits(value: float) -> str:
+    """Three digits that matter.
+
+    >>> digits(1234.5), digits(12.345), digits(0.012345)
+    ('1,234', '12.3', '0.0123')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ratio(result: Result, name: str) -> str:
+    """A ratio, or nothing."""
+    return f"{result[name]:.2f}" if name in result else ""
+
+
+def series(results: list[Result]) -> dict[tuple[str, int, str], list[Result]]:
+    """Results of each (loss, width, dtype) that was measured at three batch sizes or more."""
+    groups: dict[tuple[str, int, str], list[Result]] = {}
+    for result in results:
+        if result["rows"] == result["cols"]:
+            groups.setdefault((result["loss"], result["width"], result["dtype"]), []).append(result)
+    return {key: rows for key, rows in groups.items() if len({r["rows"] for r in rows}) >= 3}
+
+
+def plots(report: dict[str, Any], file: Path) -> list[Path]:
+    """One image for each loss that was measured at several sizes: time on the left, memory on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    written = []
+    for (loss, width, dtype), results in series(report["results"]).items():
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+        draw(left, results, "median_ms", 1.0, "time of a step (ms)")
+        draw(right, results, "peak_bytes", 2.0**20, "peak memory above the inputs (MiB)")
+        right.legend(frameon=False)
+        figure.suptitle(f"{loss} loss, forward and backward, d = {width}, {dtype}, {report['device']}")
+        path = file.with_name(f"{file.stem}-{loss}-{width}.png")
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+        written.append(path)
+    return written
+
+
+def draw(axes: Any, results: list[Result], field: str, unit: float, label: str) -> None:
+    """A line for each method; where it ran out of memory, a cross above everything that was measured."""
+    measured = [r[field] / unit for r in results if r["status"] == "ok" and r.get(field)]
+    ceiling = 2 * max(measured, default=1.0)
+    for place, method in enumerate(dict.fromkeys(r["method"] for r in results)):
+        color = f"C{place}"
+        mine = sorted((r for r in results if r["method"] == method), key=lambda r: r["rows"])
+        points = [(r["rows"], r[field] / unit) for r in mine if r["status"] == "ok" and r.get(field)]
+        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=method) if points else None
+        lost = [r["rows"] for r in mine if r["status"] == "oom"]
+        if lost:
+            height = ceiling * 1.3**place
+            axes.plot(lost, [height] * len(lost), "x", color=color, markersize=9, markeredgewidth=2)
+            axes.annotate("out of memory", (lost[0], height), color=color, ha="right", fontsize=8)
+    sizes = sorted({r["rows"] for r in results})
+    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=label, xticks=sizes)
+    axes.set_xticklabels([f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Run a suite and write its results.
+
+    python -m benchmarks.run cpu                        all CPU cases
+    python -m benchmarks.run gpu --only 'clip-*-512-*'  some GPU cases
+    python -m benchmarks.run cpu --quick                no side above 2,048, few turns: does it run at all?
+
+The file benchmarks/results/<suite>-<device>.json is written anew after each case, so that a run that is cut
+short leaves what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fnmatch
+import gc
+import importlib.util
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import cases, measure, peers
+from benchmarks.cases import Case
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FORMAT = 1
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Measure, write, and return the path of what was written."""
+    arguments = parse(argv)
+    for folder in arguments.peers:
+        sys.path.insert(0, str(folder.resolve()))
+    device = torch.device("cuda" if arguments.suite == "gpu" else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("the gpu suite needs a CUDA device, and torch sees none. Run the cpu suite instead")
+    chosen = choose(cases.SUITES[arguments.suite](), arguments.only, arguments.quick)
+    if not chosen:
+        raise SystemExit(f"no case of the {arguments.suite} suite is called like {arguments.only!r}")
+    repeats, budget_s = (3, 1.0) if arguments.quick else (arguments.repeats, arguments.budget_s)
+    command = arguments.command or shlex.join(["python", "-m", "benchmarks.run", *(argv or sys.argv[1:])])
+    report = describe(arguments.suite, device, command, repeats, budget_s)
+    path = arguments.out or RESULTS / f"{arguments.suite}-{slug(report['device'])}.json"
+    with progress(chosen) as turn:
+        for case in chosen:
+            turn(case.name)
+            report["results"] += run_case(case, device, repeats, budget_s)
+            write(path, report)
+    print(f"wrote {path}")
+    return path
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("suite", choices=sorted(cases.SUITES))
+    parser.add_argument("--only", default="*", help="cases whose name matches this pattern")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few turns")
+    parser.add_argument("--repeats", type=int, default=20, help="turns of a method, at most")
+    parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of a method in a case, about")
+    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
+    parser.add_argument("--out", type=Path, help="where to write, instead of benchmarks/results")
+    parser.add_argument("--command", help="the command to record, where it was another one that started this")
+    return parser.parse_args(argv)
+
+
+def choose(suite: list[Case], only: str, quick: bool) -> list[Case]:
+    """The cases that were asked for; a word without wildcards is looked for anywhere in the name."""
+    pattern = only if any(c in only for c in "*?[") else f"*{only}*"
+    chosen = [case for case in suite if fnmatch.fnmatchcase(case.name, pattern)]
+    if quick:
+        chosen = list({case.name: case for case in map(cases.shrunk, chosen)}.values())
+    return chosen
+
+
+def run_case(case: Case, device: torch.device, repeats: int, budget_s: float) -> list[dict[str, Any]]:
+    """One result for each method of the case."""
+    rate = measure.sustained_rate(device)
+    inputs = cases.make_inputs(case, device)
+    steps: dict[str, measure.Step] = {}
+    outcome: dict[str, measure.Timing | measure.Failure] = {}
+    for method in case.methods:
+        try:
+            steps[method] = cases.build_step(case, method, inputs)
+        except peers.PeerAbsent as absent:
+            outcome[method] = measure.Failure("absent", str(absent))
+    outcome |= measure.time_in_turns(steps, device, repeats=repeats, budget_s=budget_s)
+    results = []
+    for method in case.methods:
+        result = {"case": case.name, "method": method, **asdict(case)}
+        del result["methods"]
+        result |= timing_fields(case, outcome[method], rate)
+        if result["status"] == "ok":
+            result |= memory_fields(case, method, steps[method], device)
+        results.append(result)
+    del steps, inputs
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return with_ratios(results, case.baseline)
+
+
+def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, rate: float) -> dict[str, Any]:
+    """What the timing says, and how it compares with the machine's own rate of products."""
+    if isinstance(outcome, measure.Failure):
+        return {"status": outcome.status, "reason": outcome.reason}
+    per_second = case.flops / (1e-3 * outcome.median_ms)
+    return {
+        "status": "ok",
+        **asdict(outcome),
+        "nominal_tflops": per_second / 1e12,  # of 4 products (ranks: 1), whatever the method really does
+        "rate_tflops": rate / 1e12,
+        "share_of_rate": per_second / rate,
+    }
+
+
+def memory_fields(case: Case, method: str, step: measure.Step, device: torch.device) -> dict[str, Any]:
+    """Peak memory and the value of the loss. A failure here is recorded beside the time."""
+    try:
+        value = float(step())
+        step.clear()
+        if device.type == "cuda":
+            peak = measure.cuda_peak_bytes(step, device)
+        else:
+            peak = measure.cpu_peak_bytes("benchmarks.cases:memory_target", {"case": asdict(case), "method": method})
+    except Exception as error:
+        failure = measure.failure_of(error)
+        return {"peak_bytes": None, "memory_reason": failure.reason}
+    finally:
+        step.clear()
+    return {"peak_bytes": peak, "loss_value": value}
+
+
+def with_ratios(results: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Add each method's time and memory divided by the baseline's, where both are there."""
+    base = next((r for r in results if r["method"] == baseline and r["status"] == "ok"), None)
+    for result in results:
+        if base is None or result["status"] != "ok":
+            continue
+        result["time_ratio"] = result["median_ms"] / base["median_ms"]
+        if result.get("peak_bytes") is not None and base.get("peak_bytes"):
+            result["memory_ratio"] = result["peak_bytes"] / base["peak_bytes"]
+    return results
+
+
+def describe(suite: str, device: torch.device, command: str, repeats: int, budget_s: float) -> dict[str, Any]:
+    """Everything that a reader needs to trust or to repeat the figures."""
+    cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "format": FORMAT,
+        "suite": suite,
+        "command": command,
+        "commit": git("rev-parse", "HEAD") or "unknown",
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": cuda.name if cuda else cpu_name(),
+        "device_bytes": cuda.total_memory if cuda else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": module_version("triton"),
+        "peers": {name: peers.version(name) for name in peers.PEERS},
+        "repeats": repeats,
+        "budget_s": budget_s,
+        "results": [],
+    }
+
+
+def module_version(name: str) -> str | None:
+    """The version of an optional package."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    return str(__import__(name).__version__)
+
+
+def cpu_name() -> str:
+    """What the machine calls its processor."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def git(*arguments: str) -> str:
+    """The answer of git, or nothing where there is no git or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=measure.ROOT, capture_output=True, text=True, timeout=30, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def slug(name: str) -> str:
+    """A name that suits a file.
+
+    >>> slug("Intel(R) Xeon(R) Processor")
+    'intel-xeon-processor'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("(r)", "")).strip("-")
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Replace the file in one go, so that it is whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(report, indent=1) + "\n")
+    draft.replace(path)
+
+
+@contextlib.contextmanager
+def progress(chosen: list[Case]) -> Iterator[Any]:
+    """A bar where rich is installed and somebody watches, otherwise a line for each case."""
+    if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
+        yield lambda name: print(f"measuring {name}", file=sys.stderr, flush=True)
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("", total=len(chosen) + 1)
+
+        def turn(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
+        yield turn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The measuring itself: known times, known allocations."""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks import measure
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def holding(mib, times=1, before=0):
+    """A target for `cpu_peak_bytes`: hold `mib` MiB, `times` times one after the other, after freeing `before`."""
+
+    def hold(size):
+        block = torch.ones(size * MIB, dtype=torch.uint8)
+        return int(block[-1])
+
+    def warm_up():
+        hold(1)
+        if before:
+            hold(before)
+
+    return warm_up, lambda: [hold(mib) for _ in range(times)]
+
+
+def broken():
+    raise RuntimeError("this target does not work")
+
+
+def cannot_allocate():
+    return (lambda: None), (lambda: torch.empty(2**60, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"mib": 96}, {"mib": 96, "times": 3}, {"mib": 96, "before": 400}], ids=["once", "thrice", "after"]
+)
+def test_cpu_peak_is_what_was_held_at_once(arguments):
+    """Held once, held again after it was freed, and held after something larger was freed: always the same."""
+    peak = measure.cpu_peak_bytes("tests.benchmarks.test_benchmark_measure:holding", arguments)
+    assert abs(peak - 96 * MIB) < 2 * MIB
+
+
+def test_cpu_peak_does_not_guess():
+    with pytest.raises(measure.MeasurementError, match="does not work"):
+        measure.cpu_peak_bytes("tests.benchmarks.test_benchmark_measure:broken", {})
+    with pytest.raises(MemoryError):
+        measure.cpu_peak_bytes("tests.benchmarks.test_benchmark_measure:cannot_allocate", {})
+
+
+def test_time_is_the_median_of_the_turns():
+    taken = iter([0.0, 0.02, 0.02, 0.2])
+    timing = measure.time_in_turns({"sleeper": lambda: time.sleep(next(taken))}, CPU, repeats=3, budget_s=1e-9)[
+        "sleeper"
+    ]
+    assert timing.repeats == 1
+    waits = [0.01, 0.01, 0.01, 0.2, 0.01, 0.01]
+    timing = measure.time_in_turns(
+        {"sleeper": lambda: time.sleep(waits.pop() if waits else 0.01)}, CPU, repeats=9, budget_s=0.3
+    )["sleeper"]
+    assert 9 <= timing.median_ms < 60
+    assert timing.low_ms <= timing.median_ms <= timing.high_ms
+
+
+def test_methods_take_turns():
+    order = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    measure.time_in_turns(steps, CPU, repeats=4, budget_s=1e-9)
+    warmed = [order.index(name) for name in "abc"]
+    assert warmed == sorted(warmed)
+    assert order[-3:] == ["a", "b", "c"]
+    order.clear()
+    slow = {name: (lambda name=name: (order.append(name), time.sleep(0.002))) for name in "ab"}
+    timings = measure.time_in_turns(slow, CPU, repeats=4, budget_s=0.02)
+    assert order[-8:] == ["a", "b"] * 4
+    assert all(timing.repeats == 4 for timing in timings.values())
+
+
+def test_a_failure_is_a_result_and_the_others_go_on():
+    def no_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 TB\nmore")
+
+    def no_luck():
+        raise ValueError("odd width")
+
+    steps = {"big": no_memory, "odd": no_luck, "fine": lambda: None, "huge": cannot_allocate()[1]}
+    outcome = measure.time_in_turns(steps, CPU, repeats=2)
+    assert outcome["big"] == measure.Failure("oom", "CUDA out of memory. Tried to allocate 4 TB")
+    assert outcome["odd"] == measure.Failure("error", "ValueError: odd width")
+    assert outcome["fine"].repeats == 2
+    assert outcome["huge"].status == "oom"
+    assert list(outcome) == list(steps)
+
+
+def test_a_step_starts_without_gradients():
+    leaf = torch.ones(3, requires_grad=True)
+    step = measure.Step(lambda: (2 * leaf).sum(), [leaf])
+    assert step() == 6
+    assert step() == 6
+    assert leaf.grad.tolist() == [2, 2, 2]  # not added up over steps
+    step.clear()
+    assert leaf.grad is None
+    assert measure.Step(lambda: torch.tensor(3.0))() == 3  # nothing to differentiate
+
+
+def test_the_rate_of_products_is_one_that_exists():
+    assert 1e8 < measure.sustained_rate(CPU, seconds=0.05) < 1e14

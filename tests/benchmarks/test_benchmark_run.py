@@ -1,0 +1,104 @@
+"""From the command line to a file that describes itself, and from there to a page."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import cases, measure, report, run
+
+FIELDS = {
+    "format", "suite", "command", "commit", "dirty", "date", "device", "device_bytes", "threads", "python",
+    "torch", "triton", "peers", "repeats", "budget_s", "results",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_suite(monkeypatch):
+    """Three sizes of a loss; one method runs out of memory at the last, one is not installed."""
+    suite = [cases.square("clip", n, 16, "float32", "tilewise", "dense", "memeff") for n in (32, 64, 128)]
+    monkeypatch.setitem(cases.SUITES, "cpu", lambda: suite)
+    monkeypatch.setattr(measure, "sustained_rate", lambda device: 1e12)
+    monkeypatch.setattr(measure, "cpu_peak_bytes", lambda target, arguments: 1000 * arguments["case"]["rows"])
+    dense_loss = cases.dense_loss
+
+    def limited(case, inputs):
+        if case.rows == 128:
+            raise torch.OutOfMemoryError("no 4 TB here")
+        return dense_loss(case, inputs)
+
+    monkeypatch.setattr(cases, "dense_loss", limited)
+
+
+def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
+    path = run.main(["cpu", "--repeats", "2", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")])
+    written = json.loads(path.read_text())
+    assert set(written) == FIELDS
+    assert written["command"].startswith("python -m benchmarks.run cpu --repeats 2")
+    assert written["torch"] == torch.__version__
+    by_name = {(r["rows"], r["method"]): r for r in written["results"]}
+    assert len(by_name) == 9
+    ours = by_name[64, "tilewise"]
+    assert ours["status"] == "ok"
+    assert ours["case"] == "clip-64-16-float32"
+    assert ours["peak_bytes"] == 64_000
+    assert ours["repeats"] == 2
+    assert ours["time_ratio"] == ours["median_ms"] / by_name[64, "dense"]["median_ms"]
+    assert ours["share_of_rate"] == pytest.approx(4 * 2 * 64 * 64 * 16 / (1e-3 * ours["median_ms"]) / 1e12)
+    assert ours["loss_value"] == pytest.approx(by_name[64, "dense"]["loss_value"], rel=1e-5)
+    assert by_name[128, "dense"]["status"] == "oom"
+    assert "time_ratio" not in by_name[128, "tilewise"]
+    assert by_name[32, "memeff"]["status"] in ("absent", "error")  # without a GPU it cannot be "ok"
+
+
+def test_a_report_has_a_table_and_a_plot(tiny_suite, tmp_path):
+    path = run.main(["cpu", "--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")])
+    pytest.importorskip("matplotlib")
+    page, image = report.main([str(path)])
+    text = page.read_text()
+    assert "| clip-128-16-float32 | dense | out of memory |" in text
+    assert "| clip-64-16-float32 | dense |" in text
+    assert f"![{image.name}]({image.name})" in text
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 10_000
+
+
+def test_the_table_shows_what_was_measured():
+    result = {
+        "case": "clip-64-16-float32", "method": "tilewise", "status": "ok", "median_ms": 1234.5, "low_ms": 1.25,
+        "high_ms": 2.5, "time_ratio": 0.5, "peak_bytes": 3 * 2**20, "memory_ratio": 0.125,
+        "share_of_rate": 0.801, "loss_value": 1.5,
+    }  # fmt: skip
+    row = report.table([result])[-1]
+    assert row == "| clip-64-16-float32 | tilewise | 1,234 | 1.25 - 2.5 | 0.50 | 3 | 0.12 | 80 % | 1.5 |"
+    failed = {"case": "c", "method": "m", "status": "error", "reason": "ValueError: a | b"}
+    assert "failed: ValueError: a / b" in report.table([failed])[-1]
+
+
+def test_cases_are_chosen_by_name():
+    suite = cases.cpu_suite()
+    assert {case.loss for case in run.choose(suite, "siglip", False)} == {"siglip"}
+    assert [case.rows for case in run.choose(suite, "clip-[12]*", False)] == [1024, 2048, 16384]
+    quick = run.choose(suite, "*", True)
+    assert all(max(case.rows, case.cols) <= 2048 for case in quick)
+    assert len({case.name for case in quick}) == len(quick)
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(SystemExit, match="is called like 'nothing'"):
+        run.main(["cpu", "--only", "nothing"])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="needs a CUDA device"):
+            run.main(["gpu"])
+
+
+def test_the_memory_of_our_loss_is_below_that_of_the_dense_one():
+    """The whole way, once: a fresh process for each method."""
+    case = cases.square("clip", 3072, 64, "float32", "tilewise", "dense")
+    arguments = {key: getattr(case, key) for key in case.__dataclass_fields__}
+    ours, dense = (
+        measure.cpu_peak_bytes("benchmarks.cases:memory_target", {"case": arguments, "method": method})
+        for method in case.methods
+    )
+    assert dense > 3 * 3072 * 3072 * 4
+    assert ours < dense / 3
