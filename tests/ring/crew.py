@@ -59,7 +59,7 @@ class Crew:
     def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "tilewise"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tilewise"])
         self.folder = tempfile.TemporaryDirectory()
         self.world, self.ranks = world, []
         for rank in range(world):

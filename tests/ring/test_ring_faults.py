@@ -1,0 +1,216 @@
+"""What happens when ranks disagree, fail, die or fall silent: an error on every rank, in time, and a group that still
+works where it can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ring.cases import loss_and_gradients, make_tensors
+from tests.ring.crew import Crew, Failed, crew  # noqa: F401
+
+import tilewise as tw
+from tilewise.errors import GroupError
+from tilewise.kernels.tiled import TorchBackend
+from tilewise.ring.exchange import GroupExchange, find_exchange
+
+pytestmark = pytest.mark.group
+TIMEOUT_S = 6.0
+
+
+def features(width: int = 8, dtype: torch.dtype = torch.float32, rows: int = 5) -> torch.Tensor:
+    return torch.randn(rows, width, dtype=dtype, requires_grad=True)
+
+
+def odd_one_out(group: Any, how: str) -> None:
+    """Rank 1 does something else."""
+    odd = group.rank() == 1
+    wide = features(16 if odd and how == "width" else 8, torch.float64 if odd and how == "type" else torch.float32)
+    options = tw.TileOptions(workspace_mib=64 if odd and how == "options" else 128)
+    if odd and how == "loss":
+        tw.siglip_loss(wide, wide, 1.0, 0.0, group=group)
+    elif odd and how == "another loss":
+        tw.linear_cross_entropy(wide, wide, torch.zeros(5, dtype=torch.long), group=group)
+    elif odd and how == "tokens":
+        tw.linear_cross_entropy(features(rows=4), wide, torch.zeros(4, dtype=torch.long), group=group)
+    elif how == "tokens":
+        tw.linear_cross_entropy(wide, wide, torch.zeros(5, dtype=torch.long), group=group)
+    else:
+        reduction = "none" if odd and how == "reduction" else "mean"
+        text = wide.detach() if odd and how == "frozen" else wide * 1
+        tw.clip_loss(wide, text, 1.0, reduction=reduction, group=group, options=options).sum().backward()
+
+
+def still_works(group: Any) -> float:
+    value = torch.tensor(float(group.rank() + 1))
+    dist.all_reduce(value, group=group)
+    own = torch.eye(3)
+    return value.item() + tw.clip_loss(own, own, 1.0, group=group).item()
+
+
+SAYS = {
+    "width": "width: 8 on ranks 0, 2 but 16 on rank 1",
+    "type": "type: float32 on ranks 0, 2 but float64 on rank 1",
+    "options": "workspace_mib=64",
+    "loss": "softplus=True",
+    "another loss": "columns of a classifier on rank 1",
+    "tokens": "shape: [5] on ranks 0, 2 but [4] on rank 1",
+    "reduction": "mean of a loss on ranks 0, 2 but backward of a loss on rank 1",
+    "frozen": "requires_grad: a b on ranks 0, 2 but a on rank 1",
+}
+
+
+@pytest.mark.parametrize("how", SAYS)
+def test_ranks_that_disagree_all_learn_who_differs_and_the_group_lives_on(crew: Crew, how):  # noqa: F811
+    found = crew.outcomes(odd_one_out, how, world=3)
+    for result in found:
+        assert isinstance(result, Failed), "every rank must stop"
+        assert result.kind == "GroupError", result.trace
+        assert SAYS[how] in result.message
+        assert result.seconds < 10  # far inside the group's 60 s
+    after = crew.run(still_works, world=3)
+    assert len(set(after)) == 1
+
+
+def own_trouble(group: Any, phase: str, when: int) -> tuple[str, bool]:
+    """Rank 1's kernel fails at its ``when``-th block of ``phase``. Says how each rank ended."""
+    calls = 0
+    real = getattr(TorchBackend, phase)
+
+    def trouble(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if group.rank() == 1 and calls == when:
+            raise MemoryError("no room for a tile")
+        return real(self, *args, **more)
+
+    a, b = features(), features()
+    with mock.patch.object(TorchBackend, phase, trouble):
+        try:
+            loss = tw.clip_loss(a, b, 3.0, reduction="none", group=group)
+            loss.sum().backward()
+        except MemoryError as error:
+            return str(error), False
+    values = loss.detach() if phase == "forward" else b.grad
+    return "finished", bool(values.isnan().all())
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_rank_whose_own_work_fails_neither_hangs_nor_deceives_the_others(crew: Crew, phase, when):  # noqa: F811
+    if phase == "forward":
+        found = crew.outcomes(forward_trouble, when, world=3)
+    else:
+        found = crew.outcomes(own_trouble, phase, when, world=3)
+    assert found[1] == ("no room for a tile", False)
+    assert {found[0][0], found[2][0]} == {"finished"}
+    # The blocks that rank 1 still had to add to carry NaN, not a plausible number.
+    spoiled = [found[rank][1] for rank in (0, 2)]
+    assert spoiled == {1: [True, True], 2: [True, True], 3: [False, True]}[when]
+    assert len(set(crew.run(still_works, world=3))) == 1
+
+
+def forward_trouble(group: Any, when: int) -> tuple[str, bool]:
+    """As `own_trouble`, but without a backward, in which the failed rank would be missed."""
+    calls, real = 0, TorchBackend.forward
+
+    def trouble(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if group.rank() == 1 and calls == when:
+            raise MemoryError("no room for a tile")
+        return real(self, *args, **more)
+
+    a, b = features(), features()
+    with mock.patch.object(TorchBackend, "forward", trouble), torch.no_grad():
+        try:
+            loss = tw.clip_loss(a, b, 3.0, reduction="none", group=group)
+        except MemoryError as error:
+            return str(error), False
+    return "finished", bool(loss.isnan().all())
+
+
+@pytest.fixture
+def short_crew() -> Iterator[Crew]:
+    short = Crew(3, timeout_s=TIMEOUT_S)
+    short.run(still_works)  # the first call in a process is slow, and no part of the wait
+    short.run(vanish, "backward", 0)
+    yield short
+    os.kill(short.ranks[1][0].pid, signal.SIGKILL) if short.ranks[1][0].is_alive() else None
+    short.close()
+
+
+def vanish(group: Any, phase: str, way: int) -> str:
+    """Rank 1 dies (or stops) while it works on its second block."""
+    calls, real = 0, getattr(TorchBackend, phase)
+
+    def last_words(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if group.rank() == 1 and calls == 2 and way:
+            os.kill(os.getpid(), way)
+        return real(self, *args, **more)
+
+    a, b = features(), features()
+    with mock.patch.object(TorchBackend, phase, last_words):
+        tw.clip_loss(a, b, 3.0, group=group).backward()
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    "phase, way", [("forward", signal.SIGKILL), ("backward", signal.SIGKILL), ("backward", signal.SIGSTOP)]
+)
+def test_a_rank_that_is_gone_ends_the_others_within_the_timeout(short_crew: Crew, phase, way):
+    started = time.monotonic()
+    short_crew.start(vanish, phase, way)
+    survivors = [short_crew.collect(rank, limit_s=3 * TIMEOUT_S) for rank in (0, 2)]
+    took = time.monotonic() - started
+    for result in survivors:
+        assert isinstance(result, Failed)
+        assert result.kind == "GroupError", result.trace
+        assert "a rank of the group is gone" in result.message
+        assert result.seconds < TIMEOUT_S + 2
+    assert took < TIMEOUT_S + 3
+
+
+def wrong_names(group: Any) -> list[str]:
+    said = []
+    mine = dist.new_group([0])
+    name = mine.group_name
+    dist.destroy_process_group(mine)
+    for wrong in (name, "nobody"):
+        try:
+            find_exchange(wrong)
+        except GroupError as error:
+            said.append(str(error))
+    reason = GroupExchange(group).refuses(torch.device("meta"))
+    return [*said, reason or ""]
+
+
+def test_a_group_that_does_not_exist_is_named(crew: Crew):  # noqa: F811
+    first, second, reason = crew.run(wrong_names, world=1)[0]
+    assert "was it destroyed?" in first
+    assert "'nobody'" in second
+    assert "not on meta" in reason
+
+
+def test_without_torch_distributed_the_error_says_what_to_call():
+    with pytest.raises(GroupError, match="init_process_group"):
+        find_exchange("0")
+
+
+def test_a_group_of_one_is_no_group(crew: Crew):  # noqa: F811
+    want = loss_and_gradients("clip", make_tensors(6, 2, torch.float32))
+    got = crew.run(group_of_one, world=1)[0]
+    assert all(torch.equal(got[name], want[name]) for name in want if name != "loss")
+
+
+def group_of_one(group: Any) -> dict[str, torch.Tensor]:
+    return loss_and_gradients("clip", make_tensors(6, 2, torch.float32), group=group)
