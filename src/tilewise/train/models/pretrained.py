@@ -72,8 +72,7 @@ def _transformers() -> Any:
             from transformers import (  # noqa: F401  loaded now, while torchvision is out of sight
                 AutoTokenizer,
                 BertModel,
-                CLIPTextModelWithProjection,
-                CLIPVisionModelWithProjection,
+                CLIPModel,
                 ViTModel,
             )
     except ImportError as error:
@@ -101,15 +100,22 @@ class Body(nn.Module):
 
 
 def _load(cls: Any, weights: str, **extra: Any) -> Any:
-    """Weights from a local folder or the hub; safetensors only, nothing is unpickled."""
+    """Weights from a local folder or the hub; safetensors only, nothing is unpickled, every weight is found."""
     try:
-        return cls.from_pretrained(weights, use_safetensors=True, **extra)
+        model, found = cls.from_pretrained(weights, use_safetensors=True, output_loading_info=True, **extra)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
             "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
         ) from error
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in found[kind])
+    if absent:
+        raise ConfigError(
+            f"weights {weights!r} lack {len(absent)} tensors that {cls.__name__} needs, such as {absent[0]}; "
+            "they would start from random numbers. Is it another kind of model?"
+        )
+    return model
 
 
 def _numbers(size: Size) -> dict[str, int]:
@@ -126,23 +132,22 @@ def clip_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, Te
     hf = _transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.weights:
-        vision = _load(hf.CLIPVisionModelWithProjection, config.weights)
-        text = _load(hf.CLIPTextModelWithProjection, config.weights)
-        size = vision.config.image_size
+        model = _load(hf.CLIPModel, config.weights)
+        size = model.config.vision_config.image_size
     else:
-        vision = hf.CLIPVisionModelWithProjection(
-            hf.CLIPVisionConfig(**_numbers(arch.image), projection_dim=dim, image_size=size, patch_size=arch.patch)
-        )
-        text = hf.CLIPTextModelWithProjection(
-            hf.CLIPTextConfig(
-                **_numbers(arch.text), projection_dim=dim, vocab_size=arch.vocabulary,
-                max_position_embeddings=arch.length, pad_token_id=0, bos_token_id=arch.vocabulary - 2,
-                eos_token_id=arch.vocabulary - 1,
-            )
-        )  # fmt: skip
+        vision = {**_numbers(arch.image), "image_size": size, "patch_size": arch.patch}
+        text = {
+            **_numbers(arch.text), "vocab_size": arch.vocabulary, "max_position_embeddings": arch.length,
+            "pad_token_id": 0, "bos_token_id": arch.vocabulary - 2, "eos_token_id": arch.vocabulary - 1,
+        }  # fmt: skip
+        model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=dim))
     pixels = Pixels(size, 3, *CLIP_PIXELS)
-    image_body = Body(vision, lambda output: output.image_embeds)
-    return ImageTower(image_body, pixels), TextTower(Body(text, lambda output: output.text_embeds)), pixels
+    image_body = Body(model.vision_model, _pooled, model.visual_projection)
+    return ImageTower(image_body, pixels), TextTower(Body(model.text_model, _pooled, model.text_projection)), pixels
+
+
+def _pooled(output: Any) -> Tensor:
+    return output.pooler_output
 
 
 def vit_bert_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, TextTower, Pixels]:
@@ -179,11 +184,12 @@ def load_tokenizer(config: ModelConfig, arch: Architecture) -> Callable[[list[st
     hf = _transformers()
     try:
         tokenizer = hf.AutoTokenizer.from_pretrained(name)
+        tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
+        reason = "it has no vocabulary"
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id"
-        ) from error
+        tells_apart, reason = False, str(error).strip().splitlines()[0]
+    if not tells_apart:
+        raise ConfigError(f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id")
 
     def encode(texts: list[str]) -> Tokens:
         if not texts:

@@ -1,0 +1,101 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewise.errors import ConfigError
+from tilewise.train.config import DataConfig, LossConfig, RunConfig, check_same_run, load_config
+from tilewise.train.settings import apply_overrides, build, read_toml, to_dict, to_toml
+
+
+def test_overrides_reach_their_section(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('[loss]\nname = "local"\n[optim]\nlr = 1\n')
+    config = load_config(
+        file, ["loss.name=dense", "optim.betas=[0.8, 0.9]", "output.folder=runs/x y", "loop.epochs=0.5"]
+    )
+    assert config.loss.name == "dense"
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.output.folder == "runs/x y"
+    assert config.optim.lr == 1.0
+    assert isinstance(config.optim.lr, float)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("loss.nam=dense", ("loss.nam", "did you mean 'name'")),
+        ("los.name=dense", ("los", "did you mean 'loss'")),
+        ("loss.name=dens", ("loss.name", "'dense'", "did you mean 'dense'")),
+        ("loop.batch_size=many", ("loop.batch_size", "whole number", "'many'")),
+        ("loop.batch_size=2.5", ("whole number",)),
+        ("loop.batch_size=true", ("whole number",)),
+        ("loop.batch_size=1", ("at least 2",)),
+        ("loss.mask_same_id=1", ("true or false",)),
+        ("optim.lr=0", ("greater than 0",)),
+        ("optim.betas=[0.9]", ("2 entries",)),
+        ("optim.betas=0.9", ("a list",)),
+        ("data.crop_scale=[0.9, 0.1]", ("low <= high",)),
+        ("data.source=table", ("path is needed",)),
+        ("loop.chunk_size=9999", ("chunk_size", "batch_size")),
+        ("model.weights=x", ("clip-*",)),
+        ("loss.initial_scale=200", ("max_scale",)),
+        ("loss=dense", ("a section",)),
+        ("lossname", ("section.key=value",)),
+    ],
+)
+def test_refusals_name_the_setting_and_what_was_wanted(override, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[loss\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("with_help", [False, True])
+def test_saved_configuration_is_read_back_equal(tmp_path, with_help):
+    config = load_config(None, ["loss.name=local", 'output.folder="a \\"b\\" ü"', "optim.lr=1e-4"])
+    (tmp_path / "c.toml").write_text(to_toml(config, help=with_help), encoding="utf-8")
+    assert build(RunConfig, read_toml(tmp_path / "c.toml")) == config
+
+
+def test_every_setting_has_help():
+    for section in dataclasses.fields(RunConfig):
+        for field in dataclasses.fields(getattr(RunConfig(), section.name)):
+            assert len(field.metadata["help"]) > 3, field.name
+
+
+def test_sections_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().loss.name = "dense"  # type: ignore[misc]
+
+
+def test_a_run_continues_only_with_the_same_mathematics():
+    saved = to_dict(RunConfig())
+    check_same_run(saved, load_config(None, ["output.log_every=7", "data.workers=5"]))
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        check_same_run(saved, load_config(None, ["optim.lr=0.5"]))
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+def test_any_override_is_applied_or_refused(key, value):
+    try:
+        load_config(None, [f"{key}={value}"])
+    except ConfigError:
+        pass
+    assert apply_overrides({}, [f"a.b={value}"])["a"]["b"] is not None
+
+
+def test_direct_construction_is_checked_too():
+    with pytest.raises(ConfigError, match="name is one of"):
+        LossConfig(name="x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="workers"):
+        DataConfig(workers=0)
