@@ -46,6 +46,7 @@ class Step:
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor] = field(default_factory=list)
+    value: Tensor | None = None  # of the loss, at the last call
 
     def clear(self) -> None:
         """Drop the gradients, so that every step allocates them anew."""
@@ -57,7 +58,8 @@ class Step:
         loss = self.forward()
         if loss.requires_grad:
             loss.backward()
-        return loss.detach()
+        self.value = loss.detach()
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,12 @@ def time_in_turns(
 
 
 def _warm_up(step: Callable[[], Any], device: torch.device, budget_s: float) -> Failure | None:
-    """Run once, to compile and tune, and twice more if that is cheap."""
+    """Run once, to compile and tune, and on for a while if that was quick."""
+    start = time.perf_counter()
     try:
         step()
         synchronize(device)
-        start = time.perf_counter()
-        while time.perf_counter() - start < 0.05 * budget_s:
+        while time.perf_counter() - start < 0.1 * budget_s:
             step()
             synchronize(device)
     except Exception as error:

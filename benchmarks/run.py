@@ -128,8 +128,6 @@ def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, rate: f
 def memory_fields(case: Case, method: str, step: measure.Step, device: torch.device) -> dict[str, Any]:
     """Peak memory and the value of the loss. A failure here is recorded beside the time."""
     try:
-        value = float(step())
-        step.clear()
         if device.type == "cuda":
             peak = measure.cuda_peak_bytes(step, device)
         else:
@@ -139,7 +137,7 @@ def memory_fields(case: Case, method: str, step: measure.Step, device: torch.dev
         return {"peak_bytes": None, "memory_reason": failure.reason}
     finally:
         step.clear()
-    return {"peak_bytes": peak, "loss_value": value}
+    return {"peak_bytes": peak} | ({} if step.value is None else {"loss_value": float(step.value)})
 
 
 def with_ratios(results: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:

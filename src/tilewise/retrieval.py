@@ -299,7 +299,7 @@ def _refuse_group_and_backend(group: Any | None, options: TileOptions | None) ->
     if group is not None:
         raise GroupError(
             "retrieval over a process group is not available yet, got a group. Gather the gallery on each "
-            "rank, rank the local queries against it with group=None, and average the recalls"
+            "rank, rank the local queries against it with group=None, and gather the ranks"
         )
     if check_options(options).backend == "triton":
         raise BackendError(
