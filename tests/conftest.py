@@ -1,0 +1,40 @@
+"""What all tests share: one thread each, no hidden deadlines, and memory that shows when it is read unwritten."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("tilewise", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("tilewise")
+torch.set_num_threads(1)
+
+MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+
+
+@pytest.fixture
+def nan_filled_empty(monkeypatch):
+    """Uninitialized memory of floating type is NaN, so that whoever reads it before writing is found out."""
+
+    def filled(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    for owner, name in MAKERS:
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that every case meets several of them, with ragged edges."""
+    from tilewise.kernels import tiles
+
+    monkeypatch.setattr(tiles, "TILE_ROWS", 48)
+    monkeypatch.setattr(tiles, "TILE_COLS", 80)
+    monkeypatch.setattr(tiles, "SYMMETRIC_TILE", 48)
