@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tilewise.cache import Encoder, GradientCache
-from tilewise.errors import GradientError
+from tilewise.errors import ConfigError, GradientError
 
 EXACT = 1e-6
 pytestmark = pytest.mark.group
@@ -145,6 +145,24 @@ def case_shared_tower_and_functions(rank: int, world: int) -> None:
             GradientCache(encoders, loss, chunk_size=2)(x[own], y[own])
             assert_same(grads_of(shared), want)
             assert counter.reductions == step + 1, wrap
+
+
+def case_settings_of_ddp(rank: int, world: int) -> None:
+    sizes = [5] * world
+    x, y, own = shards(sizes)
+    a, loss = tower(1), Contrast()
+    loss(a(x), a(y)).backward()
+    for setting in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph"):
+        shared = DDP(tower(1), **{setting: True})
+        step = GradientCache(shared, Contrast(sizes), chunk_size=2)
+        if setting == "static_graph":
+            with pytest.raises(ConfigError, match="in its first backward"):
+                step(x[own], y[own])
+            GradientCache(shared, Contrast(sizes), chunk_size=2, sync="every")(x[own], y[own])
+        for _ in range(3):
+            shared.zero_grad()
+            step(x[own], y[own])
+            assert_same(grads_of(shared), grads_of(a))
 
 
 def case_sync_in_every_chunk(rank: int, world: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from tilewise.errors import ConfigError
+
 Sync = Literal["last", "every"]
 
 
@@ -66,6 +68,7 @@ class SyncPlan:
 @contextmanager
 def _held_back(wrapper: nn.Module) -> Iterator[None]:
     if not _is_fsdp2(wrapper):
+        _check_static_graph(wrapper)
         with wrapper.no_sync():  # type: ignore[operator]
             yield
         return
@@ -76,6 +79,16 @@ def _held_back(wrapper: nn.Module) -> Iterator[None]:
         yield
     finally:
         set_sync(before, recurse=False)
+
+
+def _check_static_graph(wrapper: nn.Module) -> None:
+    """In its first backward DDP learns the static graph, and torch fails inside if it may not reduce then."""
+    if getattr(wrapper, "static_graph", False) and not getattr(wrapper, "_static_graph_delay_allreduce_enqueued", True):
+        raise ConfigError(
+            "DDP(static_graph=True) has to reduce gradients in its first backward, so it cannot wait for the last "
+            "chunk of the first step. Run that step with sync='every' (and equal numbers of chunks on all ranks), "
+            "or leave static_graph out"
+        )
 
 
 def _fsdp2_reduces(module: nn.Module) -> bool:
