@@ -58,6 +58,10 @@ class Crew:
 
     def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Large tensors get pages of their own, and new memory is filled with a value (0xfe, huge as a float): so
+        # resident memory is what is allocated, and what nobody wrote shows.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
+        os.environ.setdefault("MALLOC_PERTURB_", "1")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tilewise"])
         self.folder = tempfile.TemporaryDirectory()

@@ -1,0 +1,158 @@
+"""What the docs say about bytes, overlap and memory, measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.ring.crew import Crew, crew  # noqa: F401
+from tests.ring.wrapped import Counted, Slow, wrapped
+
+import tilewise as tw
+from tilewise.kernels.tiled import TorchBackend
+from tilewise.ring.schedule import backward_bytes, forward_bytes
+from tilewise.ring.virtual import run_virtual
+
+KEY, STAT, RUNNING = 8, 4, 8  # bytes per column: an int64 key, a float32 vector, a running float64 statistic
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("travelling", ["float32", "features"])
+def test_bytes_per_rank_are_as_documented(world, dtype, travelling):
+    rows, width = 10, 16
+
+    def work(group: Any) -> tuple[int, int, int]:
+        a, b = (torch.randn(rows, width).to(dtype).requires_grad_() for _ in range(2))
+        with wrapped(group) as (name, counted):
+            options = tw.TileOptions(ring_gradients=travelling)
+            loss = tw.clip_loss(a, b, 2.0, group=name, options=options)
+            forward = counted.sent
+            assert counted.gathers == (0 if world == 1 else 2)  # sizes of the rows, rows of the mean
+            loss.backward()
+            assert counted.gathers == (0 if world == 1 else 3)
+        return forward, counted.sent - forward, len(counted.hops)
+
+    size = dtype.itemsize
+    grad = 4 if travelling == "float32" else size
+    # Forward: features, the zero of each column, and its running log-sum-exp. Backward: features, zero, log-sum-exp and
+    # its incoming gradient, and the growing gradient.
+    want = (
+        forward_bytes(world, rows, width, size, vectors=STAT, credits=RUNNING),
+        backward_bytes(world, rows, width, size, grad, vectors=3 * STAT),
+    )
+    for forward, backward, _ in run_virtual(world, work):
+        assert (forward, backward) == want
+
+
+def test_a_frozen_side_and_a_single_direction_send_less():
+    rows, width, world = 6, 8, 3
+
+    def work(group: Any) -> list[int]:
+        a, b = torch.randn(rows, width, requires_grad=True), torch.randn(rows, width)
+        with wrapped(group) as (name, counted):
+            tw.info_nce(a, b, group=name).backward()
+        return counted.hops
+
+    for hops in run_virtual(world, work):
+        cargo = rows * width * 4  # rows only: no running statistics, no zeros; b is frozen: no gradient comes home
+        assert [hop for hop in hops if hop] == [cargo + rows * STAT] * (world - 1) * 2
+
+
+def test_vocabulary_parallel_heads_exchange_vectors_only():
+    tokens, width, classes = 12, 64, 30
+
+    def work(group: Any) -> tuple[int, int]:
+        hidden, head = torch.randn(tokens, width), torch.randn(classes, width)
+        with wrapped(group) as (name, counted):
+            tw.linear_cross_entropy(hidden, head, torch.arange(tokens), group=name)
+        return counted.sent, counted.reduced_bytes
+
+    for sent, reduced in run_virtual(3, work):
+        assert sent == 0
+        assert 0 < reduced <= tokens * 8 * 5  # the target's score, a maximum, and three sums
+
+
+SLEEP_S = 0.08
+
+
+class Sleepy(TorchBackend):
+    """A kernel that takes a known time, and no core."""
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return super().forward(*args, **more)
+
+    def backward(self, *args: Any, **more: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return super().backward(*args, **more)
+
+
+def timed_step(group: Any, link_s: float) -> float:
+    a, b = (torch.randn(8, 4, requires_grad=True) for _ in range(2))
+    with (
+        wrapped(group, Slow, link_s) as (name, _),
+        mock.patch("tilewise.ops.over_ring.choose_backend", return_value=Sleepy()),
+    ):
+        started = time.monotonic()
+        tw.clip_loss(a, b, 2.0, group=name).backward()
+        return time.monotonic() - started
+
+
+@pytest.mark.group
+@pytest.mark.parametrize("share", [1.0, 1.5])
+def test_the_exchange_hides_behind_the_work(crew: Crew, share):  # noqa: F811
+    """Step time is max(work, link) per block plus one exposed hop per direction, not their sum."""
+    world, link_s = 4, share * SLEEP_S
+    crew.run(timed_step, 0.0)
+    took = min(max(crew.run(timed_step, link_s)) for _ in range(3))  # a busy machine only ever adds
+    hidden = 2 * world * max(SLEEP_S, link_s) + 2 * link_s
+    in_turn = 2 * world * (SLEEP_S + link_s)
+    print(f"link/work {share}: {took:.3f} s; hidden {hidden:.3f} s, in turn {in_turn:.3f} s")
+    assert took < 0.5 * (hidden + in_turn)
+
+
+def peak_mib(group: Any, rows: int, width: int, dtype: torch.dtype) -> float:
+    """Peak resident memory of one step, the inputs included, above what the process held before."""
+
+    def status(name: str) -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) / 1024
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> None:
+        tw.clip_loss(a, b, 2.0, group=group, options=tw.TileOptions(workspace_mib=4)).backward()
+        a.grad = b.grad = None
+
+    small = torch.ones(4, 4, dtype=dtype, requires_grad=True)
+    step(small, small * 1)
+    before = status("VmRSS")
+    a, b = (torch.full((rows, width), 0.01, dtype=dtype, requires_grad=True) for _ in range(2))
+    step(a, b)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    step(a, b)
+    return status("VmHWM") - before
+
+
+@pytest.mark.group
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(crew: Crew, dtype):  # noqa: F811
+    rows, width = 256, 4096
+    block = rows * width * 4 / 2**20  # of a float32 gradient
+    two, four = (max(crew.run(peak_mib, rows, width, dtype, world=world)) for world in (2, 4))
+    print(f"{dtype}: {two / block:.1f} blocks of {block:.0f} MiB for W = 2, {four / block:.1f} for W = 4")
+    assert two > 5 * block  # the figure is real: gradients and buffers are in it
+    # Gathering the features and gradients of all ranks would add three blocks for each further rank.
+    assert four <= 1.1 * two
+
+
+def test_the_counter_counts():
+    def work(group: Any) -> list[int]:
+        with wrapped(group, Counted) as (_, counted):
+            counted.shift([torch.zeros(3)], [torch.zeros(3)]).wait()
+        return counted.hops
+
+    assert run_virtual(2, work) == [[12], [12]]

@@ -1,0 +1,90 @@
+"""Exchanges with something added: bytes counted, or a link that is slow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.ring.exchange import Pending, find_exchange, forget_exchange, register_exchange
+
+_serial = itertools.count()
+
+
+class Counted:
+    """Counts what this rank sends, hop by hop, and how often ranks talk otherwise."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.rank, self.world = inner, inner.rank, inner.world
+        self.hops: list[int] = []
+        self.types: set[torch.dtype] = set()
+        self.gathers = self.reduced_bytes = 0
+
+    @property
+    def sent(self) -> int:
+        return sum(self.hops)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        self.gathers += 1
+        return self.inner.gather(numbers)
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        self.hops.append(sum(part.numel() * part.element_size() for part in send))
+        self.types |= {part.dtype for part in send}
+        return self.inner.shift(send, receive)
+
+    def sum_(self, values: Tensor) -> None:
+        self.reduced_bytes += values.numel() * values.element_size()
+        self.inner.sum_(values)
+
+    def max_(self, values: Tensor) -> None:
+        self.reduced_bytes += values.numel() * values.element_size()
+        self.inner.max_(values)
+
+    def refuses(self, device: torch.device) -> str | None:
+        return self.inner.refuses(device)
+
+
+class Slow(Counted):
+    """A link on which every hop takes ``seconds``, counted from when it is posted."""
+
+    def __init__(self, inner: Any, seconds: float) -> None:
+        super().__init__(inner)
+        self.seconds = seconds
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        posted = time.monotonic()
+        return _Late(super().shift(send, receive), posted + self.seconds if send else posted)
+
+
+class _Late:
+    def __init__(self, inner: Pending, earliest: float) -> None:
+        self.inner, self.earliest = inner, earliest
+
+    def wait(self) -> None:
+        self.inner.wait()
+        time.sleep(max(self.earliest - time.monotonic(), 0.0))
+
+
+class Named:
+    """A stand-in for a group: its name leads to the wrapped exchange."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.group_name, self.rank, self.size = name, group.rank, group.size
+
+
+@contextlib.contextmanager
+def wrapped(group: Any, make: Any = Counted, *args: Any) -> Iterator[tuple[Named, Any]]:
+    """A group over ``make(exchange of group, *args)``, and that exchange."""
+    exchange = make(find_exchange(group.group_name), *args)
+    name = f"wrapped-{next(_serial)}"
+    register_exchange(name, exchange)
+    try:
+        yield Named(name, group), exchange
+    finally:
+        forget_exchange(name)
