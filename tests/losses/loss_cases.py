@@ -1,0 +1,334 @@
+"""Every loss with its arguments and its oracle: written once, used by every test that asks all losses the same thing.
+
+Axes: n rows, m columns, d features, k negatives of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tests import oracles
+from tests.oracles import reduced
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.kernels.spec import stat_dtype
+
+Loss = Callable[..., Tensor]  # (arguments, reduction=..., options=...) -> loss
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Differentiable arguments by name, our loss of them, and the dense one."""
+
+    leaves: dict[str, Tensor]
+    ours: Loss
+    dense: Loss
+
+
+class Maker:
+    """Random arguments of one type and size, the same numbers for all types (up to rounding)."""
+
+    def __init__(self, dtype: torch.dtype, n: int = 130, d: int = 24, seed: int = 0, device: str = "cpu") -> None:
+        self.dtype, self.n, self.d, self.device = dtype, n, d, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def random(self, *shape: int) -> Tensor:
+        """Normal numbers of the type of the features."""
+        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return values.to(self.device, self.dtype)
+
+    def unit(self, *shape: int) -> Tensor:
+        """Rows of length 1."""
+        values = torch.randn(*shape, self.d, generator=self.generator, dtype=torch.float64)
+        return F.normalize(values, dim=-1).to(self.device, self.dtype)
+
+    def number(self, value: float) -> Tensor:
+        """A learnable number, such as a temperature: never in a half type."""
+        return torch.tensor(value, device=self.device, dtype=stat_dtype(self.dtype))
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator).to(self.device)
+
+    def flags(self, *shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=self.generator) > 0.4).to(self.device)
+
+
+CASES: dict[str, Callable[[Maker], Problem]] = {}
+
+
+def case(make: Callable[[Maker], Problem]) -> Callable[[Maker], Problem]:
+    CASES[make.__name__] = make
+    return make
+
+
+def problem(name: str, dtype: torch.dtype = torch.float64, **size: Any) -> Problem:
+    """The case of that name, with leaves that require grad."""
+    made = CASES[name](Maker(dtype, **size))
+    for leaf in made.leaves.values():
+        leaf.requires_grad_()
+    return made
+
+
+def solve(
+    loss: Loss, leaves: dict[str, Tensor], upstream: Tensor | None = None, **how: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradient of each leaf; ``upstream`` is the gradient that comes in (1 for a scalar)."""
+    value = loss(SimpleNamespace(**leaves), **how)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    grads = torch.autograd.grad(value, list(wanted.values()), None if upstream is None else upstream.to(value.dtype))
+    return value.detach(), dict(zip(wanted, grads, strict=True))
+
+
+def converted(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of all leaves in another type."""
+    return {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in leaves.items()}
+
+
+def upstream_like(loss: Tensor, seed: int = 5) -> Tensor:
+    """A random incoming gradient, float64."""
+    return torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@case
+def clip(make: Maker) -> Problem:
+    return Problem(
+        {"image": make.unit(make.n), "text": make.unit(make.n), "scale": make.number(14.0)},
+        lambda p, **how: tw.clip_loss(p.image, p.text, p.scale, **how),
+        lambda p, **how: oracles.clip_dense(p.image, p.text, p.scale, **how),
+    )
+
+
+@case
+def clip_with_bias(make: Maker) -> Problem:
+    return Problem(
+        {"image": make.unit(make.n), "text": make.unit(make.n), "scale": make.number(14.0), "bias": make.number(-2.0)},
+        lambda p, **how: tw.clip_loss(p.image, p.text, p.scale, p.bias, **how),
+        lambda p, **how: oracles.clip_dense(p.image, p.text, p.scale, **how) + 0.0 * p.bias,
+    )
+
+
+@case
+def siglip(make: Maker) -> Problem:
+    return Problem(
+        {"image": make.unit(make.n), "text": make.unit(make.n), "scale": make.number(10.0), "bias": make.number(-4.0)},
+        lambda p, **how: tw.siglip_loss(p.image, p.text, p.scale, p.bias, **how),
+        lambda p, **how: oracles.siglip_dense(p.image, p.text, p.scale, p.bias, **how),
+    )
+
+
+@case
+def nt_xent(make: Maker) -> Problem:
+    return Problem(
+        {"z": make.unit(make.n // 2 * 2), "temperature": make.number(0.2)},
+        lambda p, **how: tw.nt_xent(p.z, temperature=p.temperature, **how),
+        lambda p, **how: oracles.nt_xent_dense(p.z, p.temperature, **how),
+    )
+
+
+def _supcon(make: Maker, labels: Tensor) -> Problem:
+    return Problem(
+        {"z": make.unit(make.n), "temperature": make.number(0.1)},
+        lambda p, **how: tw.supcon_loss(p.z, labels, temperature=p.temperature, **how),
+        lambda p, **how: oracles.supcon_dense(p.z, labels, p.temperature, **how),
+    )
+
+
+@case
+def supcon(make: Maker) -> Problem:
+    return _supcon(make, make.integers(5, make.n))
+
+
+@case
+def supcon_lonely_rows(make: Maker) -> Problem:
+    """Labels so many that about a third of the rows have no positive; negative and huge ones too."""
+    return _supcon(make, make.integers(make.n, make.n) * 2**40 - 2**41)
+
+
+def _info_nce(make: Maker, negatives: Tensor | None = None, **fixed: Any) -> Problem:
+    leaves = {"query": make.unit(make.n), "key": make.unit(make.n), "temperature": make.number(0.1)}
+    if negatives is not None:
+        leaves["negatives"] = negatives
+    return Problem(
+        leaves,
+        lambda p, **how: tw.info_nce(
+            p.query, p.key, getattr(p, "negatives", None), temperature=p.temperature, **fixed, **how
+        ),
+        lambda p, **how: oracles.info_nce_dense(
+            p.query, p.key, getattr(p, "negatives", None), p.temperature, **fixed, **how
+        ),
+    )
+
+
+@case
+def info_nce(make: Maker) -> Problem:
+    return _info_nce(make)
+
+
+@case
+def info_nce_symmetric(make: Maker) -> Problem:
+    return _info_nce(make, symmetric=True)
+
+
+@case
+def info_nce_shared_negatives(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n // 2 + 3))
+
+
+@case
+def info_nce_shared_masked(make: Maker) -> Problem:
+    count = make.n // 2 + 3
+    return _info_nce(make, make.unit(count), negative_mask=make.flags(count))
+
+
+@case
+def info_nce_only_shared_negatives(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n // 2 + 3), in_batch=False)
+
+
+@case
+def info_nce_ids(make: Maker) -> Problem:
+    ids = make.integers(make.n // 2, make.n)
+    return _info_nce(make, symmetric=True, query_ids=ids, key_ids=ids)
+
+
+@case
+def info_nce_ids_of_negatives(make: Maker) -> Problem:
+    count = make.n // 2 + 3
+    key_ids = make.integers(make.n // 2, make.n + count)
+    return _info_nce(
+        make, make.unit(count), symmetric=True, query_ids=make.integers(make.n // 2, make.n), key_ids=key_ids
+    )
+
+
+@case
+def info_nce_own_negatives(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n, 4))
+
+
+@case
+def info_nce_own_masked(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n, 4), negative_mask=make.flags(make.n, 4), symmetric=True)
+
+
+@case
+def info_nce_only_own_negatives(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n, 4), in_batch=False)
+
+
+def _cross_entropy(make: Maker, *, bias: bool = False, weight: bool = False, **fixed: Any) -> Problem:
+    tokens = 5 if fixed.get("shift") else None
+    rows = (max(make.n // 5, 2), tokens) if tokens else (make.n,)
+    classes = make.n + 41
+    target = make.integers(classes, *rows)
+    target[..., ::3] = fixed.get("ignore_index", -100)
+    leaves = {
+        "hidden": make.random(*rows, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+    }
+    if bias:
+        leaves["bias"] = make.random(classes)
+    of_class = make.random(classes).abs() if weight else None
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        return tw.linear_cross_entropy(
+            p.hidden,
+            p.classifier,
+            target,
+            linear_bias=getattr(p, "bias", None),
+            weight=of_class,
+            logit_scale=p.scale,
+            **fixed,
+            **how,
+        )
+
+    def dense(p: Any, **how: Any) -> Tensor:
+        bias = getattr(p, "bias", None)
+        of_type = None if of_class is None else of_class.to(p.hidden.dtype)
+        return oracles.linear_cross_entropy_dense(
+            p.hidden, p.classifier, target, bias, of_type, scale=p.scale, **fixed, **how
+        )
+
+    return Problem(leaves, ours, dense)
+
+
+@case
+def cross_entropy(make: Maker) -> Problem:
+    return _cross_entropy(make)
+
+
+@case
+def cross_entropy_bias(make: Maker) -> Problem:
+    return _cross_entropy(make, bias=True)
+
+
+@case
+def cross_entropy_ignoring_a_class(make: Maker) -> Problem:
+    return _cross_entropy(make, ignore_index=2)
+
+
+@case
+def cross_entropy_weighted(make: Maker) -> Problem:
+    return _cross_entropy(make, weight=True)
+
+
+@case
+def cross_entropy_smoothed(make: Maker) -> Problem:
+    return _cross_entropy(make, bias=True, label_smoothing=0.2)
+
+
+@case
+def cross_entropy_smoothed_weighted(make: Maker) -> Problem:
+    return _cross_entropy(make, weight=True, label_smoothing=0.3)
+
+
+@case
+def cross_entropy_smoothed_only(make: Maker) -> Problem:
+    return _cross_entropy(make, label_smoothing=1.0)
+
+
+@case
+def cross_entropy_softcap(make: Maker) -> Problem:
+    return _cross_entropy(make, softcap=2.0)
+
+
+@case
+def cross_entropy_z_loss(make: Maker) -> Problem:
+    return _cross_entropy(make, z_loss=0.01)
+
+
+@case
+def cross_entropy_shift(make: Maker) -> Problem:
+    return _cross_entropy(make, shift=2)
+
+
+@case
+def cross_entropy_everything(make: Maker) -> Problem:
+    return _cross_entropy(make, bias=True, weight=True, label_smoothing=0.1, softcap=3.0, z_loss=0.01, shift=1)
+
+
+@case
+def logsumexp(make: Maker) -> Problem:
+    columns = make.n + 9
+
+    def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
+        lse = tw.linear_logsumexp(p.a, p.b, scale=p.scale, bias=p.bias, softcap=6.0, **how)
+        return reduced(lse, reduction)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        scores = p.scale * p.a @ p.b.T + p.bias
+        return reduced(torch.logsumexp(6.0 * torch.tanh(scores / 6.0), 1), reduction)
+
+    leaves = {
+        "a": make.random(make.n, make.d),
+        "b": make.random(columns, make.d),
+        "scale": make.number(0.7),
+        "bias": make.random(columns),
+    }
+    return Problem(leaves, ours, dense)
