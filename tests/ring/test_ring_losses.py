@@ -145,3 +145,31 @@ def test_two_groups_in_one_backward(crew: Crew):  # noqa: F811
     want = loss_and_gradients("clip", tensors)
     got = torch.cat([parts[2][0], parts[3][0]]) / 2
     assert relative_error(got, want["a"]) < 1e-12
+
+
+def compiled(group: Any, kind: str) -> list[float]:
+    """Errors of a compiled loss and of its gradient against the same loss run eagerly."""
+    tensors = make_tensors(5 + group.rank(), 2, torch.float32, seed=group.rank())
+    hidden = make_tensors(6, 2, torch.float32)["a"]
+    a, b = (tensors[name].requires_grad_() for name in "ab")
+
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if kind == "clip":
+            return tw.clip_loss(a, b, 3.0, group=group)
+        if kind == "nt_xent":
+            return tw.nt_xent(torch.cat([a, b]), group=group)
+        target = torch.arange(len(hidden))
+        return tw.linear_cross_entropy(hidden, b, target, label_smoothing=0.1, group=group) + 0 * a.sum()
+
+    found = [torch.autograd.grad(f(a, b), [a, b]) for f in (loss, _compile(loss))]
+    return [relative_error(got, want) for want, got in zip(*found, strict=True)]
+
+
+def _compile(loss: Any) -> Any:
+    return torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["clip", "nt_xent", "head"])
+def test_a_loss_over_a_group_compiles_into_one_graph(crew: Crew, kind):  # noqa: F811
+    for errors in crew.run(compiled, kind, world=2):
+        assert max(errors) < 1e-6

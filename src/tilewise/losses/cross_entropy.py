@@ -72,7 +72,7 @@ def linear_cross_entropy(
     a, shape = _rows(input, shift)
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
-    start, classes = column_spread(c.shape[0], name)
+    start, classes = column_spread(c, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = check_bias("weight", weight, c)
@@ -118,7 +118,7 @@ def linear_cross_entropy(
         assert col_weight is not None
         assert stats.row_sum is not None
         uniform = column_sum(col_weight.sum(), name) * (stats.row_lse + zero) - stats.row_sum
-        loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing / classes * uniform
+        loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing * uniform / classes
     if z_loss:
         loss_n = loss_n + z_loss * (stats.row_lse + zero).square()
     loss_n = torch.where(valid, loss_n, 0.0)
@@ -144,7 +144,7 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     return _check.check_features("input", flat), input.shape[:-1]
 
 
-def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int) -> Tensor:
+def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
     """The targets of the scored states: (n,) int64."""
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
@@ -159,7 +159,7 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
         wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]
         if wrong.numel():
             raise RangeError(
-                f"targets are class indices in [0, {classes}) or ignore_index={ignore_index}, "
+                f"targets are class indices in [0, {int(classes)}) or ignore_index={ignore_index}, "
                 f"got {wrong[0].item()} ({wrong.numel()} out of range)"
             )
     return y

@@ -5,10 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def column_spread(columns: int, group_name: str) -> tuple[int, int]:
-    """Where this rank's slice of the columns starts, and how many columns all ranks have together."""
+def column_spread(columns: Tensor, group_name: str) -> tuple[int | Tensor, int | Tensor]:
+    """Where this rank's slice of the columns starts, and how many columns all ranks have together.
+
+    Over a group these are 0-d tensors, which a graph can hold before the ranks have met.
+    """
     if not group_name:
-        return 0, columns
+        return 0, columns.shape[0]
     from tilewise.ops.over_ring import spread_over_group
 
     return spread_over_group(columns, group_name)

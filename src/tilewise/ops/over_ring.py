@@ -301,11 +301,23 @@ def _(loss_n, reduction, group_name):  # type: ignore[no-untyped-def]
     return loss_n.new_empty(())
 
 
-def spread_over_group(columns: int, group_name: str) -> tuple[int, int]:
-    """Where this rank's slice of the columns starts, and how many columns there are in all."""
+def spread_over_group(columns: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Where this rank's slice of the columns starts, and how many columns there are in all: 0-d tensors."""
+    start, total = torch.ops.tilewise.group_spread(columns.detach(), group_name).unbind()
+    return start, total
+
+
+@torch.library.custom_op("tilewise::group_spread", mutates_args=())
+def _group_spread(columns: Tensor, group_name: str) -> Tensor:
     exchange = find_exchange(group_name)
-    shards = agree(exchange, 0, columns, {"call": "columns of a classifier"})
-    return shards.col_start(shards.rank), shards.all_cols
+    call = {"call": "slices of a classifier", "width": columns.shape[1], "type": columns.dtype}
+    shards = agree(exchange, 0, columns.shape[0], call)
+    return torch.tensor([shards.col_start(shards.rank), shards.all_cols], device=columns.device)
+
+
+@_group_spread.register_fake
+def _(columns, group_name):  # type: ignore[no-untyped-def]
+    return columns.new_empty(2, dtype=torch.int64)
 
 
 def sum_over_group(values: Tensor, group_name: str) -> Tensor:
