@@ -93,11 +93,16 @@ def summarize(samples_ms: list[float]) -> Timing:
 
 
 def time_in_turns(
-    steps: Mapping[str, Callable[[], Any]], device: torch.device, *, repeats: int = 20, budget_s: float = 4.0
+    steps: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    repeats: int = 20,
+    budget_s: float = 4.0,
+    least: int = 1,
 ) -> dict[str, Timing | Failure]:
     """Time of each step. They warm up one after the other, then take turns.
 
-    A step leaves the round when it had `repeats` turns or used `budget_s` seconds, but has one turn at least.
+    A step leaves the round when it had `repeats` turns or used `budget_s` seconds, but has `least` turns.
     One that fails is reported with its reason, and the others go on.
     """
     outcome: dict[str, Timing | Failure] = {}
@@ -108,7 +113,7 @@ def time_in_turns(
     samples: dict[str, list[float]] = {name: [] for name in steps if name not in outcome}
     for _ in range(repeats):
         for name, taken in samples.items():
-            if name in outcome or sum(taken) > 1e3 * budget_s:
+            if name in outcome or (sum(taken) > 1e3 * budget_s and len(taken) >= least):
                 continue
             try:
                 taken.append(timed_ms(steps[name], device))

@@ -100,6 +100,18 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def short(size: int) -> str:
+    """A batch size as people say it.
+
+    >>> short(32768), short(1048576), short(1000)
+    ('32k', '1M', '1000')
+    """
+    for unit, word in ((2**20, "M"), (2**10, "k")):
+        if size % unit == 0:
+            return f"{size // unit}{word}"
+    return str(size)
+
+
 def ratio(result: Result, name: str) -> str:
     """A ratio, or nothing."""
     return f"{result[name]:.2f}" if name in result else ""
@@ -126,6 +138,8 @@ def plots(report: dict[str, Any], file: Path) -> list[Path]:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
         draw(left, results, "median_ms", 1.0, "time of a step (ms)")
         draw(right, results, "peak_bytes", 2.0**20, "peak memory above the inputs (MiB)")
+        if any(result["status"] == "oom" for result in results):
+            right.plot([], [], "x", color="0.3", markersize=9, markeredgewidth=2, label="out of memory")
         right.legend(frameon=False)
         figure.suptitle(f"{loss} loss, forward and backward, d = {width}, {dtype}, {report['device']}")
         path = file.with_name(f"{file.stem}-{loss}-{width}.png")
@@ -148,10 +162,9 @@ def draw(axes: Any, results: list[Result], field: str, unit: float, label: str) 
         if lost:
             height = ceiling * 1.3**place
             axes.plot(lost, [height] * len(lost), "x", color=color, markersize=9, markeredgewidth=2)
-            axes.annotate("out of memory", (lost[0], height), color=color, ha="right", fontsize=8)
     sizes = sorted({r["rows"] for r in results})
     axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=label, xticks=sizes)
-    axes.set_xticklabels([f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes])
+    axes.set_xticklabels([short(size) for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 

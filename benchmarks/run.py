@@ -48,13 +48,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if not chosen:
         raise SystemExit(f"no case of the {arguments.suite} suite is called like {arguments.only!r}")
     repeats, budget_s = (3, 1.0) if arguments.quick else (arguments.repeats, arguments.budget_s)
+    least = 1 if arguments.quick or device.type == "cuda" else 3  # a CPU is rarely alone, a GPU is
     command = arguments.command or shlex.join(["python", "-m", "benchmarks.run", *(argv or sys.argv[1:])])
     report = describe(arguments.suite, device, command, repeats, budget_s)
+    report["commit"] = report["commit"] or arguments.commit or "unknown"
     path = arguments.out or RESULTS / f"{arguments.suite}-{slug(report['device'])}.json"
     with progress(chosen) as turn:
         for case in chosen:
             turn(case.name)
-            report["results"] += run_case(case, device, repeats, budget_s)
+            report["results"] += run_case(case, device, repeats, budget_s, least)
             write(path, report)
     print(f"wrote {path}")
     return path
@@ -71,6 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of a method in a case, about")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
     parser.add_argument("--out", type=Path, help="where to write, instead of benchmarks/results")
+    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
     return parser.parse_args(argv)
 
@@ -84,7 +87,7 @@ def choose(suite: list[Case], only: str, quick: bool) -> list[Case]:
     return chosen
 
 
-def run_case(case: Case, device: torch.device, repeats: int, budget_s: float) -> list[dict[str, Any]]:
+def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, least: int) -> list[dict[str, Any]]:
     """One result for each method of the case."""
     rate = measure.sustained_rate(device)
     inputs = cases.make_inputs(case, device)
@@ -95,7 +98,7 @@ def run_case(case: Case, device: torch.device, repeats: int, budget_s: float) ->
             steps[method] = cases.build_step(case, method, inputs)
         except peers.PeerAbsent as absent:
             outcome[method] = measure.Failure("absent", str(absent))
-    outcome |= measure.time_in_turns(steps, device, repeats=repeats, budget_s=budget_s)
+    outcome |= measure.time_in_turns(steps, device, repeats=repeats, budget_s=budget_s, least=least)
     results = []
     for method in case.methods:
         result = {"case": case.name, "method": method, **asdict(case)}
@@ -159,7 +162,7 @@ def describe(suite: str, device: torch.device, command: str, repeats: int, budge
         "format": FORMAT,
         "suite": suite,
         "command": command,
-        "commit": git("rev-parse", "HEAD") or "unknown",
+        "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": cuda.name if cuda else cpu_name(),

@@ -56,6 +56,8 @@ def test_time_is_the_median_of_the_turns():
         "sleeper"
     ]
     assert timing.repeats == 1
+    several = measure.time_in_turns({"x": lambda: None}, CPU, repeats=9, budget_s=0.0, least=3)
+    assert several["x"].repeats == 3
     waits = [0.01, 0.01, 0.01, 0.2, 0.01, 0.01]
     timing = measure.time_in_turns(
         {"sleeper": lambda: time.sleep(waits.pop() if waits else 0.01)}, CPU, repeats=9, budget_s=0.3

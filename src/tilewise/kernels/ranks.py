@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
-from tilewise.kernels.tiled import matmul_precision
+from tilewise.kernels.precision import matmul_precision
 from tilewise.options import Precision
 
 #: Larger than any index: stands for "none yet" where the smallest index wins.
