@@ -61,7 +61,8 @@ def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
     hf = _transformers()
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = hf.CLIPConfig(
-        text_config={**small, "vocab_size": 1024, "max_position_embeddings": 16, "eos_token_id": 1023, "bos_token_id": 1022, "pad_token_id": 0},
+        text_config={**small, "vocab_size": 1024, "max_position_embeddings": 16, "eos_token_id": 1023,
+                     "bos_token_id": 1022, "pad_token_id": 0},
         vision_config={**small, "image_size": 16, "patch_size": 8}, projection_dim=24,
     )  # fmt: skip
     from transformers import CLIPModel

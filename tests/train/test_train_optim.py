@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from tests.compare import relative_error
@@ -99,7 +101,7 @@ def test_schedule_warms_up_peaks_and_ends():
     assert rates[9] == rates[10] == max(rates) == 2.0
     assert rates[55] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
     assert rates[100] == pytest.approx(0.2)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
 def test_averaged_weights_follow_their_equation_and_come_and_go():

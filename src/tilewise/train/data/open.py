@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,16 @@ from tilewise.train.data.table import Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
 
 
+@functools.lru_cache(maxsize=2)
+def _icons(path: str) -> IconSet:
+    """An icon set; a run asks for it more than once."""
+    return load_icons(path or None)
+
+
 def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
     """The training pairs."""
     if config.source == "icons":
-        return IconSource(load_icons(config.path or None).split("train"), augment=config.augment in ("auto", "icon"))
+        return IconSource(_icons(config.path).split("train"), augment=config.augment in ("auto", "icon"))
     crop = config.crop_scale if config.augment in ("auto", "crop") else None
     how = Preparation(image_size, crop, config.crop_ratio)
     if config.source == "shards":
@@ -90,7 +97,7 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
     """The held-out pairs of a run (`path` overrides the configured ones); None where there are none."""
     path = path or config.eval_path
     if config.source == "icons":
-        return pairs_of_icons(load_icons(path or config.path or None).split("test"))
+        return pairs_of_icons(_icons(path or config.path).split("test"))
     if not path:
         return None
     how = Preparation(image_size)

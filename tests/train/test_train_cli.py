@@ -1,0 +1,162 @@
+"""The commands, on one small run: train, evaluate, search, the report, the demo's settings."""
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from PIL import Image
+from tests.train.small_icons import write_small_icons
+from typer.testing import CliRunner
+
+from tilewise.errors import CheckpointError, ConfigError, DataError
+from tilewise.train.cli import app
+from tilewise.train.config import RunConfig
+from tilewise.train.demo import demo_config
+from tilewise.train.memory import DENSE_MATRICES, activation_bytes
+from tilewise.train.settings import build, to_toml
+
+SETTINGS = [
+    "model.width=32", "model.depth=1", "model.text_buckets=512", "model.embed_dim=16", "loop.batch_size=64",
+    "loop.chunk_size=32", "loop.steps=4", "loop.threads=1", "output.evaluate_every=2",
+]  # fmt: skip
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "c.toml").write_text("")
+    icons = write_small_icons(folder / "small.zip")
+    result = invoke("train", folder / "c.toml", *SETTINGS, f"output.folder={folder / 'run'}", f"data.path={icons}")
+    assert result.exit_code == 0, result.output
+    assert 'name = "tilewise"' in result.output  # the settings are printed
+    assert "report.html" in result.output
+    return folder / "run"
+
+
+def test_search_writes_a_sheet_and_lists_the_best(run):
+    result = invoke("search", run, "arrow left", "heart", "--top", 4)
+    assert result.exit_code == 0
+    assert "arrow left" in result.output
+    assert len(re.findall(r"^ +-?\d\.\d{3}  ", result.output, re.M)) == 8
+    with Image.open(run / "search.png") as sheet:
+        assert sheet.width > 300
+        assert sheet.convert("L").getextrema()[0] < 128
+
+
+def test_evaluate_prints_and_keeps_the_recalls(run):
+    result = invoke("evaluate", run)
+    assert "text to image" in result.output
+    kept = json.loads((run / "evaluation.json").read_text())
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert kept["retrieval"]["i2t_r10"] == pytest.approx(last["i2t_r10"], abs=0.05)
+
+
+def test_tensorboard_events_are_written(run):
+    assert list((run / "tensorboard").glob("events*"))
+
+
+def test_the_report_holds_everything_and_needs_nothing(run):
+    page = (run / "report.html").read_text()
+    for words in ("recall at 10", "Searches", "Memory", "dense", "peak", "config.toml", "shopping cart", "Loss"):
+        assert words in page, words
+    for outside in ("http://", "https://", "<script", "src='", 'src="/'):
+        assert outside not in page.replace("http://www.w3.org/2000/svg", ""), outside
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 120
+    with Image.open(io.BytesIO(base64.b64decode(pictures[0]))) as first:
+        assert first.size == (64, 64)
+
+
+def test_the_report_opens_in_a_browser_without_errors(run, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on this machine (Debian package: chromium)")
+    command = [
+        browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        "--enable-logging=stderr", "--log-level=0", f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1100,2400", f"--screenshot={tmp_path / 'page.png'}", f"file://{(run / 'report.html').resolve()}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert console == []
+    with Image.open(tmp_path / "page.png") as shot:
+        assert shot.width == 1100
+        assert len(shot.convert("L").getcolors(256) or []) > 40  # not an empty page
+
+
+def test_unknown_runs_and_settings_are_refused(tmp_path, run):
+    with pytest.raises(ConfigError, match=r"no config\.toml"):
+        invoke("evaluate", tmp_path)
+    (tmp_path / "config.toml").write_text(to_toml(RunConfig()))
+    with pytest.raises(CheckpointError, match="train it first"):
+        invoke("search", tmp_path, "x")
+    with pytest.raises(ConfigError, match="did you mean 'loss'"):
+        invoke("train", tmp_path / "config.toml", "los.name=dense")
+    (tmp_path / "classes" / "red").mkdir(parents=True)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "classes" / "red" / "1.png")
+    with pytest.raises(DataError, match="colour images"):
+        invoke("evaluate", run, "--zero-shot", tmp_path / "classes")
+
+
+def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
+    colours = {"red": (220, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 210)}
+    for name, colour in colours.items():
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        for i in range(6):
+            shade = tuple(max(0, c - 5 * i) for c in colour)
+            Image.new("RGB", (40, 32), shade).save(tmp_path / "classes" / name / f"{i}.png")
+            (tmp_path / "classes" / name / f"{i}.txt").write_text(name)
+    (tmp_path / "c.toml").write_text("")
+    settings = [
+        "model.name=clip-tiny", "data.source=folder", f"data.path={tmp_path / 'classes'}", "loop.batch_size=18",
+        "loop.chunk_size=8", "loop.steps=15", "loop.threads=1", "optim.lr=2e-3", f"output.folder={tmp_path / 'run'}",
+        "output.report=false", "output.tensorboard=false",
+    ]  # fmt: skip
+    assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
+    result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")
+    assert "zero-shot over 3 classes" in result.output
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert found["zero_shot"]["top1"] > 0.6
+    assert found["zero_shot"]["top5"] == 1.0
+
+
+def test_config_prints_settings_that_can_be_read_again(tmp_path):
+    import tomllib
+
+    result = invoke("config", "loss.name=local")
+    assert build(RunConfig, tomllib.loads(result.output)).loss.name == "local"
+    assert "# peak learning rate" in result.output
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_demo_has_large_batches_through_the_cache(cuda):
+    config = demo_config(["output.folder=x"], cuda=cuda)
+    assert config.loop.batch_size >= 4096
+    assert config.loop.chunk_size < config.loop.batch_size
+    assert config.loss.name == "tilewise"
+    assert config.output.folder == "x"
+
+
+def test_help_is_quick_to_read_and_names_the_commands():
+    result = invoke("--help")
+    for command in ("train", "evaluate", "search", "demo", "config"):
+        assert command in result.output
+
+
+def test_activations_are_counted_once_per_storage():
+    x = torch.randn(100, 10, requires_grad=True)
+    assert activation_bytes(lambda: (x.exp() * x.exp()).sum()) == 2 * 4000
+    assert activation_bytes(lambda: x + 1) == 0
+    assert DENSE_MATRICES == 4

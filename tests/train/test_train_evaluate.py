@@ -1,0 +1,88 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tilewise.errors import RangeError
+from tilewise.train.data.open import EvalImages, EvalPairs
+from tilewise.train.evaluate import Encoders, chance_recall, class_features, evaluate_retrieval, evaluate_zero_shot
+
+
+class LookUp(torch.nn.Module):
+    """A model whose image features are read off the pixels, and whose text features off a table of words."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+        self.image = lambda pixels: F.normalize(pixels.float().flatten(1), dim=1)
+        self.text = lambda rows: F.normalize(rows, dim=1)
+
+    def tokenizer(self, texts):
+        return {"rows": torch.stack([sum(self.table[w] for w in t.split()) for t in texts])}
+
+
+def encoders(table):
+    return Encoders(LookUp(table), torch.device("cpu"), chunk_size=3)
+
+
+def axis(i, d=6):
+    return F.one_hot(torch.tensor(i), d).float()
+
+
+def pixels(*rows):
+    return torch.stack([(255 * row).to(torch.uint8).view(1, 2, 3) for row in rows])
+
+
+def test_recall_counts_every_right_answer_in_both_directions():
+    table = {f"w{i}": axis(i) for i in range(6)}
+    images = pixels(axis(0), axis(1), axis(2), axis(3))
+    # Captions 0 and 1 belong to image 0; caption w2 to image 1, whose picture shows w1: wrong.
+    texts, text_ids = ["w0", "w0 w5", "w2", "w2", "w3"], torch.tensor([0, 0, 1, 2, 3])
+    pairs = EvalPairs(EvalImages(images), torch.arange(4), texts, text_ids)
+    found = evaluate_retrieval(encoders(table), pairs, ks=(1, 2))
+    assert found["t2i_r1"] == pytest.approx(4 / 5)
+    assert found["i2t_r1"] == pytest.approx(2 / 4)  # image 2 ties between two captions, and the first is not its own
+    assert found["t2i_chance1"] == pytest.approx(1 / 4)
+    assert found["i2t_chance1"] == pytest.approx((2 / 5 + 3 * 1 / 5) / 4)
+
+
+def test_images_that_share_an_id_are_all_right():
+    table = {"a": axis(0), "b": axis(1)}
+    images = pixels(axis(1), axis(0), axis(0))
+    ids = torch.tensor([0, 0, 1])
+    pairs = EvalPairs(EvalImages(images), ids, ["a", "b", "a"], ids)
+    found = evaluate_retrieval(encoders(table), pairs, ks=(1,))
+    assert found["t2i_r1"] == pytest.approx(2 / 3)  # for "a" images 1 and 2 tie: the first is right for id 0 only
+    assert evaluate_retrieval(encoders(table), pairs, ks=(2,))["t2i_r2"] == 1.0
+    assert found["t2i_chance1"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
+
+
+def test_chance_is_what_random_orders_give():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 12, (40,), generator=generator)
+    hits = torch.zeros(())
+    for _ in range(300):
+        order = torch.randperm(40, generator=generator)
+        hits += (ids[order[:5]][None] == ids[:, None]).any(1).float().mean() / 300
+    assert chance_recall(ids, ids, 5) == pytest.approx(hits.item(), abs=0.02)
+    assert chance_recall(torch.tensor([1, 99]), torch.tensor([1, 2]), 1) == 0.5  # 99 has no answer: left out
+    assert chance_recall(ids, ids, 40) == 1.0
+
+
+def test_zero_shot_ranks_classes_through_templates():
+    table = {f"c{i}": axis(i) for i in range(6)} | {"a": 0.1 * axis(5), "photo": 0.1 * axis(4)}
+    images = pixels(axis(0), axis(1), axis(2), axis(2))
+    labels = torch.tensor([0, 1, 2, 1])
+    classes = [f"c{i}" for i in range(6)]
+    found = evaluate_zero_shot(encoders(table), [images], labels, classes, ["a photo {}", "{}"])
+    assert found["top1"] == 0.75
+    assert found["top5"] == 1.0
+    features = class_features(encoders(table), classes, ["a photo {}", "{}"])
+    want = F.normalize(F.normalize(axis(0) + table["a"] + table["photo"], dim=0) + axis(0), dim=0)
+    assert (features[0] - want).norm() < 1e-6
+
+
+def test_templates_without_a_place_for_the_class_are_refused():
+    with pytest.raises(RangeError, match=r"\{\}"):
+        class_features(encoders({}), ["a"], ["a photo"])
+    with pytest.raises(RangeError, match="0 and 1"):
+        class_features(encoders({}), [], ["{}"])

@@ -1,0 +1,83 @@
+"""Several ranks: the loss curve is that of one process with the same global batch."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from tests.train.small_icons import write_small_icons
+
+from tilewise.train.run_folder import RunFolder
+
+SETTINGS = [
+    "model.width=32", "model.depth=1", "model.text_buckets=512", "model.embed_dim=16",
+    "loop.batch_size=62", "loop.chunk_size=12", "loop.steps=5", "loop.threads=1", "loop.device=cpu",
+    "optim.lr=3e-3", "optim.ema_decay=0.9", "output.checkpoint_every=2", "output.evaluate_every=0",
+    "output.report=false", "output.tensorboard=false",
+]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(world, folder, overrides):
+    """The processes that torchrun would start, with its environment."""
+    folder.mkdir(exist_ok=True)
+    (folder / "start.toml").write_text("")
+    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(folder / "start.toml"), *SETTINGS]
+    command += [f"output.folder={folder}", *overrides]
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**common, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+    return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
+
+
+@pytest.mark.group
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.name=tilewise", "loss.mask_same_id=true"],
+        ["loss.name=dense"],
+        ["loss.name=local"],
+        ["loss.name=tilewise", "loss.kind=siglip"],
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_ranks_agree_with_one_process(tmp_path, overrides):
+    settings = [*overrides, f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
+    alone = start_ranks(1, tmp_path / "one", settings)
+    for world in (2, 3) if "tilewise" in overrides[0] else (2,):
+        curve = start_ranks(world, tmp_path / f"w{world}", settings)
+        assert [line["rows"] for line in curve] == [62] * 5
+        for got, want in zip(curve, alone, strict=True):
+            assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
+            assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
+            assert got["scale"] == pytest.approx(want["scale"], rel=1e-5)
+
+
+@pytest.mark.group
+@pytest.mark.slow
+def test_a_run_on_two_ranks_continues_on_one(tmp_path):
+    settings = [f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
+    whole = start_ranks(1, tmp_path / "one", settings)
+    start_ranks(2, tmp_path / "two", settings)
+    checkpoints = RunFolder(tmp_path / "two").checkpoints
+    import shutil
+
+    shutil.rmtree(checkpoints / "step-00000005")
+    again = start_ranks(1, tmp_path / "two", settings)
+    assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
+    assert again[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=2e-5)
