@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +325,8 @@ CASES: list[Callable[[int, int], None]] = [value for name, value in list(globals
 
 def one_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    patience = timedelta(seconds=60)  # a rank that waits for another in vain fails the test, it does not hang it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=patience)
     for case in CASES:
         try:
             case(rank, world)
