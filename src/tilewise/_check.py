@@ -49,6 +49,12 @@ def group_name(group: Any) -> str:
 
 def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
     """A floating tensor of that many dimensions, in autocast's type where autocast is on."""
+    check_floating(name, features, dims)
+    return autocast(features)
+
+
+def check_floating(name: str, features: Tensor, dims: int) -> None:
+    """A floating tensor of that many dimensions."""
     if not isinstance(features, Tensor):
         raise DtypeError(f"{name} is a tensor, got {type(features).__name__}")
     if features.dtype not in FLOATS:
@@ -59,7 +65,6 @@ def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
     if features.dim() != dims:
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimensions"
         raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}")
-    return autocast(features)
 
 
 def autocast(features: Tensor) -> Tensor:

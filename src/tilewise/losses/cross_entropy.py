@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import DtypeError, RangeError, ShapeError
+from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.columns import column_spread, column_sum
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     start, classes = column_spread(c, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
-    weight = check_bias("weight", weight, c)
+    weight = _check_class_weight(weight, c)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}")
     _check.check_number("z_loss", z_loss)
@@ -109,8 +109,9 @@ def linear_cross_entropy(
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
-    # A target that no column has leaves 0 hits: 0 / 0 says so.
-    loss_n = stats.row_lse - stats.row_pos / stats.row_hits.detach()
+    # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
+    hits = torch.where(valid, stats.row_hits.detach(), 1.0)
+    loss_n = stats.row_lse - stats.row_pos / hits
     target_weight = None if weight is None else column_sum(_pick(weight.to(zero.dtype), own), name)
     if target_weight is not None:
         loss_n = target_weight * loss_n
@@ -163,6 +164,13 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
                 f"got {wrong[0].item()} ({wrong.numel()} out of range)"
             )
     return y
+
+
+def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
+    """(V,), never rounded by autocast: a weight is part of the loss, not a feature."""
+    if weight is not None and isinstance(weight, Tensor) and weight.requires_grad:
+        raise GradientError("weight is a constant and gets no gradient, but it requires grad. Pass weight.detach()")
+    return check_bias("weight", weight, c, cast=False)
 
 
 def _pick(values_v: Tensor, own: Tensor) -> Tensor:

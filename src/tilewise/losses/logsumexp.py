@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import RangeError
+from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.pair_stats import pair_stats
 from tilewise.options import TileOptions
@@ -59,12 +59,12 @@ def check_softcap(softcap: float | None) -> float:
     return value
 
 
-def check_bias(name: str, bias: Tensor | None, b: Tensor) -> Tensor | None:
-    """One number for each column."""
+def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:
+    """One number for each column; in autocast's type unless ``cast`` is False."""
     if bias is None:
         return None
-    bias = _check.check_features(name, bias, 1)
+    _check.check_floating(name, bias, 1)
     if bias.shape[0] != b.shape[0]:
-        raise _check.ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}")
+        raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}")
     _check.check_device((name, "the features"), bias, b)
-    return bias
+    return _check.autocast(bias) if cast else bias
