@@ -261,14 +261,15 @@ def test_a_chunk_may_give_another_number_of_rows_than_it_got():
     )
 
 
-def test_a_temperature_that_the_model_returns_gets_its_gradient_once():
+@pytest.mark.parametrize("of_scale", [torch.exp, lambda scale: scale], ids=["computed", "the parameter itself"])
+def test_a_temperature_that_the_model_returns_gets_its_gradient_once(of_scale):
     class WithScale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body, self.log_scale = tower(dropout=0.0), nn.Parameter(torch.tensor(0.7))
 
         def forward(self, left, right):
-            return self.body(left), self.body(right), self.log_scale.exp()
+            return self.body(left), self.body(right), of_scale(self.log_scale)
 
     def loss(rep):
         a, b, scale = rep
@@ -279,6 +280,7 @@ def test_a_temperature_that_the_model_returns_gets_its_gradient_once():
     loss(model(x, y)).backward()
     want = gradients(model)
     cached_step(model, [(x, y)], loss, chunk_size=3)
+    assert model.log_scale.is_leaf
     assert_same(gradients(model), want)
 
 

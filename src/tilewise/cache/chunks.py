@@ -149,7 +149,7 @@ class Joined:
         self._tensors: list[Tensor] = []
         for pieces in zip(*parts, strict=True):
             self.ranges.append(_ranges_of(pieces))
-            self._tensors.append(pieces[-1] if pieces[0].dim() == 0 else _join(pieces, name))
+            self._tensors.append(pieces[-1].detach() if pieces[0].dim() == 0 else _join(pieces, name))
 
     def take(self) -> list[Tensor]:
         """The joined tensors, handed over: they are not kept here."""
