@@ -220,12 +220,16 @@ def _nothing(part: Pair) -> Tensor:
     return torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
 
 
-def _join_lse(name: str, held: Tensor, added: Tensor) -> None:
-    torch.logaddexp(held, added, out=held)
+def _join_lse(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    torch.logaddexp(held["col_lse"], added["col_lse"], out=held["col_lse"])
 
 
-def _join_sum(name: str, held: Tensor, added: Tensor) -> None:
-    held.copy_(added.add_(held)) if held.dtype != added.dtype else held.add_(added)
+def _join_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    for name, value in held.items():
+        if value.dtype == added[name].dtype:
+            value.add_(added[name])
+        else:
+            value.copy_(added[name].add_(value))
 
 
 def _double(stats: Stats) -> Stats:

@@ -21,7 +21,7 @@ from tilewise.ring.exchange import Exchange
 from tilewise.ring.schedule import held_block
 
 Tensors = Mapping[str, Tensor]
-Join = Callable[[str, Tensor, Tensor], None]  # name, what to change in place, what to add to it
+Join = Callable[[dict[str, Tensor], Tensors], object]  # what a block has, to change in place; what to add to it
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,19 @@ def go_round(
         credits: the fields of what ``work`` returns.
         join: adds a credit to the ones that a block has already, in place.
 
-    If ``work`` fails, this rank still passes all blocks on, with NaN in place of what it owed them, and raises
-    afterwards: its neighbours neither hang nor take a wrong number for a right one.
+    If ``work`` fails, this rank still passes all blocks on, with NaN in place of what it owed them (in integers, the
+    smallest one), and raises afterwards: its neighbours neither hang nor take a wrong number for a right one.
 
     Memory beside the cargo itself: two blocks of cargo and two of credits, whatever the number of ranks.
     """
     rank, world = exchange.rank, exchange.world
     layout, bag = Layout([Field.of(name, value) for name, value in cargo.items()]), Layout(credits)
+    if world == 1:
+        return dict(work(rank, dict(cargo)) or {})
     device = next(iter(cargo.values())).device
     here, largest = layout.pack(cargo), max(sizes)
-    spare = [layout.empty(largest, device) for _ in range(2)] if world > 1 else []
-    bags = [bag.empty(largest, device) for _ in range(2 if world > 1 else 1)]
+    spare = [layout.empty(largest, device) for _ in range(2)]
+    bags = [bag.empty(largest, device) for _ in range(2)]
     failure: Exception | None = None
 
     def credit(owner: int, block: dict[str, Tensor]) -> Tensors | None:
@@ -140,11 +142,9 @@ def go_round(
         if bag:
             held = bag.open(bags[step % 2], sizes[owner])
             _settle(held, added, join if step > 0 else None, failed=failure is not None)
-        if spare:
-            here = spare[step % 2]
-    home = bags[(world - 1) % 2]
-    if bag and world > 1:
-        home = bags[world % 2]
+        here = spare[step % 2]
+    home = bags[world % 2]
+    if bag:
         sent = bag.cut(bags[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
         exchange.shift(sent, bag.cut(home, sizes[rank])).wait()
     if failure is not None:
@@ -154,13 +154,13 @@ def go_round(
 
 def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None, *, failed: bool) -> None:
     """Add to a block's credits what this rank owes it; without ``join`` the block has none yet."""
+    if join is not None and added is not None and not failed:
+        join(held, added)
+        return
     for name, value in held.items():
         if failed:
-            value.fill_(torch.nan)
-        elif added is None:
-            if join is None:
-                value.zero_()
-        elif join is None:
+            value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
+        elif added is not None:
             value.copy_(added[name])
-        else:
-            join(name, value, added[name])
+        elif join is None:
+            value.zero_()

@@ -1,0 +1,89 @@
+"""The ring over threads: what the GPU tests run on a GPU, on the CPU; and the loop of blocks by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.ring import virtual_checks
+from torch import Tensor
+
+from tilewise.ring.blocks import Field, go_round
+from tilewise.ring.exchange import find_exchange
+from tilewise.ring.virtual import VirtualGroup, run_virtual
+
+
+@pytest.mark.parametrize(
+    "rows, negatives", [([40], [8]), ([33, 18], [3, 9]), ([20, 0, 31], [6, 5, 0]), ([5, 17, 9, 12], [1, 0, 7, 3])]
+)
+def test_losses_over_virtual_ranks(rows, negatives):
+    virtual_checks.check_losses("cpu", torch.float32, 2e-6, rows=rows, negatives=negatives)
+
+
+def test_steps_in_a_row():
+    virtual_checks.check_two_steps("cpu")
+
+
+def test_vocabulary_parallel_head():
+    virtual_checks.check_head("cpu", torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_block_is_met_once_and_collects_from_everyone(world):
+    sizes = [(3 * rank + 1) % 4 for rank in range(world)]  # an empty one among them
+
+    def work(group: VirtualGroup) -> tuple[list[tuple[int, list[int]]], dict[str, Tensor]]:
+        rank, met = group.rank(), []
+
+        def visit(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor]:
+            assert block["features"].shape == (sizes[owner], 2)
+            met.append((owner, block["key"].tolist()))
+            return {"sum": block["features"].float() * (rank + 1), "who": torch.full((sizes[owner],), 10**rank)}
+
+        def join(held: dict[str, Tensor], added: Any) -> None:
+            for name, value in held.items():
+                value.add_(added[name])
+
+        mine = {
+            "features": torch.full((sizes[rank], 2), rank + 1.0, dtype=torch.bfloat16),
+            "key": torch.arange(sizes[rank]) + 100 * rank,
+        }
+        credits = [Field("sum", torch.float32, 2), Field("who", torch.int64)]
+        home = go_round(find_exchange(group.group_name), sizes, mine, visit, credits=credits, join=join)
+        return met, {name: value.clone() for name, value in home.items()}
+
+    for rank, (met, home) in enumerate(run_virtual(world, work)):
+        assert [owner for owner, _ in met] == [(rank - step) % world for step in range(world)]
+        assert all(keys == list(range(100 * owner, 100 * owner + sizes[owner])) for owner, keys in met)
+        assert torch.equal(home["sum"], torch.full((sizes[rank], 2), (rank + 1.0) * sum(range(1, world + 1))))
+        assert torch.equal(home["who"], torch.full((sizes[rank],), int("1" * world)))
+
+
+def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end():
+    met: list[list[int]] = [[], [], []]
+    spoiled: list[Any] = [None] * 3
+
+    def work(group: VirtualGroup) -> None:
+        rank = group.rank()
+
+        def visit(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor]:
+            met[rank].append(owner)
+            if rank == 1 and owner == 0:
+                raise MemoryError("no room")
+            return {"sum": torch.ones(2)}
+
+        home = go_round(
+            find_exchange(group.group_name),
+            [2, 2, 2],
+            {"x": torch.zeros(2)},
+            visit,
+            credits=[Field("sum", torch.float32)],
+            join=lambda held, added: held["sum"].add_(added["sum"]),
+        )
+        spoiled[rank] = home["sum"].isnan().all().item()
+
+    with pytest.raises(MemoryError, match="no room"):
+        run_virtual(3, work)
+    assert met == [[0, 2, 1], [1, 0], [2, 1, 0]]  # rank 1 stops working, and goes on passing blocks
+    assert spoiled == [True, None, True]
