@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks.cost_model import Loss, memory_bytes
 from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.wrapped import Counted, Slow, wrapped
 
@@ -147,6 +148,9 @@ def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(crew: Crew, dty
     assert two > 5 * block  # the figure is real: gradients and buffers are in it
     # Gathering the features and gradients of all ranks would add three blocks for each further rank.
     assert four <= 1.1 * two
+    loss = Loss(width=width, feature_bytes=dtype.itemsize, workspace_bytes=4 * 2**20)
+    modelled = (memory_bytes(4, rows, loss) + 2 * rows * width * dtype.itemsize) / 2**20
+    assert 0.85 < modelled / four < 1.15  # what the docs and the cost model say
 
 
 def test_the_counter_counts():

@@ -1,0 +1,292 @@
+"""What a step of the contrastive loss costs over many GPUs, from single-GPU rates and stated link speeds.
+
+    python -m benchmarks.cost_model                      writes benchmarks/results/ring/cost_model.{json,md,png}
+    python -m benchmarks.cost_model --rate-tflops 600    with another single-GPU rate
+
+A model, not a measurement: nothing here has run on more than one GPU. Its three parts are checked elsewhere: bytes per
+hop and memory per rank by counting (tests/ring/test_ring_cost.py), the overlap with a slowed link (the same), and the
+single-GPU rate by the GPU benchmarks.
+
+With n = N / W rows on each of W ranks, width d, features of f bytes, gradients of g bytes, at each of W steps
+
+    forward    work  2 n^2 d / rate          beside  hop of n d f                 (W - 1 hops)
+    backward   work  3 * 2 n^2 d / rate      beside  hop of n d (f + g)           (W - 1 of features, W of gradients)
+
+A step takes the longer of the two; the last hop of the gradients, home, has nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tilewise.ring.schedule import backward_bytes, forward_bytes
+
+OUT = Path(__file__).parent / "results" / "ring"
+GIB = 2**30
+WORLDS = (8, 32, 128, 512, 1024)
+BATCHES = tuple(2**k for k in (16, 18, 20, 22, 24))  # 64k to 16M
+CARGO_VECTOR_BYTES = 4  # per column in forward: the zero from which it measures; 3 of them in backward
+CREDIT_VECTOR_BYTES = 8  # the running log-sum-exp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Rates of one GPU and of its links, as a rank sees them."""
+
+    name: str = "H200, 8 per node"
+    rate_tflops: float = 550.0  # forward + backward over 4 products of 2 n^2 d, measured on one GPU (bf16, d = 512)
+    block_overhead_s: float = 150e-6  # assumed: launches and merges of one block, forward or backward
+    ranks_per_node: int = 8
+    node_gb_s: float = 360.0  # one direction: 80 % of NVLink 4's 450
+    net_gb_s: float = 40.0  # one direction and GPU: 80 % of 400 Gbit/s
+    hop_latency_s: float = 20e-6
+    agreement_s: float = 100e-6  # one small all-gather; a step has three
+
+    def link_gb_s(self, world: int) -> float:
+        """All hops of a step happen at once, so the slowest link of the ring sets the pace."""
+        return self.node_gb_s if world <= self.ranks_per_node else self.net_gb_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A symmetric contrastive loss."""
+
+    width: int = 512
+    feature_bytes: int = 2
+    gradient_bytes: int = 4
+    workspace_bytes: int = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step, forward and backward, of one rank."""
+
+    world: int
+    batch: int
+    step_s: float
+    work_s: float  # products and overhead
+    overhead_s: float
+    link_s: float  # if nothing were hidden
+    exposed_s: float
+    sent_bytes: int
+    memory_bytes: int  # above the features
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time on the link, how much costs nothing."""
+        return 1.0 if self.link_s == 0 else 1.0 - self.exposed_s / self.link_s
+
+
+def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
+    """One step over ``world`` ranks with ``batch / world`` rows each."""
+    n, d = batch / world, loss.width
+    unit_s = 2 * n * n * d / (machine.rate_tflops * 1e12)
+
+    def hop_s(size: float) -> float:
+        return 0.0 if size == 0 else machine.hop_latency_s + size / (machine.link_gb_s(world) * 1e9)
+
+    cargo_forward = n * (d * loss.feature_bytes + CARGO_VECTOR_BYTES)
+    cargo_backward = n * (d * loss.feature_bytes + 3 * CARGO_VECTOR_BYTES)
+    gradient = n * d * loss.gradient_bytes
+    step_s = work_s = link_s = 0.0
+    for products, cargo, credit in (
+        (1, cargo_forward, n * CREDIT_VECTOR_BYTES),
+        (3, cargo_backward, gradient),
+    ):
+        block_s = products * unit_s + machine.block_overhead_s
+        for step in range(world):
+            moved = (cargo if step + 1 < world else 0.0) + (credit if step > 0 else 0.0)
+            step_s += max(block_s, hop_s(moved))
+            work_s += block_s
+            link_s += hop_s(moved)
+        if world > 1:  # the last hop, home
+            step_s += hop_s(credit)
+            link_s += hop_s(credit)
+    agreements = 3 * machine.agreement_s if world > 1 else 0.0
+    rows = -(-batch // world)
+    sent = forward_bytes(
+        world, rows, d, loss.feature_bytes, vectors=CARGO_VECTOR_BYTES, credits=CREDIT_VECTOR_BYTES
+    ) + backward_bytes(world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=3 * CARGO_VECTOR_BYTES)
+    return Prediction(
+        world=world,
+        batch=batch,
+        step_s=step_s + agreements,
+        work_s=work_s,
+        overhead_s=2 * world * machine.block_overhead_s,
+        link_s=link_s + agreements,
+        exposed_s=step_s + agreements - work_s,
+        sent_bytes=sent,
+        memory_bytes=memory_bytes(world, rows, loss),
+    )
+
+
+def memory_bytes(world: int, rows: int, loss: Loss) -> int:
+    """Peak of a rank above its features: buffers that travel, gradients, workspace. The same for every world > 1.
+
+    Two blocks of features and two of gradients that travel; the rows' gradient, and the two gradients of the block at
+    hand; about 16 vectors.
+    """
+    travelling = 2 * (loss.feature_bytes + loss.gradient_bytes) if world > 1 else 0
+    gradients = 3 * loss.gradient_bytes if world > 1 else 2 * loss.gradient_bytes
+    return rows * (loss.width * (travelling + gradients) + 16 * 8) + loss.workspace_bytes
+
+
+# Table 1 of the Inf-CL paper (ViT-L/14, width 768): memory of the loss in GB, by number of GPUs and batch.
+PAPER_GB = {
+    8: {
+        "CLIP": {32: 16.67, 64: 66.11},
+        "OpenCLIP": {32: 2.27, 64: 8.63, 128: 33.64},
+        "Inf-CL": {32: 0.18, 64: 0.36, 128: 0.72, 256: 1.45, 1024: 6.53},
+    },
+    32: {
+        "CLIP": {32: 16.66, 64: 66.11},
+        "OpenCLIP": {32: 0.71, 64: 2.45, 128: 8.98, 256: 34.35},
+        "Inf-CL": {32: 0.05, 64: 0.09, 128: 0.18, 256: 0.35, 1024: 1.44},
+    },
+}
+PAPER_WIDTH = 768
+DENSE_BYTES_PER_PAIR = 16  # float32 logits of both directions and their gradients
+INF_CL_BLOCKS = 15.4  # float32 tensors of the size of a rank's features, fitted to one cell: 128k on 8 GPUs
+
+
+def paper_model_gib(method: str, world: int, batch: int) -> float:
+    """What the laws b^2, b^2 / W and b / W give for the methods of the paper."""
+    if method == "CLIP":
+        return DENSE_BYTES_PER_PAIR * batch**2 / GIB
+    if method == "OpenCLIP":
+        return DENSE_BYTES_PER_PAIR * batch**2 / world / GIB
+    return INF_CL_BLOCKS * 4 * PAPER_WIDTH * batch / world / GIB
+
+
+def paper_table() -> list[str]:
+    """Table 1, the loss column: the paper's figures, the laws, and this library's memory."""
+    lines = [
+        "| GPUs | batch | CLIP: paper, 16 b^2 | OpenCLIP: paper, 16 b^2 / W | Inf-CL: paper, linear law | tilewise |",
+        "|---|---|---|---|---|---|",
+    ]
+    ours = Loss(width=PAPER_WIDTH)
+    for world, methods in PAPER_GB.items():
+        for thousands in (32, 64, 128, 256, 1024):
+            batch = thousands * 1024
+            cells = []
+            for method, figures in methods.items():
+                told = f"{figures[thousands]:.2f}" if thousands in figures else "does not fit"
+                cells.append(f"{told}, {paper_model_gib(method, world, batch):.2f}")
+            plain = (memory_bytes(world, batch // world, ours) - ours.workspace_bytes) / GIB
+            cells.append(f"{plain:.2f} + {ours.workspace_bytes / GIB:.2f} workspace")
+            lines.append(f"| {world} | {thousands}k | " + " | ".join(cells) + " |")
+    return lines
+
+
+def short(batch: int) -> str:
+    """65536 as 64k."""
+    return f"{batch // 2**20}M" if batch >= 2**20 else f"{batch // 2**10}k"
+
+
+def step_table(predictions: Sequence[Prediction]) -> list[str]:
+    """A row for each world and batch."""
+    lines = [
+        "| W | batch N | rows per rank | step | work | of it overhead | on the link | hidden | sent per rank | "
+        "memory per rank |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for p in predictions:
+        lines.append(
+            f"| {p.world} | {short(p.batch)} | {p.batch // p.world:,} | {_time(p.step_s)} | {_time(p.work_s)} | "
+            f"{_time(p.overhead_s)} | {_time(p.link_s)} | {100 * p.hidden_share:.0f} % | {p.sent_bytes / 1e9:.2f} GB | "
+            f"{p.memory_bytes / GIB:.2f} GiB |"
+        )
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def plot(predictions: Sequence[Prediction], machine: Machine, path: Path) -> None:
+    """Step time and hidden share against the global batch, a line for each world."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for world in sorted({p.world for p in predictions}):
+        own = [p for p in predictions if p.world == world]
+        batches = [p.batch for p in own]
+        line = left.plot(batches, [p.step_s for p in own], marker="o", label=f"W = {world}")[0]
+        left.plot(batches, [p.work_s for p in own], linestyle=":", color=line.get_color())
+        right.plot(batches, [100 * p.hidden_share for p in own], marker="o", color=line.get_color())
+    left.set(xscale="log", yscale="log", xlabel="global batch", ylabel="step, s (dotted: work alone)")
+    right.set(xscale="log", xlabel="global batch", ylabel="time on the link that is hidden, %", ylim=(0, 103))
+    for axes in (left, right):
+        axes.set_xticks(BATCHES, [short(batch) for batch in BATCHES])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(
+        f"Modelled: contrastive loss over a ring ({machine.name}, {machine.rate_tflops:.0f} TFLOP/s per GPU)"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            "# The ring, modelled",
+            "",
+            "Written by `python -m benchmarks.cost_model`. A model fed with a measured single-GPU rate and stated link",
+            "speeds; nothing here was run on more than one GPU.",
+            "",
+            f"{machine.name}: {machine.rate_tflops:.0f} TFLOP/s per GPU, {machine.node_gb_s:.0f} GB/s inside a node, "
+            f"{machine.net_gb_s:.0f} GB/s per GPU between nodes, {1e6 * machine.hop_latency_s:.0f} us per hop. Width "
+            f"{loss.width}, features of {loss.feature_bytes} bytes, travelling gradients of {loss.gradient_bytes}.",
+            "",
+            "Step: forward and backward. Overhead: launches, assumed. On the link: the time of all hops if nothing",
+            "were hidden. Memory: above the features, the gradients included.",
+            "",
+            *step_table(predictions),
+            "",
+            "![step time and hidden share](cost_model.png)",
+            "",
+            "## Memory of the loss beside the paper's table 1 (GiB, width 768)",
+            "",
+            *paper_table(),
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> list[Path]:
+    """Write the table, the plot and the numbers; return their paths."""
+    parser = argparse.ArgumentParser(description="Model the ring over many GPUs.")
+    parser.add_argument("--rate-tflops", type=float, default=Machine.rate_tflops)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args(argv)
+    machine, loss = Machine(rate_tflops=arguments.rate_tflops), Loss()
+    predictions = [predict(world, batch, machine, loss) for world in WORLDS for batch in BATCHES]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    base = arguments.out / "cost_model"
+    rows = [{**asdict(p), "hidden_share": p.hidden_share} for p in predictions]
+    told = {"machine": asdict(machine), "loss": asdict(loss), "predictions": rows}
+    base.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n")
+    base.with_suffix(".md").write_text(markdown(predictions, machine, loss))
+    written = [base.with_suffix(".json"), base.with_suffix(".md")]
+    if importlib.util.find_spec("matplotlib"):
+        plot(predictions, machine, base.with_suffix(".png"))
+        written.append(base.with_suffix(".png"))
+    for path in written:
+        print(f"wrote {path}")
+    return written
+
+
+if __name__ == "__main__":
+    main()
