@@ -17,7 +17,6 @@ from tilewise.errors import (
     ConfigError,
     DeviceError,
     DtypeError,
-    GroupError,
     RangeError,
     ShapeError,
     TilewiseError,
@@ -380,8 +379,8 @@ REFUSED = {
     "nan": (RangeError, "finite", lambda: retrieval_ranks(X, Y * torch.nan)),
     "infinity": (RangeError, "finite", lambda: retrieval_ranks(X - torch.inf, Y)),
     "overflow": (RangeError, "overflow", lambda: retrieval_ranks(X + 1e20, Y - 1e19)),
-    "group": (GroupError, "not available yet", lambda: retrieval_ranks(X, Y, group=object())),
-    "group, both": (GroupError, "not available yet", lambda: retrieval_ranks_both(X, Y, group=object())),
+    "group": (DtypeError, "process group", lambda: retrieval_ranks(X, Y, group=object())),
+    "group, both": (DtypeError, "process group", lambda: retrieval_ranks_both(X, Y, group=object())),
     "backend": (
         BackendError,
         "any device",

@@ -6,7 +6,7 @@ Axes: n queries, m gallery items, d features, p right answers per query, e exclu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise._check import FLOATS, INTEGERS, check_options
-from tilewise.errors import BackendError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
+from tilewise._check import FLOATS, INTEGERS, check_options, group_name
+from tilewise.errors import BackendError, DeviceError, DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
+from tilewise.ops.spread import Field, Spread
 from tilewise.options import TileOptions
 
 Progress = Callable[[int, int], None]
@@ -65,7 +66,10 @@ def retrieval_ranks(
             itself.
         progress: True shows a bar if the package rich is installed; a function is called with (pairs done,
             pairs in all) now and then. On an accelerator this synchronizes at each call.
-        group: not available yet; must be None.
+        group: a process group over whose ranks queries and gallery are spread, in rank order and in shards of
+            any size. Each rank gets the ranks of its own queries among the gallery of all. `positives` and
+            `exclude` are then indices into the whole gallery, ids are compared across ranks, and without
+            either item i of a rank answers query i of that rank.
         options: how; `workspace_mib` bounds the scratch memory.
 
     Returns:
@@ -89,10 +93,8 @@ def retrieval_ranks(
     ...                 exclude=torch.arange(3))
     tensor([-1,  0,  0])
     """
-    _refuse_group_and_backend(group, options)
-    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, check_options(options))
-    with call.arithmetic(), _reporter(progress, call.pairs, call.queries.device) as advance:
-        return call.run(advance, both=False).query_to_gallery
+    answers = (positives, query_ids, gallery_ids)
+    return _ranks(queries, gallery, answers, exclude, progress, group, options, both=False).query_to_gallery
 
 
 def retrieval_ranks_both(
@@ -124,10 +126,8 @@ def retrieval_ranks_both(
     >>> ranks.query_to_gallery, ranks.gallery_to_query
     (tensor([0, 1, 0, 1]), tensor([0, 0]))
     """
-    _refuse_group_and_backend(group, options)
-    call = _Call.of(queries, gallery, positives, query_ids, gallery_ids, exclude, check_options(options))
-    with call.arithmetic(), _reporter(progress, call.pairs, call.queries.device) as advance:
-        return call.run(advance, both=True)
+    answers = (positives, query_ids, gallery_ids)
+    return _ranks(queries, gallery, answers, exclude, progress, group, options, both=True)
 
 
 def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
@@ -159,105 +159,190 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
     return {k: (first < k).sum().item() / first.shape[0] for k in ks}
 
 
+def _ranks(
+    queries: Tensor,
+    gallery: Tensor,
+    answers: tuple[Tensor | None, Tensor | None, Tensor | None],
+    exclude: Tensor | None,
+    progress: bool | Progress,
+    group: Any | None,
+    options: TileOptions | None,
+    *,
+    both: bool,
+) -> BothRanks:
+    options = check_options(options)
+    _refuse_backend(options)
+    call = _Call.of(queries, gallery, answers, exclude, Spread(group_name(group)), options, both)
+    with call.arithmetic(), _reporter(progress, call.pairs, call.queries.device) as advance:
+        return call.run(advance)
+
+
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of a call, checked; then the two steps: scores of the right answers, then their rivals."""
+    """Arguments of a call, checked; then the two steps: scores of the right answers, then their rivals.
+
+    Indices of items and queries count over all ranks, blocks of the gallery come one by one.
+    """
 
     queries: Tensor
     gallery: Tensor
     index: Tensor | None  # (n, p) right answers, or None with ids
+    own: bool  # item i of this rank answers its query i
     flat: bool  # the ranks of queries are (n,)
     ids: tuple[Tensor, Tensor] | None
     exclude: Tensor | None  # (n, e)
+    spread: Spread
     options: TileOptions
+    both: bool
 
     @classmethod
     def of(
         cls,
         queries: Tensor,
         gallery: Tensor,
-        positives: Tensor | None,
-        query_ids: Tensor | None,
-        gallery_ids: Tensor | None,
+        answers: tuple[Tensor | None, Tensor | None, Tensor | None],
         exclude: Tensor | None,
+        spread: Spread,
         options: TileOptions,
+        both: bool,
     ) -> _Call:
-        _check_features(queries, gallery)
-        n, m = queries.shape[0], gallery.shape[0]
-        ids = _check_ids(query_ids, gallery_ids, positives, queries, gallery)
-        if ids is None and positives is None:
-            if m < n:
+        positives, query_ids, gallery_ids = answers
+        with spread.telling():
+            _check_features(queries, gallery)
+            ids = _check_ids(query_ids, gallery_ids, positives, queries, gallery)
+            own = ids is None and positives is None
+            n, m = queries.shape[0], gallery.shape[0]
+            if own and m < n:
                 raise ShapeError(
                     f"without positives, gallery item i answers query i, but there are {n} queries and {m} "
                     "items. Pass positives=..., or query_ids=... and gallery_ids=..."
                 )
-            positives = torch.arange(n, device=queries.device)
-        index = None if positives is None else _check_index("positives", positives, queries, m)
-        out = None if exclude is None else _check_index("exclude", exclude, queries, m)
-        if index is not None and out is not None:
-            _check_not_excluded(index, out)
+        told = {
+            "call": "ranking in both directions" if both else "ranking",
+            "answers": "item i" if own else "positives" if ids is None else "ids",
+            "width": queries.shape[1],
+            "type": str(queries.dtype).removeprefix("torch."),
+            "device": queries.device.type,
+            "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
+        }
+        spread.meet(n, m, queries.device, told)
+        with spread.telling():
+            if own:
+                positives = torch.arange(n, device=queries.device) + spread.col_start
+            index = None if positives is None else _check_index("positives", positives, queries, spread.all_cols)
+            out = None if exclude is None else _check_index("exclude", exclude, queries, spread.all_cols)
+            if index is not None and out is not None:
+                _check_not_excluded(index, out)
+        spread.meet(n, m, queries.device, {"call": "ranking, with indices that are in range"})
         flat = positives is None or positives.dim() == 1
-        return cls(queries.detach(), gallery.detach(), index, flat, ids, out, options)
+        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, spread, options, both)
 
     @property
     def pairs(self) -> int:
         """Scores to compute: every pair once, or twice with ids."""
-        return self.queries.shape[0] * self.gallery.shape[0] * (1 if self.ids is None else 2)
+        return self.queries.shape[0] * self.spread.all_cols * (1 if self.ids is None else 2)
 
     def arithmetic(self) -> Any:
         return kernel.rank_arithmetic(self.queries.device, self.options.precision)
 
-    def run(self, advance: kernel.Advance | None, both: bool) -> BothRanks:
-        queries, gallery = self.queries, self.gallery
+    def run(self, advance: kernel.Advance | None) -> BothRanks:
+        queries = self.queries
         tile = kernel.ScoreTile(queries.device, queries.shape[1], queries.dtype, self.options.workspace_bytes)
         excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, tile.side)
-        rows, cols = self.answers(tile, excluded, advance, both)
-        row_counts, col_counts = kernel.count_better(
-            tile, queries, gallery, rows, cols, excluded=excluded, advance=advance
-        )
-        index = torch.stack([answers.index for answers in rows]) if rows else row_counts
-        ranks = torch.where(index < 0, -1, row_counts).T.contiguous()
-        back = gallery.new_zeros(0, dtype=torch.int64)
-        if cols is not None and col_counts is not None:
-            back = torch.where(cols.index < 0, -1, col_counts)
+        rows, best = self.answers(tile, excluded, advance)
+        block = {"gallery": self.gallery}
+        if best is not None:
+            block.update(score=best.score, index=best.index)
+        counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
+
+        def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            cols = _answers_of_best(kernel.Best(block["score"], block["index"]), tile) if self.both else None
+            row_counts, col_counts = kernel.count_better(
+                tile,
+                queries,
+                block["gallery"],
+                rows,
+                cols,
+                row_offset=self.spread.row_start,
+                col_offset=first,
+                excluded=excluded,
+                advance=advance,
+            )
+            counts.add_(row_counts)
+            return None if col_counts is None else {"count": col_counts}
+
+        credits = [Field("count", torch.int64)] if self.both else []
+        home = self.spread.visit(block, count, credits=credits, join=_add)
+        index = torch.stack([answers.index for answers in rows]) if rows else counts
+        ranks = torch.where(index < 0, -1, counts).T.contiguous()
+        back = self.gallery.new_zeros(0, dtype=torch.int64)
+        if best is not None:
+            back = torch.where(best.index == kernel.NO_INDEX, -1, home["count"])
         return BothRanks(ranks[:, 0] if self.flat else ranks, back)
 
     def answers(
-        self,
-        tile: kernel.ScoreTile,
-        excluded: kernel.Excluded | None,
-        advance: kernel.Advance | None,
-        both: bool,
-    ) -> tuple[list[kernel.Answers], kernel.Answers | None]:
+        self, tile: kernel.ScoreTile, excluded: kernel.Excluded | None, advance: kernel.Advance | None
+    ) -> tuple[list[kernel.Answers], kernel.Best | None]:
         """The right answers of the queries and, if asked, of the gallery items, with their scores."""
-        n, m = self.queries.shape[0], self.gallery.shape[0]
-        best = kernel.no_best(m, tile) if both else None
-        rows = []
-        if self.ids is not None:
-            mine = kernel.no_best(n, tile)
-            kernel.find_best(
-                tile, self.queries, self.gallery, *self.ids, mine, best, excluded=excluded, advance=advance
-            )
-            rows.append(_answers_of_best(mine, tile))
+        n, spread = self.queries.shape[0], self.spread
+        mine = kernel.no_best(n, tile)
+        index = torch.empty(0) if self.index is None else self.index.T.contiguous()
+        scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
+
+        def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            items = block["gallery"]
+            best = kernel.no_best(items.shape[0], tile) if self.both else None
+            if self.ids is not None:
+                kernel.find_best(
+                    tile,
+                    self.queries,
+                    items,
+                    self.ids[0],
+                    block["ids"],
+                    mine,
+                    best,
+                    row_offset=spread.row_start,
+                    col_offset=first,
+                    excluded=excluded,
+                    advance=advance,
+                )
+            else:
+                for which, score in zip(index, scores, strict=True):
+                    kernel.pair_scores(tile, self.queries, items, which, col_offset=first, into=score)
+                    if best is not None:
+                        _merge_back(best, which - first, score, spread.row_start)
+            return None if best is None else {"score": best.score, "index": best.index}
+
+        block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
+        if self.own:  # no other rank's block has an answer
+            found = find(spread.col_start, block) or {}
         else:
-            assert self.index is not None
-            for index in self.index.T.contiguous():
-                score = torch.full((n,), torch.inf, device=index.device, dtype=tile.scores.dtype)
-                kernel.pair_scores(tile, self.queries, self.gallery, index, col_offset=0, into=score)
-                rows.append(kernel.answers_of(index, score, tile.side))
-                if best is not None:
-                    _merge_back(best, index, score)
-        return rows, None if best is None else _answers_of_best(best, tile)
+            credits = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
+            found = spread.visit(block, find, credits=credits, join=_keep_best)
+        rows = [kernel.answers_of(which, score, tile.side) for which, score in zip(index, scores, strict=True)]
+        if self.ids is not None:
+            rows = [_answers_of_best(mine, tile)]
+        # A view of a buffer that held other credits too: the answers outlive it.
+        return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
+
+
+def _add(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    held["count"].add_(added["count"])
+
+
+def _keep_best(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    kernel.Best(held["score"], held["index"]).merge_(added["score"], added["index"])
 
 
 def _answers_of_best(best: kernel.Best, tile: kernel.ScoreTile) -> kernel.Answers:
     return kernel.answers_of(torch.where(best.index == kernel.NO_INDEX, -1, best.index), best.score, tile.side)
 
 
-def _merge_back(best: kernel.Best, index: Tensor, score: Tensor) -> None:
-    """Query i is right for item index_i: keep each item's highest score and, of equals, the first query."""
-    keep = index >= 0
-    item, score, query = index[keep], score[keep], torch.arange(index.shape[0], device=index.device)[keep]
+def _merge_back(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
+    """Query i is right for item item_i of the block: keep each item's highest score and, of equals, the first query."""
+    keep = (item >= 0) & (item < best.score.shape[0])
+    query = torch.arange(first_row, first_row + item.shape[0], device=item.device)[keep]
+    item, score = item[keep], score[keep]
     top = torch.full_like(best.score, -torch.inf).scatter_reduce_(0, item, score, "amax")
     first = torch.full_like(best.index, kernel.NO_INDEX).scatter_reduce_(
         0, item, torch.where(score == top[item], query, kernel.NO_INDEX), "amin"
@@ -295,13 +380,8 @@ def _reporter(progress: bool | Progress, total: int, device: torch.device) -> It
         yield report
 
 
-def _refuse_group_and_backend(group: Any | None, options: TileOptions | None) -> None:
-    if group is not None:
-        raise GroupError(
-            "retrieval over a process group is not available yet, got a group. Gather the gallery on each "
-            "rank, rank the local queries against it with group=None, and gather the ranks"
-        )
-    if check_options(options).backend == "triton":
+def _refuse_backend(options: TileOptions) -> None:
+    if options.backend == "triton":
         raise BackendError(
             'retrieval has only the torch backend, which runs on any device, got backend="triton". Use '
             '"auto" or "torch"'

@@ -6,10 +6,11 @@ rank sees every description, so every rank raises the same `GroupError`, and not
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from tilewise.errors import GroupError
+from tilewise.errors import GroupError, TilewiseError
 from tilewise.ring.exchange import Exchange
 from tilewise.ring.shards import Shards
 
@@ -32,6 +33,18 @@ def agree(exchange: Exchange, rows: int, cols: int, call: Mapping[str, object]) 
     if any(other != text for other in calls):
         raise GroupError(disagreement(calls))
     return Shards(exchange.rank, tuple(numbers[0] for numbers in found), tuple(numbers[1] for numbers in found))
+
+
+@contextlib.contextmanager
+def telling(exchange: Exchange) -> Iterator[None]:
+    """What this rank refuses, the others hear at their next `agree`, instead of waiting for it in vain."""
+    try:
+        yield
+    except TilewiseError as error:
+        said = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+        with contextlib.suppress(GroupError):
+            agree(exchange, 0, 0, {"call": said[:400]})
+        raise
 
 
 def disagreement(calls: list[dict[str, str]]) -> str:

@@ -49,6 +49,30 @@ class Exchange(Protocol):
         """Why tensors of this device cannot travel, or None."""
 
 
+class Alone:
+    """The exchange of a process without a group: there is nobody to talk to."""
+
+    rank, world = 0, 1
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Its own."""
+        return [list(numbers)]
+
+    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
+        """Never called: a block of one rank stays."""
+        raise AssertionError("a ring of one passes nothing on")
+
+    def sum_(self, values: Tensor) -> None:
+        """They are the sum."""
+
+    def max_(self, values: Tensor) -> None:
+        """They are the maximum."""
+
+    def refuses(self, device: torch.device) -> str | None:
+        """Nothing travels."""
+        return None
+
+
 class GroupExchange:
     """The exchange over a process group: NCCL on GPUs, gloo on CPUs."""
 

@@ -1,0 +1,129 @@
+"""Ranks over a ring equal those of one process, ties included: features are small whole numbers, full of ties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.ring.crew import Crew, Failed, crew  # noqa: F401
+from tests.ring.wrapped import wrapped
+
+from tilewise.errors import GroupError, RangeError
+from tilewise.retrieval import BothRanks, retrieval_ranks, retrieval_ranks_both
+from tilewise.ring.virtual import run_virtual
+
+KINDS = ("item i", "one", "several", "ids", "ids, excluded")
+SPLITS = [([9], [9]), ([5, 8], [5, 8]), ([4, 0, 7], [4, 0, 7]), ([3, 6, 0, 5], [3, 6, 2, 5])]
+Call = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def whole(kind: str, rows: Sequence[int], cols: Sequence[int], dtype: torch.dtype) -> Call:
+    """Queries, gallery and the other arguments, with indices into the whole gallery."""
+    random = torch.Generator().manual_seed(sum(rows))
+    n, m = sum(rows), sum(cols)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    queries, gallery = integers(-1, 2, n, 3).to(dtype), integers(-1, 2, m, 3).to(dtype)
+    more: dict[str, torch.Tensor] = {}
+    if kind == "item i":
+        starts = [(sum(rows[:k]), sum(cols[:k])) for k in range(len(rows))]
+        more["positives"] = torch.cat([torch.arange(size) + col for size, (_, col) in zip(rows, starts, strict=True)])
+    elif kind == "one":
+        more["positives"] = integers(-1, m, n)
+    elif kind == "several":
+        more["positives"] = integers(-1, m, n, 3)
+        clear = (more["positives"][:, :, None] != (drop := integers(-1, m, n, 2))[:, None, :]).all(1)
+        more["exclude"] = torch.where(clear, drop, -1)
+    else:
+        more["query_ids"], more["gallery_ids"] = integers(0, 5, n), integers(0, 6, m)
+        if "excluded" in kind:
+            more["exclude"] = integers(-1, m, n)
+    return queries, gallery, more
+
+
+def shard(call: Call, kind: str, rank: int, rows: Sequence[int], cols: Sequence[int]) -> Call:
+    mine, here = (slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in (rows, cols))
+    queries, gallery, more = call
+    cut = {name: value[here if name == "gallery_ids" else mine] for name, value in more.items()}
+    if kind == "item i":
+        del cut["positives"]
+    return queries[mine], gallery[here], cut
+
+
+def run_ranks(group: Any, kind: str, rows: list[int], cols: list[int], dtype: torch.dtype) -> BothRanks:
+    queries, gallery, more = shard(whole(kind, rows, cols, dtype), kind, group.rank(), rows, cols)
+    found = retrieval_ranks_both(queries, gallery, **more, group=group)
+    alone = retrieval_ranks(queries, gallery, **more, group=group)
+    assert torch.equal(found.query_to_gallery, alone)
+    return found
+
+
+def check(parts: Sequence[BothRanks], kind: str, rows: list[int], cols: list[int], dtype: torch.dtype) -> None:
+    queries, gallery, more = whole(kind, rows, cols, dtype)
+    want = retrieval_ranks_both(queries, gallery, **more)
+    assert torch.equal(torch.cat([part.query_to_gallery for part in parts]), want.query_to_gallery)
+    assert torch.equal(torch.cat([part.gallery_to_query for part in parts]), want.gallery_to_query)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, cols", SPLITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_over_virtual_ranks_equal_one_process(kind, rows, cols, dtype):
+    parts = run_virtual(len(rows), lambda group: run_ranks(group, kind, rows, cols, dtype), timeout_s=20)
+    check(parts, kind, rows, cols, dtype)
+
+
+@pytest.mark.group
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_over_processes_equal_one_process(crew: Crew, kind):  # noqa: F811
+    rows, cols = SPLITS[-1]
+    check(crew.run(run_ranks, kind, rows, cols, torch.float32), kind, rows, cols, torch.float32)
+
+
+def test_the_gallery_travels_once_when_answers_are_at_home():
+    rows, width = 6, 3
+
+    def sent(group: Any, kind: str) -> int:
+        queries, gallery, more = shard(
+            whole(kind, [rows] * 3, [rows] * 3, torch.float32), kind, group.rank(), [rows] * 3, [rows] * 3
+        )
+        with wrapped(group) as (name, counted):
+            retrieval_ranks(queries, gallery, **more, group=name)
+        return counted.sent
+
+    once = 2 * rows * width * 4
+    assert run_virtual(3, lambda group: sent(group, "item i")) == [once] * 3
+    assert run_virtual(3, lambda group: sent(group, "one")) == [2 * once] * 3
+
+
+def bad_rank(group: Any, how: str) -> None:
+    queries = gallery = torch.eye(4)
+    odd = group.rank() == 1
+    if how == "nan" and odd:
+        gallery = gallery * torch.nan
+    index = torch.full((4,), 99 if how == "index" and odd else 0)
+    retrieval_ranks(queries, gallery, index, group=group)
+
+
+@pytest.mark.group
+@pytest.mark.parametrize("how, said", [("nan", "finite"), ("index", "from 0 to 11")])
+def test_what_one_rank_refuses_all_ranks_hear(crew: Crew, how, said):  # noqa: F811
+    found = crew.outcomes(bad_rank, how, world=3)
+    assert all(isinstance(result, Failed) for result in found)
+    assert [result.kind for result in found] == ["GroupError", "RangeError", "GroupError"]
+    assert all(said in result.message for result in found)
+    assert all("RangeError" in found[rank].message and "on rank 1" in found[rank].message for rank in (0, 2))
+    crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group lives on
+
+
+def test_virtual_ranks_with_another_width_are_refused():
+    with pytest.raises(GroupError, match="width: 3 on rank 0 but 4 on rank 1"):
+        run_virtual(2, lambda group: retrieval_ranks(*(torch.ones(2, 3 + group.rank()),) * 2, group=group))
+    with pytest.raises((RangeError, GroupError), match="gallery indices"):
+        run_virtual(
+            2, lambda group: retrieval_ranks(torch.ones(2, 3), torch.ones(2, 3), torch.tensor([4, 0]), group=group)
+        )
