@@ -22,8 +22,11 @@ class TileKeys:
         self.pair, self.spec = pair, spec
         self.pos_col: Tensor | None = None  # (n,), where in the block a row's positive is, or outside of it
         if spec.positive == "one":
-            assert pair.row_key is not None
-            self.pos_col = pair.row_key - pair.col_start
+            itself = torch.arange(pair.row_start, pair.row_start + pair.a.shape[0], device=pair.a.device)
+            key = itself if pair.row_key is None else pair.row_key
+            self.pos_col = key - pair.col_start
+            if spec.itself:  # a sample is never its own positive
+                self.pos_col.masked_fill_(key == itself, -1)
 
     def hits(self) -> Tensor:
         """The number of positives of each row: (n,)."""

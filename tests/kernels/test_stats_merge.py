@@ -1,0 +1,121 @@
+"""Statistics are a monoid: blocks in any grouping give what the whole gives. That is all a ring needs."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.kernels.pair_cases import CASES, dense_grads, finite, incoming_gradients, leaves_of, make_case, stats_asked
+
+from tilewise.kernels.dense import dense_stats
+from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, incoming_size
+from tilewise.kernels.tiled import TorchBackend
+from tilewise.options import TileOptions
+
+BACKEND, OPTIONS = TorchBackend(), TileOptions()
+pytestmark = pytest.mark.usefixtures("small_tiles")
+BLOCKED = [name for name in CASES if not make_case(name, torch.float64)[1].symmetric]
+EDGES = (0, 30, 30, 71)  # an empty block, and uneven ones
+
+
+def column_block(pair: Pair, part: slice) -> Pair:
+    def cut(values):
+        return None if values is None else values[part]
+
+    return dataclasses.replace(
+        pair,
+        b=pair.b[part],
+        **{name: cut(getattr(pair, name)) for name in ("bias", "col_key", "col_skip", "col_zero", "col_weight")},
+        col_start=pair.col_start + part.start,
+    )
+
+
+def column_blocks(pair: Pair):
+    m = pair.b.shape[0]
+    edges = [*(min(edge, m) for edge in EDGES), m]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def same(one: Stats, other: Stats, tolerance: float = 1e-12) -> None:
+    assert stats_asked(one).keys() == stats_asked(other).keys()
+    for name, value in stats_asked(other).items():
+        mine = getattr(one, name)
+        assert torch.equal(mine == -torch.inf, value == -torch.inf), name
+        assert_close(finite(mine, value), finite(value, value), tolerance, name)
+
+
+def some_stats(seed: int) -> Stats:
+    generator = torch.Generator().manual_seed(seed)
+
+    def vector():
+        return 300 * torch.randn(7, generator=generator, dtype=torch.float64)
+
+    lse = vector()
+    lse[2:4] = -torch.inf
+    return Stats(
+        row_lse=lse, row_pos=vector(), row_hits=vector(), row_softplus=vector(), row_sum=vector(), col_lse=vector()
+    )
+
+
+def test_merge_is_associative_and_commutative_with_identity():
+    a, b, c = (some_stats(seed) for seed in range(3))
+    same(a.merge(b).merge(c), a.merge(b.merge(c)), 1e-14)
+    same(a.merge(b), b.merge(a), 1e-15)
+    same(Stats().merge(a), a, 0.0)
+    same(a.merge(Stats()), a, 0.0)
+    assert stats_asked(Stats().merge(Stats())) == {}
+
+
+def test_merge_keeps_the_maximum():
+    """Scores of +-1000: a plain sum of exponentials would be inf or 0."""
+    high, low = (Stats(row_lse=torch.tensor([x, -x, -torch.inf])) for x in (1000.0, -1000.0))
+    assert torch.equal(high.merge(low).row_lse, torch.tensor([1000.0, 1000.0, -torch.inf]))
+
+
+def test_rows_takes_only_rows():
+    assert stats_asked(some_stats(0).rows()).keys() == {"row_lse", "row_pos", "row_hits", "row_softplus", "row_sum"}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_blocks_of_columns_give_the_whole(name):
+    pair, spec = make_case(name, torch.float64)
+    spec = dataclasses.replace(spec, col_lse=False)
+    if not stats_asked(dense_stats(pair, spec)):
+        pytest.skip("asks for columns only")
+    merged = Stats()
+    for part in column_blocks(pair):
+        merged = merged.merge(BACKEND.forward(column_block(pair, part), spec, OPTIONS))
+    same(merged, BACKEND.forward(pair, spec, OPTIONS))
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_gradients_of_blocks_give_the_whole(name):
+    """With the statistics over all blocks, each block gives its columns' gradient and its share of the rows'."""
+    pair, spec = make_case(name, torch.float64)
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    grad = incoming_gradients(stats)
+    needs = Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
+    total_a, total_scale, columns, biases = 0.0, 0.0, [], []
+    for part in column_blocks(pair):
+        own = Stats(row_lse=stats.row_lse, col_lse=None if stats.col_lse is None else stats.col_lse[part])
+        incoming = dataclasses.replace(grad, col_lse=None if grad.col_lse is None else grad.col_lse[part])
+        grads = BACKEND.backward(column_block(pair, part), own, incoming, needs, spec, OPTIONS)
+        total_a, total_scale = total_a + grads.a, total_scale + grads.scale
+        columns.append(grads.b)
+        biases.append(grads.bias)
+    want = dense_grads(leaves_of(pair), spec, grad)
+    assert_close(total_a, want.a, 1e-12)
+    assert_close(torch.cat(columns), want.b, 1e-12)
+    assert_close(total_scale, want.scale, 1e-10)
+    if pair.bias is not None:
+        assert_close(torch.cat(biases), want.bias, 1e-12)
+
+
+def test_incoming_size():
+    assert incoming_size(GradStats()).item() == 1.0
+    assert incoming_size(GradStats(row_lse=torch.zeros(3))).item() == 1.0
+    assert incoming_size(GradStats(row_lse=torch.zeros(0))).item() == 1.0
+    assert incoming_size(
+        GradStats(row_lse=torch.tensor([1e-8, -3e-7]), row_pos=torch.tensor([2e-8]))
+    ).item() == pytest.approx(3e-7)
