@@ -30,7 +30,7 @@ OUT = Path(__file__).parent / "results" / "ring"
 GIB = 2**30
 WORLDS = (8, 32, 128, 512, 1024)
 BATCHES = tuple(2**k for k in (16, 18, 20, 22, 24))  # 64k to 16M
-CARGO_VECTOR_BYTES = 4  # per column in forward: the zero from which it measures; 3 of them in backward
+BACKWARD_VECTOR_BYTES = 8  # per column: its log-sum-exp and the incoming gradient of that
 CREDIT_VECTOR_BYTES = 8  # the running log-sum-exp
 
 
@@ -90,8 +90,8 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
     def hop_s(size: float) -> float:
         return 0.0 if size == 0 else machine.hop_latency_s + size / (machine.link_gb_s(world) * 1e9)
 
-    cargo_forward = n * (d * loss.feature_bytes + CARGO_VECTOR_BYTES)
-    cargo_backward = n * (d * loss.feature_bytes + 3 * CARGO_VECTOR_BYTES)
+    cargo_forward = n * d * loss.feature_bytes
+    cargo_backward = n * (d * loss.feature_bytes + BACKWARD_VECTOR_BYTES)
     gradient = n * d * loss.gradient_bytes
     step_s = work_s = link_s = 0.0
     for products, cargo, credit in (
@@ -109,9 +109,9 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
             link_s += hop_s(credit)
     agreements = 3 * machine.agreement_s if world > 1 else 0.0
     rows = -(-batch // world)
-    sent = forward_bytes(
-        world, rows, d, loss.feature_bytes, vectors=CARGO_VECTOR_BYTES, credits=CREDIT_VECTOR_BYTES
-    ) + backward_bytes(world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=3 * CARGO_VECTOR_BYTES)
+    sent = forward_bytes(world, rows, d, loss.feature_bytes, credits=CREDIT_VECTOR_BYTES) + backward_bytes(
+        world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=BACKWARD_VECTOR_BYTES
+    )
     return Prediction(
         world=world,
         batch=batch,
