@@ -149,6 +149,7 @@ class Joined:
         self._tensors: list[Tensor] = []
         for pieces in zip(*parts, strict=True):
             self.ranges.append(_ranges_of(pieces))
+            # Detached, for it may be a parameter itself, which must stay a leaf.
             self._tensors.append(pieces[-1].detach() if pieces[0].dim() == 0 else _join(pieces, name))
 
     def take(self) -> list[Tensor]:
