@@ -142,6 +142,7 @@ def incoming_for(pair: Pair, spec: PairSpec) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("rows", SHARDS, ids=str)
 def test_ring_equals_the_oracle(name, rows):
@@ -301,5 +302,5 @@ def test_virtual_ranks_that_disagree_or_fail_end_together():
             raise MemoryError("mine")
         disagree(group)
 
-    with pytest.raises((MemoryError, GroupError), match=r"mine|one failed"):
+    with pytest.raises(MemoryError, match="mine"):
         run_virtual(2, fail, timeout_s=5)

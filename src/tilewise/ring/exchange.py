@@ -104,9 +104,7 @@ class GroupExchange:
             return _Works(self, [], None)
         with self._named("post a block"):
             works = dist.batch_isend_irecv(ops)
-        device = ops[0].tensor.device
-        deadline = started + self._timeout_s(device) if device.type == "cpu" else None
-        return _Works(self, works, deadline)
+        return _Works(self, works, self._deadline(started, ops[0].tensor.device))
 
     def sum_(self, values: Tensor) -> None:
         """All-reduce."""
@@ -141,9 +139,11 @@ class GroupExchange:
         with torch.cuda.stream(self._stream):
             yield device
 
-    def _timeout_s(self, device: torch.device) -> float:
-        limit: timedelta = self.group._get_backend(device).options._timeout
-        return limit.total_seconds()
+    def _deadline(self, started: float, device: torch.device) -> float | None:
+        """When a transfer on the CPU is late. On CUDA, and where the group does not say, its transport decides."""
+        options = getattr(self.group._get_backend(device), "options", None)
+        limit: timedelta | None = getattr(options, "_timeout", None)
+        return started + limit.total_seconds() if limit is not None and device.type == "cpu" else None
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
