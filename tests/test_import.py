@@ -1,0 +1,68 @@
+"""`import tilewise` costs next to nothing beyond torch, and brings nothing optional along."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = {
+    "triton",
+    "torchvision",
+    "transformers",
+    "webdataset",
+    "pyarrow",
+    "PIL",
+    "typer",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "safetensors",
+    "pytest",
+    "hypothesis",
+}
+PROGRAM = """
+import json, sys, time, warnings
+warnings.simplefilter("error", ResourceWarning)
+import torch
+before, threads, state = set(sys.modules), torch.get_num_threads(), torch.get_float32_matmul_precision()
+rng, default = torch.get_rng_state(), torch.get_default_dtype()
+start, cpu = time.perf_counter(), time.process_time()
+import tilewise
+wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+print(json.dumps({
+    "wall_s": wall_s, "cpu_s": cpu_s, "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "tilewise": sorted(name for name in sys.modules if name.startswith("tilewise.")),
+    "untouched": threads == torch.get_num_threads() and state == torch.get_float32_matmul_precision()
+        and torch.equal(rng, torch.get_rng_state()) and default == torch.get_default_dtype(),
+    "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported():
+    runs = [
+        json.loads(subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, timeout=300).stdout)
+        for _ in range(2)
+    ]
+    return min(runs, key=lambda run: run["cpu_s"])
+
+
+def test_importing_costs_at_most_a_third_of_a_second_beyond_torch(imported):
+    # Processor time: a busy machine makes us wait, but not work.
+    assert imported["cpu_s"] <= 0.3, imported
+
+
+def test_importing_brings_no_optional_package(imported):
+    assert not OPTIONAL & set(imported["new"])
+
+
+def test_importing_brings_neither_trainer_nor_cache_nor_kernels_of_others(imported):
+    for part in ("tilewise.train", "tilewise.integrations", "tilewise.kernels.triton_impl", "tilewise.kernels.dense"):
+        assert not [name for name in imported["tilewise"] if name.startswith(part)]
+
+
+def test_importing_changes_no_setting_of_torch(imported):
+    assert imported["untouched"]
+    assert not imported["distributed"]

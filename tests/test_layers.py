@@ -1,0 +1,140 @@
+"""Imports point one way. The table of the design, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "tilewise"
+FILES = sorted(ROOT.rglob("*.py"))
+BASE = {"errors", "options", "_check"}
+
+# Who may import whom; a part may always import itself. `kernels.spec` is the contract in which losses state what
+# they want; retrieval counts ranks with a kernel of its own.
+ALLOWED = {
+    "errors": set(),
+    "options": {"errors"},
+    "_check": {"errors", "options"},
+    "kernels": BASE,
+    "ring": BASE,
+    "ops": BASE | {"kernels", "ring"},
+    "losses": BASE | {"ops", "kernels.spec"},
+    "retrieval": BASE | {"ops", "kernels.ranks"},
+    "cache": BASE,
+    "integrations": BASE | {"losses", "cache"},
+    "train": BASE | {"losses", "retrieval", "cache", "ring", ""},
+    "": BASE | {"losses", "retrieval"},  # tilewise/__init__.py
+}
+# Packages that only some parts may import, at the top of a file or inside of a function.
+OPTIONAL = {
+    "triton": {"kernels.triton_impl"},
+    "torchvision": set(),
+    "transformers": {"train", "integrations"},
+    "webdataset": {"train"},
+    "pyarrow": {"train"},
+    "PIL": {"train"},
+    "typer": {"train"},
+    "rich": {"train", "retrieval"},
+    "matplotlib": {"train"},
+    "tensorboard": {"train"},
+    "safetensors": {"train"},
+    "numpy": {"train", "integrations"},
+    "sentence_transformers": {"integrations"},
+    "open_clip": {"integrations"},
+}
+
+
+def dotted(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def imports(source: str) -> set[str]:
+    """Dotted names of all modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer"
+            assert node.module is not None
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(source: str) -> set[str]:
+    """Modules of tilewise, without the prefix; "" is the package itself."""
+    names = set()
+    for name in imports(source):
+        inner = name.removeprefix("tilewise").removeprefix(".")
+        if name == "tilewise" or (name.startswith("tilewise.") and is_module(inner)):
+            names.add(inner)
+    if any(name and is_module(name) and "." not in name for name in names):
+        names.discard("")  # `from tilewise import _check` names a module, not the package
+    return names
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def belongs(module: str, names: set[str]) -> bool:
+    return any(module == name or (name and module.startswith(f"{name}.")) for name in names)
+
+
+def trespasses(module: str, source: str) -> set[str]:
+    """What this module imports and may not."""
+    part = part_of(module)
+    wrong = {name for name in own_imports(source) if part_of(name) != part and not belongs(name, ALLOWED[part])}
+    # The name of a package is imported along with the modules in it.
+    wrong = {name for name in wrong if not any(allowed.startswith(f"{name}.") for allowed in ALLOWED[part])}
+    for package, places in OPTIONAL.items():
+        if belongs(package, {name.split(".")[0] for name in imports(source)}) and not belongs(module, places):
+            wrong.add(package)
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_imports(path):
+    assert part_of(dotted(path)) in ALLOWED, "a new part needs a line in the table"
+    assert trespasses(dotted(path), path.read_text()) == set()
+
+
+def test_the_oracle_is_for_tests_only():
+    assert not [dotted(path) for path in FILES if "kernels.dense" in own_imports(path.read_text())]
+
+
+def test_only_the_ring_moves_tensors():
+    """Sending and reducing happens in `ring` and in the trainer; a kernel or a loss never sees a rank."""
+    movers = {"isend", "irecv", "all_reduce", "all_gather", "batch_isend_irecv", "broadcast", "all_gather_into_tensor"}
+    for path in FILES:
+        if part_of(dotted(path)) in ("kernels", "losses", "retrieval", "_check", "options"):
+            used = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            assert not used & (movers - {"broadcast"}), path
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("kernels.tiled", "from tilewise.losses.clip import clip_loss"),
+        ("kernels.tiled", "import triton"),
+        ("kernels.tiled", "def f():\n    from triton import language"),
+        ("losses.clip", "from tilewise.kernels.tiled import TorchBackend"),
+        ("losses.clip", "from tilewise import ring"),
+        ("ring.blocks", "from tilewise.kernels.spec import Stats"),
+        ("cache.step", "import tilewise.losses.clip"),
+        ("cache.step", "from tilewise import clip_loss"),
+        ("ops.pair_stats", "from tilewise.losses import clip"),
+        ("retrieval", "from tilewise.train.cli import main"),
+        ("train.loop", "import torchvision"),
+        ("errors", "from tilewise.options import TileOptions"),
+    ],
+)
+def test_the_test_sees_trespassers(module, source):
+    assert trespasses(module, source)
