@@ -8,6 +8,8 @@ import sys
 import pytest
 from tests.train.small_icons import write_small_icons
 
+from tilewise.train.config import load_config
+from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
 
 SETTINGS = [
@@ -22,6 +24,11 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def train_alone(folder, overrides):
+    assert train(load_config(None, [*SETTINGS, f"output.folder={folder}", *overrides])).finished
+    return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
 
 
 def start_ranks(world, folder, overrides):
@@ -58,7 +65,7 @@ def start_ranks(world, folder, overrides):
 )
 def test_ranks_agree_with_one_process(tmp_path, overrides):
     settings = [*overrides, f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
-    alone = start_ranks(1, tmp_path / "one", settings)
+    alone = train_alone(tmp_path / "one", settings)
     for world in (2, 3) if "tilewise" in overrides[0] else (2,):
         curve = start_ranks(world, tmp_path / f"w{world}", settings)
         assert [line["rows"] for line in curve] == [62] * 5
@@ -72,12 +79,12 @@ def test_ranks_agree_with_one_process(tmp_path, overrides):
 @pytest.mark.slow
 def test_a_run_on_two_ranks_continues_on_one(tmp_path):
     settings = [f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
-    whole = start_ranks(1, tmp_path / "one", settings)
+    whole = train_alone(tmp_path / "one", settings)
     start_ranks(2, tmp_path / "two", settings)
     checkpoints = RunFolder(tmp_path / "two").checkpoints
     import shutil
 
     shutil.rmtree(checkpoints / "step-00000005")
-    again = start_ranks(1, tmp_path / "two", settings)
+    again = train_alone(tmp_path / "two", settings)
     assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
     assert again[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=2e-5)

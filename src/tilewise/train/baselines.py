@@ -53,11 +53,11 @@ def gather(rows: Tensor, sizes: list[int], group: Any) -> Tensor:
 
 
 def masked_scores(rows: Tensor, cols: Tensor, scale: Tensor, ids: tuple[Tensor, Tensor] | None, first: int) -> Tensor:
-    """``scale * rows @ cols.T``; pairs with the same id that are not the pair itself are -inf.
+    """``scale * rows @ cols.T`` in float32; pairs with the same id that are not the pair itself are -inf.
 
     The pair of row i is column ``first + i``.
     """
-    scores = scale * rows @ cols.T
+    scores = scale * (rows @ cols.T).float()
     if ids is None:
         return scores
     same = ids[0][:, None] == ids[1][None, :]
@@ -111,7 +111,7 @@ def local_siglip_loss(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, 
 
 
 def _sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, first: int) -> Tensor:
-    scores = scale * image @ text.T + bias
+    scores = scale * (image @ text.T).float() + bias
     own = torch.arange(len(image), device=image.device)
     sign = torch.full_like(scores, -1.0)
     sign[own, first + own] = 1.0

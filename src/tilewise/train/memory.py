@@ -130,6 +130,11 @@ class CudaMemory:
         for tensor in waiting:
             tensor.register_hook(done)
 
+    @property
+    def peak(self) -> int:
+        """The most that was allocated on the device in the step."""
+        return max(self.others, self._at_loss + self.loss)
+
     def _turn(self, part: str) -> None:
         peak = torch.cuda.max_memory_allocated(self.device)
         value = peak - self._at_loss if part == "loss" else peak

@@ -81,6 +81,8 @@ class Objective:
     def _loss(self, image: Tensor, text: Tensor, *, ids: Tensor | None) -> Tensor:
         if self.watch is not None:
             self.watch(image, text)
+        if self.config.loop.precision in AUTOCAST:  # products in low precision, sums and statistics in float32
+            image, text = (x.to(AUTOCAST[self.config.loop.precision]) for x in (image, text))
         with torch.autocast(image.device.type, enabled=False):
             return self.loss(image, text, self.scale(), self.scale.bias, ids)
 

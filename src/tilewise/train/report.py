@@ -24,7 +24,7 @@ from tilewise.train.search import Gallery, Hit
 from tilewise.train.settings import to_toml
 
 ICON_QUERIES = (
-    "shopping cart", "arrow left", "cloud with rain", "bell", "lock", "music", "calendar", "battery",
+    "shopping cart", "arrow left", "rain cloud", "bell", "lock", "music", "calendar", "battery",
     "user", "trash", "heart", "camera",
 )  # fmt: skip
 
@@ -35,8 +35,9 @@ STYLE = """
 body{margin:0 auto;max-width:1040px;padding:32px 20px;background:var(--paper);color:var(--ink);
   font:16px/1.5 system-ui,sans-serif}
 h1{margin:0 0 4px;font-size:28px}h2{margin:36px 0 12px;font-size:20px}
-.soft{color:var(--soft)}.row{display:flex;flex-wrap:wrap;gap:16px}.big{font-size:30px;font-weight:650}
-.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;flex:1 1 300px;
+.soft{color:var(--soft)}.row{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:16px}
+.wide{grid-template-columns:repeat(auto-fit,minmax(400px,1fr))}.big{font-size:30px;font-weight:650}
+.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
   min-width:0}
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.grid{stroke:var(--line)}
 svg .title{font-size:13px;font-weight:600;fill:var(--ink)}
@@ -163,7 +164,7 @@ def _curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) ->
         line_chart("Gradient norm", [Line("norm", steps, [line["grad_norm"] for line in train])]),
     ]
     cards = "".join(f'<div class="card">{chart}</div>' for chart in charts if chart)
-    return f'<h2>Curves</h2><div class="row">{cards}</div>'
+    return f'<h2>Curves</h2><div class="row wide">{cards}</div>'
 
 
 def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
@@ -183,8 +184,8 @@ def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
     return (
         '<h2>Memory</h2><p class="soft">peak = data + max(loss, backbone). This run\'s figures are '
         f"{how}; the dense ones count the four score matrices that a stored loss holds in backward.</p>"
-        f'<div class="row"><div class="card"><table><tr><th>part</th><th>this run</th><th>dense loss</th></tr>{table}'
-        f'</table></div><div class="card">{chart}</div></div>'
+        '<div class="row wide"><div class="card"><table><tr><th>part</th><th>this run</th><th>dense loss</th></tr>'
+        f'{table}</table></div><div class="card">{chart}</div></div>'
     )
 
 

@@ -46,7 +46,8 @@ class IconSource:
         generator = torch.Generator().manual_seed(draw.for_batch("icons"))
         noise = torch.rand(draw.rows, 8, generator=generator)[draw.first_row : draw.first_row + len(keys)]
         texts = [drawn_text(self.icons, key, draw.for_key(key)) for key in keys.tolist()]
-        return Rows(augment_icons(images, noise), texts, self.icons.name_ids[keys])
+        parts = [augment_icons(*part) for part in zip(images.split(512), noise.split(512), strict=True)]
+        return Rows(torch.cat(parts), texts, self.icons.name_ids[keys])
 
 
 def drawn_text(icons: IconSet, key: int, rng: random.Random) -> str:

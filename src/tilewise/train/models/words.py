@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 Tokens = dict[str, Tensor]
+JOINING = frozenset(("an", "and", "for", "of", "the", "with"))
 WORD = re.compile(r"[^\W_]+")
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers.
+    """Lower-case words and numbers, without those that only join others.
 
-    >>> words("Arrow-left_circle, 24h")
-    ['arrow', 'left', 'circle', '24h']
+    >>> words("Arrow-left_circle, 24h with the bell")
+    ['arrow', 'left', 'circle', '24h', 'bell']
     """
-    return WORD.findall(text.lower())
+    return [word for word in WORD.findall(text.lower()) if word not in JOINING]
 
 
 @functools.lru_cache(maxsize=200_000)
