@@ -17,8 +17,10 @@ import torch.nn.functional as F
 import triton
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.backend import Backward, Forward, Launch
+from tilewise.kernels.triton_impl.gradients import Backward
+from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
+from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.options import TileOptions
 
 FORWARD = [
@@ -68,7 +70,7 @@ def problem(spec: PairSpec, rows: int, width: int, dtype: torch.dtype) -> Pair:
     )
 
 
-def gradient_call(launch: Launch, spec: PairSpec):
+def gradient_call(launch: Call, spec: PairSpec):
     """A callable that computes G of one macro-tile, and how many scores that is."""
     pair = launch.pair
     n = pair.a.shape[0]
@@ -81,7 +83,7 @@ def gradient_call(launch: Launch, spec: PairSpec):
         row_pos=None if spec.softplus else -ones,
     )
     work = Backward(launch, stats, grad, Needs(), pair.a.dtype)
-    i, j = slice(0, min(n, work.row_steps)), slice(0, min(n, work.col_steps))
+    i, j = slice(0, min(n, work.row_step)), slice(0, min(n, work.col_step))
     g = pair.a.new_empty((i.stop, j.stop))
     return lambda: work._gradient(g, i, j, None), i.stop * j.stop
 
@@ -119,7 +121,7 @@ def run_one(name: str, kind: str, sizes: Sizes, rows: int, width: int, dtype: to
     """Compile (quick) or time one candidate."""
     spec = SPECS[name]
     pair = problem(spec, 4096 if quick else rows, width, dtype)
-    launch = Launch.of(pair, spec, TileOptions())
+    launch = Call.of(pair, spec, TileOptions())
     if kind == "forward":
         launch = dataclasses.replace(launch, forward_sizes=sizes)
         work = Forward(launch)

@@ -56,21 +56,25 @@ def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
 def check_floating(name: str, features: Tensor, dims: int) -> None:
     """A floating tensor of that many dimensions."""
     if not isinstance(features, Tensor):
-        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}")
+        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Convert it with torch.as_tensor()")
     if features.dtype not in FLOATS:
         raise DtypeError(
             f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
             "Convert it with .float()"
         )
     if features.dim() != dims:
-        shape = "(rows, features)" if dims == 2 else f"of {dims} dimensions"
-        raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}")
+        shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
+        raise ShapeError(
+            f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with .flatten(0, -2)"
+        )
 
 
 def autocast(features: Tensor) -> Tensor:
     """The features in the type of the active autocast region; float64 stays, as autocast leaves it."""
     kind = features.device.type
-    if features.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+    if features.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return features
+    if torch.is_autocast_enabled(kind):
         return features.to(torch.get_autocast_dtype(kind))
     return features
 
@@ -102,19 +106,21 @@ def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     if a.shape[0] != b.shape[0]:
         raise ShapeError(
             f"row i of {names[0]} belongs to row i of {names[1]}, so both need the same number of rows, "
-            f"got {tuple(a.shape)} and {tuple(b.shape)}"
+            f"got {tuple(a.shape)} and {tuple(b.shape)}. Did a filter drop samples on one side only?"
         )
 
 
 def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
     """Integer ids, one for each row, as int64 on the device of the features."""
     if not isinstance(ids, Tensor):
-        raise DtypeError(f"{name} is a tensor of integers, got {type(ids).__name__}")
+        raise DtypeError(f"{name} is a tensor of integers, got {type(ids).__name__}. Use torch.as_tensor()")
     if ids.dtype not in INTEGERS and ids.dtype != torch.bool:
         raise DtypeError(f"{name} holds integers, got {ids.dtype}. Convert it with .long()")
     if ids.dim() != 1 or ids.shape[0] not in sizes:
         wanted = " or ".join(f"({size},)" for size in dict.fromkeys(sizes))
-        raise ShapeError(f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}")
+        raise ShapeError(
+            f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}. Flatten it"
+        )
     check_device((name, "the features"), ids, like)
     return ids.long()
 
@@ -123,7 +129,10 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
     """A number or a tensor of one element, as a 0-d tensor on the device of the features."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ShapeError(f"{name} is one number, got a tensor of shape {tuple(value.shape)}")
+            raise ShapeError(
+                f"{name} is one number, got a tensor of shape {tuple(value.shape)}. "
+                "Multiply the features by it if every row has its own"
+            )
         if not value.dtype.is_floating_point:
             raise DtypeError(f"{name} is a floating number, got {value.dtype}. Convert it with .float()")
         if value.device != like.device:
@@ -131,12 +140,10 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
                 check_device((name, "the features"), value, like)
             value = value.to(like.device)
         if can_read(value) and not torch.isfinite(value).all():
-            raise RangeError(f"{name} must be finite, got {value.item()}")
+            raise RangeError(f"{name} must be finite, got {value.item()}. Did a step with a large gradient spoil it?")
         if positive and can_read(value) and not value.item() > 0:
             raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
         return value.reshape(())
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DtypeError(f"{name} is a number or a 0-d tensor, got {type(value).__name__}")
     check_number(name, value, positive=positive)
     stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.full((), value, dtype=stat, device=like.device)
@@ -144,10 +151,12 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
     """A finite Python number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number, got {type(value).__name__}. Convert it with float()")
     if positive and not value > 0:
-        raise RangeError(f"{name} must be positive, got {value}")
+        raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     if not -float("inf") < value < float("inf"):
-        raise RangeError(f"{name} must be finite, got {value}")
+        raise RangeError(f"{name} must be finite, got {value}. Check what it was computed from")
 
 
 def can_read(values: Tensor) -> bool:

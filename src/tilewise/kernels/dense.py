@@ -22,8 +22,8 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
     rows = torch.arange(x_nm.shape[0], device=x_nm.device)[:, None] + pair.row_start
     cols = torch.arange(x_nm.shape[1], device=x_nm.device)[None, :] + pair.col_start
     positive = torch.zeros(x_nm.shape, dtype=torch.bool, device=x_nm.device)
-    if pair.row_key is not None and spec.positive == "one":
-        positive = pair.row_key[:, None] == cols
+    if spec.positive == "one":
+        positive = (rows if pair.row_key is None else pair.row_key[:, None]) == cols
     elif pair.row_key is not None and pair.col_key is not None and spec.positive == "many":
         positive = pair.row_key[:, None] == pair.col_key[None, :]
     if pair.row_skip is not None and pair.col_skip is not None:

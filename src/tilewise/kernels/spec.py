@@ -8,7 +8,8 @@ Integer keys decide everything that a loss says about pairs:
 
     itself    iff  row_start + i == col_start + j            score = -inf, never positive
     positive  iff  row_key[i] == col_key[j]                  ("many"), or
-                   row_key[i] == col_start + j               ("one": the key IS the global index of the column)
+                   row_key[i] == col_start + j               ("one": the key IS the global index of the column;
+                                                              without keys, that of the row: row_start + i)
     excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
 
 Axes: n rows of a, m rows of b (the columns of the scores), d features.
@@ -35,8 +36,8 @@ class PairSpec:
         row_lse, col_lse: the log-sum-exp of each row / each column.
         softplus: for each row, the sum of softplus(x_ij), with -x_ij at the positive.
         row_sum: for each row, the sum of col_weight_j * x_ij.
-        positive: whether a row has no positives, at most one (``row_key`` is its column's global index and
-            ``col_key`` is not used), or any number (equal keys).
+        positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
+            the row's own; ``col_key`` is not used), or any number (equal keys).
         itself: a row and a column of equal global index are the same sample and never meet.
         symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
             ``Grads.a`` is then the whole gradient.

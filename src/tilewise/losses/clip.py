@@ -53,21 +53,20 @@ def clip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    index = torch.arange(a.shape[0], device=a.device)
     zero = near_scores(a, b, scale)
     stats = pair_stats(
         a,
         b,
         scale,
-        keys=PairKeys(row_key=index, row_zero=zero, col_zero=zero),
-        spec=PairSpec(row_lse=True, col_lse=True, positive="one", local_keys=True),
+        keys=PairKeys(row_zero=zero, col_zero=zero),
+        spec=PairSpec(row_lse=True, col_lse=True, positive="one"),
         options=options,
         group_name=name,
     )
     assert stats.row_lse is not None
     assert stats.col_lse is not None
     assert stats.row_pos is not None
-    loss_n = (stats.row_lse + stats.col_lse) / 2 - stats.row_pos
+    loss_n = torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos
     if logit_bias is not None:
         loss_n = loss_n + 0.0 * _check.check_scalar("logit_bias", logit_bias, a)
     return reduce_rows(loss_n, reduction, name)

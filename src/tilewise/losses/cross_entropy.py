@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.columns import column_spread, column_sum
 from tilewise.ops.pair_stats import PairKeys, pair_stats
@@ -76,8 +76,9 @@ def linear_cross_entropy(
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
+    _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
-        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}")
+        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
     _check.check_number("z_loss", z_loss)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
@@ -86,12 +87,10 @@ def linear_cross_entropy(
     key = torch.where(valid, y, -1)
     own = key - start
     zero = _target_scores(a, c, own, scale, bias, cap, name)
-    smooth = label_smoothing > 0.0
+    stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
-        col_weight = (
-            torch.ones(c.shape[0], dtype=zero.dtype, device=a.device) if weight is None else weight.to(zero.dtype)
-        )
+        col_weight = torch.ones(c.shape[0], dtype=stat, device=a.device) if weight is None else weight.to(stat)
     stats = pair_stats(
         a,
         c,
@@ -112,16 +111,17 @@ def linear_cross_entropy(
     # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
     hits = torch.where(valid, stats.row_hits.detach(), 1.0)
     loss_n = stats.row_lse - stats.row_pos / hits
-    target_weight = None if weight is None else column_sum(_pick(weight.to(zero.dtype), own), name)
+    target_weight = None if weight is None else column_sum(_pick(weight.to(stat), own), name)
     if target_weight is not None:
         loss_n = target_weight * loss_n
+    lse = stats.row_lse if zero is None else stats.row_lse + zero
     if smooth:
         assert col_weight is not None
         assert stats.row_sum is not None
-        uniform = column_sum(col_weight.sum(), name) * (stats.row_lse + zero) - stats.row_sum
+        uniform = column_sum(col_weight.sum(), name) * lse - stats.row_sum
         loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing * uniform / classes
     if z_loss:
-        loss_n = loss_n + z_loss * (stats.row_lse + zero).square()
+        loss_n = loss_n + z_loss * lse.square()
     loss_n = torch.where(valid, loss_n, 0.0)
     if reduction == "none":
         return loss_n.reshape(shape)
@@ -133,13 +133,18 @@ def linear_cross_entropy(
 
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     """The hidden states that are scored, as (n, d), and the shape of their losses."""
-    if not isinstance(input, Tensor) or input.dim() < 1:
-        raise ShapeError(f"input must be (..., features), got {getattr(input, 'shape', type(input).__name__)}")
+    if not isinstance(input, Tensor):
+        raise DtypeError(f"input is a tensor, got {type(input).__name__}. Convert it with torch.as_tensor()")
+    if input.dim() < 1:
+        raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add the dimension of the features")
     if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
-        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}")
+        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
     if shift:
         if input.dim() < 2:
-            raise ShapeError(f"shift={shift} moves along the tokens, so input must be (..., tokens, features)")
+            raise ShapeError(
+                f"shift={shift} moves along the tokens, so input must be (..., tokens, features), got "
+                f"{tuple(input.shape)}. Add a dimension, or shift outside"
+            )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
     flat = input.reshape(-1, input.shape[-1])
     return _check.check_features("input", flat), input.shape[:-1]
@@ -149,10 +154,14 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
     """The targets of the scored states: (n,) int64."""
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise DtypeError(f"target holds class indices (integers), got {got}. Class probabilities are not supported")
+        raise DtypeError(
+            f"target holds class indices (integers), got {got}. Class probabilities are not supported: use "
+            "label_smoothing, or a dense loss"
+        )
     if target.shape != input.shape[:-1]:
         raise ShapeError(
-            f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}"
+            f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}. "
+            "Shift with shift=1, not by cutting the target"
         )
     _check.check_device(("target", "input"), target, input)
     y = (target[..., shift:] if shift else target).reshape(-1).long()
@@ -161,7 +170,7 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
         if wrong.numel():
             raise RangeError(
                 f"targets are class indices in [0, {int(classes)}) or ignore_index={ignore_index}, "
-                f"got {wrong[0].item()} ({wrong.numel()} out of range)"
+                f"got {wrong[0].item()} ({wrong.numel()} out of range). Set ignore_index to the value that marks padding"
             )
     return y
 
@@ -183,10 +192,12 @@ def _pick(values_v: Tensor, own: Tensor) -> Tensor:
 
 def _target_scores(
     a: Tensor, c: Tensor, own: Tensor, scale: Tensor, bias: Tensor | None, softcap: float, group_name: str
-) -> Tensor:
+) -> Tensor | None:
     """About the score of each row's target, from which the row measures its scores: (n,), no gradient."""
-    inside = (own >= 0) & (own < c.shape[0])
-    score = torch.where(inside, near_scores(a, c, scale, own), 0.0)
+    near = near_scores(a, c, scale, own)
+    if near is None:
+        return None
+    score = torch.where((own >= 0) & (own < c.shape[0]), near, 0.0)
     if bias is not None:
         score = score + _pick(bias.detach().to(score.dtype), own)
     score = column_sum(score, group_name)

@@ -79,15 +79,12 @@ def info_nce(
     zero = near_scores(a, b, scale)
 
     if in_batch:
-        index = torch.arange(a.shape[0], device=a.device)
         stats = pair_stats(
             a,
             b,
             scale,
-            keys=PairKeys(
-                row_key=index, row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero
-            ),
-            spec=PairSpec(row_lse=True, col_lse=symmetric, positive="one", local_keys=True),
+            keys=PairKeys(row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero),
+            spec=PairSpec(row_lse=True, col_lse=symmetric, positive="one"),
             options=options,
             group_name=name,
         )
@@ -95,10 +92,10 @@ def info_nce(
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
     else:
-        pos = scale * own_scores(a, b[:, None, :], None).squeeze(1) - zero
+        pos = _measured(scale * own_scores(a, b[:, None, :], None), zero).squeeze(1)
         lse = pos
     if negatives is not None and negatives.dim() == 3:
-        x_nk = scale * own_scores(a, negatives, negative_mask) - zero[:, None]
+        x_nk = _measured(scale * own_scores(a, negatives, negative_mask), zero)
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
@@ -117,7 +114,7 @@ def _shared_lse(
     a: Tensor,
     negatives: Tensor,
     scale: Tensor,
-    zero: Tensor,
+    zero: Tensor | None,
     query_id: Tensor | None,
     negative_id: Tensor | None,
     mask: Tensor | None,
@@ -145,6 +142,11 @@ def _shared_lse(
     return stats.row_lse
 
 
+def _measured(x_nk: Tensor, zero: Tensor | None) -> Tensor:
+    """Scores from the zero of their row."""
+    return x_nk if zero is None else x_nk - zero[:, None]
+
+
 def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
     if negative_keys is None:
         if mask is not None:
@@ -152,17 +154,21 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
         return None
     if not isinstance(negative_keys, Tensor) or negative_keys.dim() not in (2, 3):
         got = tuple(negative_keys.shape) if isinstance(negative_keys, Tensor) else type(negative_keys).__name__
-        raise ShapeError(f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}")
+        raise ShapeError(
+            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. Reshape them"
+        )
     negatives = _check.check_features("negative_keys", negative_keys, negative_keys.dim())
     _check.check_together(("query", "negative_keys"), a, negatives)
     if negatives.dim() == 3:
         _check.check_same_rows(("query", "negative_keys"), a, negatives)
     if mask is not None:
-        if mask.dtype != torch.bool:
-            raise DtypeError(f"negative_mask holds True where a negative is real, got {mask.dtype}: use .bool()")
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise DtypeError(f"negative_mask is a bool tensor, True where a negative is real, got {kind}: use .bool()")
         if mask.shape != negatives.shape[:-1]:
             raise ShapeError(
-                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, got {tuple(mask.shape)}"
+                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, got {tuple(mask.shape)}. "
+                "Reshape it"
             )
         _check.check_device(("negative_mask", "query"), mask, a)
     return negatives

@@ -53,10 +53,10 @@ def check_softcap(softcap: float | None) -> float:
     """A positive number, or 0 for none."""
     if softcap is None:
         return 0.0
-    value = float(softcap)
-    if not 0.0 < value < float("inf"):
-        raise RangeError(f"softcap is a positive number or None, got {softcap}")
-    return value
+    _check.check_number("softcap", softcap)
+    if not softcap > 0:
+        raise RangeError(f"softcap is a positive number, got {softcap}. For no cap, pass None")
+    return float(softcap)
 
 
 def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:
@@ -65,6 +65,6 @@ def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) 
         return None
     _check.check_floating(name, bias, 1)
     if bias.shape[0] != b.shape[0]:
-        raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}")
+        raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Reshape it")
     _check.check_device((name, "the features"), bias, b)
     return _check.autocast(bias) if cast else bias

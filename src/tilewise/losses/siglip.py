@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.pair_stats import pair_stats
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
@@ -53,14 +53,12 @@ def siglip_loss(
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     bias = _check.check_scalar("logit_bias", logit_bias, a)
-    index = torch.arange(a.shape[0], device=a.device)
     stats = pair_stats(
         a,
         b,
         scale,
         bias.expand(b.shape[0]),
-        keys=PairKeys(row_key=index),
-        spec=PairSpec(softplus=True, positive="one", local_keys=True),
+        spec=PairSpec(softplus=True, positive="one"),
         options=options,
         group_name=name,
     )

@@ -64,7 +64,7 @@ def pair_stats(
         group_name: the process group over which the columns are spread, "" for this process alone.
     """
     assert spec.symmetric == (b is None)
-    values = torch.ops.tilewise.pair_stats(
+    inputs = (
         a,
         b,
         scale,
@@ -78,6 +78,10 @@ def pair_stats(
         keys.col_weight,
         encode(spec, options, group_name),
     )
+    if torch.compiler.is_compiling():
+        values = torch.ops.tilewise.pair_stats(*inputs)
+    else:
+        values = _Eager.apply(*inputs)
     wanted = wanted_stats(spec)
     return Stats(**{name: value for name, value in zip(NAMES, values, strict=True) if name in wanted})
 
@@ -120,8 +124,7 @@ def _backward(
     return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
 
 
-@torch.library.custom_op("tilewise::pair_stats", mutates_args=())
-def _pair_stats_op(
+def _compute_stats(
     a: Tensor,
     b: OptTensor,
     scale: Tensor,
@@ -154,6 +157,9 @@ def _pair_stats_op(
     return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale)
 
 
+_pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats, mutates_args=())
+
+
 def _present(*values: Tensor | None, like: Tensor) -> Any:
     """The same values with an empty tensor for each None: an operator returns tensors only."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
@@ -172,8 +178,7 @@ def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zer
     return tuple(shaped(name) for name in NAMES)
 
 
-@torch.library.custom_op("tilewise::pair_grads", mutates_args=())
-def _pair_grads_op(
+def _compute_grads(
     a: Tensor,
     b: OptTensor,
     scale: Tensor,
@@ -226,6 +231,9 @@ def _pair_grads_op(
     return _present(grads.a, grads.b, grad_scale, grad_bias, like=a)
 
 
+_pair_grads_op = torch.library.custom_op("tilewise::pair_grads", _compute_grads, mutates_args=())
+
+
 @_pair_grads_op.register_fake
 def _(  # type: ignore[no-untyped-def]
     a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight, row_lse, col_lse,
@@ -255,7 +263,10 @@ def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if not any(needed) or (all(part is None for part in parts) and not group_name):
         return (None,) * 12
     needs = [bool(needed[0]), bool(needed[1]), bool(needed[2]), bool(needed[3])]
-    values = torch.ops.tilewise.pair_grads(*saved, *parts, needs, ctx.plan)
+    # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
+    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    compute: Any = _compute_grads if direct else torch.ops.tilewise.pair_grads
+    values = compute(*saved, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
 
 
@@ -268,3 +279,18 @@ def _no_second(ctx: Any, *grads: Tensor | None) -> None:
 
 _pair_stats_op.register_autograd(_pull_back, setup_context=_save)
 _pair_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+
+class _Eager(torch.autograd.Function):
+    """The same operator without the dispatcher, whose detour costs a small batch more than its products."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _compute_stats(*inputs)
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[NAMES.index("row_hits")])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _pull_back(ctx, *grads)

@@ -21,11 +21,14 @@ def _chunks(rows: int, width: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def near_scores(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
+def near_scores(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor | None:
     """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), no gradient.
 
-    A zero from which a row measures its scores: it need not be exact, only near the positive's score.
+    A zero from which a row measures its scores: it need not be exact, only near the positive's score. None for half
+    types, whose products are coarser than what a zero saves.
     """
+    if a.dtype in (torch.float16, torch.bfloat16):
+        return None
     return scale.detach() * torch.ops.tilewise.near_scores(a.detach(), b.detach(), index)
 
 
@@ -52,8 +55,9 @@ def own_scores(a: Tensor, own: Tensor, keep: OptTensor) -> Tensor:
     What lies behind a False, NaN included, reaches neither the scores nor a gradient.
     """
     out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-    for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
-        out[part] = torch.bmm(_own(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
+    with torch.autocast(a.device.type, enabled=False):
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
+            out[part] = torch.bmm(_own(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
     return out
 
 
@@ -70,10 +74,11 @@ def _(a, own, keep):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("tilewise::own_grads", mutates_args=())
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
-    for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
-        g_nk = grad[part] if keep is None else torch.where(keep[part], grad[part], 0.0)
-        grad_a[part] = torch.bmm(g_nk[:, None, :], _own(own, keep, part)).squeeze(1).to(a.dtype)
-        grad_own[part] = (g_nk[:, :, None] * a[part, None, :].to(g_nk.dtype)).to(own.dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
+            g_nk = grad[part] if keep is None else torch.where(keep[part], grad[part], 0.0)
+            grad_a[part] = torch.bmm(g_nk[:, None, :], _own(own, keep, part)).squeeze(1).to(a.dtype)
+            grad_own[part] = (g_nk[:, :, None] * a[part, None, :].to(g_nk.dtype)).to(own.dtype)
     return grad_a, grad_own
 
 

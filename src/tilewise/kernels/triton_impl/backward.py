@@ -3,8 +3,10 @@
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of the tile
 
-so that one exponential serves both directions; a tile whose log-sum-exps differ by too much takes one for each. All of
-it is float32, the positive included, until G is rounded at the very end. The products with G are cuBLAS's.
+so that one exponential serves both directions; if the log-sum-exps of the whole call span too much for that (``span``),
+each direction takes its own. All of it is float32 until G is rounded at the very end. An only positive of a row is not
+looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the same rounding. The
+products with G are cuBLAS's.
 """
 
 import triton
@@ -13,9 +15,7 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     MANY,
-    ONE,
     SOFTCAP,
-    any_here,
     positives,
     score_tile,
     tile_dot,
@@ -28,106 +28,147 @@ COLS = tl.constexpr(2)
 SOFTPLUS = tl.constexpr(4)
 ROW_SUM = tl.constexpr(8)
 MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
-BIAS_GRAD = tl.constexpr(32)
+BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
+WIDEST_SPAN = tl.constexpr(60.0)
 
 
 @triton.jit
 def side(lse, zero, grad, at, ok, factor):
-    """Log-sum-exp in log2 units (+inf where nothing meets) and incoming gradient of rows or columns."""
+    """Log-sum-exp in log2 units (+inf where nothing meets), its zero, and the incoming gradient."""
     level = tl.load(lse + at, mask=ok, other=float("inf"))
-    level = tl.where(level == float("-inf"), float("inf"), level)
+    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
+    start = tl.zeros_like(level)
     if zero is not None:
-        level_zero = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
-    else:
-        level_zero = tl.zeros_like(level)
-    return level * LOG2E, level_zero, tl.load(grad + at, mask=ok, other=0.0) * factor
+        start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
+    return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
 
 
 @triton.jit
-def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                    col_weight, row_lse, col_lse, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, bias_part, n, m, first, ahead,
-                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+def sigmoid(x):
+    """1 / (1 + 2**-x), for x in units of log2; accurate for both signs."""
+    near = tl.exp2(-tl.abs(x))
+    share = 1.0 / (1.0 + near)
+    return tl.where(x < 0, near * share, share)
+
+
+@triton.jit
+def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, grad_row, grad_col,
+                  grad_pos, grad_pos_col, grad_sum, softcap, first, ahead,
+                  TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """G of one tile, float32; an only positive left out."""
+    ok_rows, ok_cols = rows < n, cols < m
+    if SOFTPLUS & TERMS:
+        g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+    elif (ROWS & TERMS) and (COLS & TERMS):
+        row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
+        col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
+        if WIDE:
+            g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
+            g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+        else:
+            row_at = tl.where(row_level == float("inf"), float("-inf"), row_level + row_from)
+            col_at = tl.where(col_level == float("inf"), float("-inf"), col_level + col_from)
+            t = tl.maximum(tl.max(row_at, 0), tl.max(col_at, 0))
+            t = tl.where(t == float("-inf"), 0.0, t)
+            u = row_in * tl.exp2((t - row_from) - row_level)
+            v = col_in * tl.exp2((t - col_from) - col_level)
+            g = tl.exp2(x - t) * (u[:, None] + v[None, :])
+    elif ROWS & TERMS:
+        row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
+        if row_zero is not None:
+            x_row = x - row_from[:, None]
+        else:
+            x_row = x
+        g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
+    elif COLS & TERMS:
+        col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
+        g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+    else:
+        g = x * 0.0
+        g = tl.where(g == g, g, 0.0)
+    if (MANY == POSITIVE) and (grad_pos is not None):
+        hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+        value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+        if MIRROR & TERMS:
+            value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+        g += tl.where(hit, value, 0.0)
+    if ROW_SUM & TERMS:
+        weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
+        g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
+    if SOFTCAP & SCORE:
+        ratio = x * (1.0 / (softcap * LOG2E))
+        g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+    return g
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero,
+                    col_zero, col_weight, row_lse, col_lse, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, bias_part,
+                    n, m, first, ahead,
+                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile of n x m scores, every incoming gradient multiplied by ``factor``."""
+    """G of one macro-tile of n x m scores, every incoming gradient multiplied by ``factor``.
+
+    Where both directions are asked for it is launched twice, and only the one that suits the span does anything.
+    """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if span is not None:
+        suits = tl.load(span) >= WIDEST_SPAN
+        if not WIDE:
+            suits = suits == 0
+        tiles = tl.where(suits, tiles, 0)
     s = tl.load(scale)
     f = tl.load(factor)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
-        ok_rows, ok_cols = rows < n, cols < m
         x = score_tile(
             acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
         )
-        if SOFTPLUS & TERMS:
-            near = tl.exp2(-tl.abs(x))
-            share = 1.0 / (1.0 + near)
-            g = tl.where(x < 0, near * share, share)
-            if any_here(rows, n, m, row_key, first, tile_col * C, C):
-                hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-                g = tl.where(hit, -tl.where(x < 0, share, near * share), g)
-            g = g * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
-        else:
-            if (ROWS & TERMS) and (COLS & TERMS):
-                row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
-                col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
-                row_at = tl.where(row_level == float("inf"), float("-inf"), row_level + row_from)
-                col_at = tl.where(col_level == float("inf"), float("-inf"), col_level + col_from)
-                t = tl.maximum(tl.max(row_at, 0), tl.max(col_at, 0))
-                t = tl.where(t == float("-inf"), 0.0, t)
-                least = tl.minimum(
-                    tl.min(tl.where(row_at == float("-inf"), t, row_at), 0),
-                    tl.min(tl.where(col_at == float("-inf"), t, col_at), 0),
-                )
-                if t - least < 60.0:
-                    u = row_in * tl.exp2((t - row_from) - row_level)
-                    v = col_in * tl.exp2((t - col_from) - col_level)
-                    g = tl.exp2(x - t) * (u[:, None] + v[None, :])
-                else:
-                    g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
-                    g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-            elif ROWS & TERMS:
-                row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
-                g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
-            elif COLS & TERMS:
-                col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
-                g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-            else:
-                g = tl.zeros((R, C), tl.float32)
-            if (ONE == POSITIVE) and (grad_pos is not None):
-                if any_here(rows, n, m, row_key, first, tile_col * C, C):
-                    hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-                    value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
-                    if MIRROR & TERMS:
-                        value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-                    g += tl.where(hit, value, 0.0)
-            if (MANY == POSITIVE) and (grad_pos is not None):
-                hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-                value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
-                if MIRROR & TERMS:
-                    value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-                g += tl.where(hit, value, 0.0)
-        if ROW_SUM & TERMS:
-            weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
-            g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
-        if SOFTCAP & SCORE:
-            ratio = x * (1.0 / (softcap * LOG2E))
-            g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
-        if BIAS_GRAD & TERMS:
-            total = tl.sum(tl.where(ok_rows[:, None], g, 0.0), 0)
-            tl.store(bias_part + tile_row * m + cols, total, mask=ok_cols)
+        g = gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, grad_row,
+                          grad_col, grad_pos, grad_pos_col, grad_sum, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        if BIAS_TOTAL & TERMS:
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
 
 
 @triton.jit
+def extremes(values, zero, size, BLOCK: tl.constexpr):
+    """Largest and smallest finite value + zero."""
+    high = tl.full((BLOCK,), float("-inf"), tl.float32)
+    low = tl.full((BLOCK,), float("inf"), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < size, other=float("-inf"))
+        ok = value > float("-inf")
+        if zero is not None:
+            value += tl.load(zero + at, mask=at < size, other=0.0)
+        high = tl.maximum(high, tl.where(ok, value, float("-inf")))
+        low = tl.minimum(low, tl.where(ok, value, float("inf")))
+    return tl.max(high, 0), tl.min(low, 0)
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def span_kernel(row_lse, row_zero, col_lse, col_zero, out, n, m, BLOCK: tl.constexpr):
+    """How far apart the log-sum-exps of all rows and columns are, in units of log2."""
+    row_high, row_low = extremes(row_lse, row_zero, n, BLOCK)
+    col_high, col_low = extremes(col_lse, col_zero, m, BLOCK)
+    tl.store(out, (tl.maximum(row_high, col_high) - tl.minimum(row_low, col_low)) * LOG2E)
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "out_stride", "feature_stride"])
 def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride,
-                  WRITE: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+                  WRITE: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr,
+                  WIDTH: tl.constexpr):  # fmt: skip
     """out = factor * total in the type of out, and for each program the sum of total * features."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    f = tl.load(factor)
+    f = 1.0
+    if SCALED:
+        f = tl.load(factor)
     dot = tl.zeros((BLOCK, WIDTH), tl.float32)
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)

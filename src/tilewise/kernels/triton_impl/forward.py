@@ -1,11 +1,12 @@
 """Statistics of a macro-tile: one product, one exponential per score for both directions.
 
     x_ij = scale <a_i, b_j> + bias_j,   t = max over the tile,   e_ij = exp(x_ij - t)
-    row part: log sum_j e_ij + t - row_zero_i        column part: log sum_i e_ij + t - col_zero_j
+    row part: sum_j e_ij        column part: sum_i e_ij        both stand for log(part) + t
 
-Each tile writes its part of each row and column to a place of its own (no atomics); `merge_kernel` folds the parts in
-a fixed order into the running statistics. Where t is too far above a row for its sum to be an ordinary float32 number,
-the tile is flagged, and `repair_kernel` does it again with the maximum of each row and column.
+Each tile writes t and its part of each row and column to a place of its own (no atomics); `merge_kernel` folds the parts
+in a fixed order into the running statistics, less the zeros. Where t is too far above a row for its sum to be an ordinary
+float32 number, `repair_kernel` does that tile again with the maximum of each row and column, and writes logarithms
+instead of sums, with t = +inf as the sign of it.
 """
 
 import triton
@@ -15,10 +16,9 @@ from tilewise.kernels.triton_impl.parts import (
     LN2,
     LOG2E,
     MANY,
-    ONE,
     SMALLEST_SUM,
     any_here,
-    own_column,
+    column_sums,
     positives,
     score_tile,
     tile_dot,
@@ -46,9 +46,9 @@ def log1p(x):
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                   col_weight, row_part, col_part, row_pos, col_pos, pos_part, pos_col_part, sum_part, flags, n, m, first, ahead,
+                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
@@ -60,27 +60,10 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
+        ok_rows, ok_cols = rows < n, cols < m
         x = score_tile(
             acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
         )
-        ok_rows, ok_cols = rows < n, cols < m
-        if ONE == POSITIVE:
-            if any_here(rows, n, m, row_key, first, tile_col * C, C):
-                hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-                if SOFTPLUS & STATS:
-                    x = tl.where(hit, -x, x)
-                else:
-                    found = tl.sum(tl.where(hit, x, 0.0), 1)
-                    if row_zero is not None:
-                        found -= tl.load(row_zero + rows, mask=ok_rows, other=0.0) * LOG2E
-                    key = own_column(row_key, rows, n, m, first)
-                    here = (key >= tile_col * C) & (key < tile_col * C + C)
-                    tl.store(row_pos + rows, found * LN2, mask=ok_rows & here)
-                    if MIRROR & STATS:
-                        found = tl.sum(tl.where(hit, x, 0.0), 0)
-                        if col_zero is not None:
-                            found -= tl.load(col_zero + cols, mask=ok_cols, other=0.0) * LOG2E
-                        tl.store(col_pos + cols, found * LN2, mask=ok_cols & (tl.max(hit.to(tl.int32), 0) > 0))
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
             zero = tl.zeros((R,), tl.float32)
@@ -99,50 +82,51 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
             weighted = tl.sum(tl.where(ok_cols[None, :], x * weight[None, :], 0.0), 1)
             tl.store(sum_part + tile_col * n + rows, weighted * LN2, mask=ok_rows)
         if SOFTPLUS & STATS:
-            e = tl.exp2(-tl.abs(x))
-            joined = tl.reduce(e, 1, softplus_join)
+            if POSITIVE != 0:
+                if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
+                    hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+                    x = tl.where(hit, -x, x)
+            joined = tl.reduce(tl.exp2(-tl.abs(x)), 1, softplus_join)
             total = tl.sum(tl.maximum(x, 0.0), 1) * LN2 + log1p(joined)
-            bad = ok_rows & (joined > 2.0**100)
-            tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
-            tl.store(flags + tile, tl.max(bad.to(tl.int32), 0))
+            tl.store(row_part + tile_col * n + rows, tl.where(joined > 2.0**100, float("inf"), total), mask=ok_rows)
         if (ROWS + COLS) & STATS:
             top = tl.max(tl.max(x, 1), 0)
             top = tl.where(top == float("-inf"), 0.0, top)
             # Rows past the end take part in column sums unless their shift is -inf.
             e = tl.exp2(x + tl.where(ok_rows, -top, float("-inf"))[:, None])
-            bad = tl.zeros((), tl.int32)
             if ROWS & STATS:
-                row_total = tl.sum(e, 1)
-                bad = tl.max((ok_rows & (row_total < SMALLEST_SUM)).to(tl.int32), 0)
-                shift = tl.full((R,), 0.0, tl.float32) + top
-                if row_zero is not None:
-                    shift -= tl.load(row_zero + rows, mask=ok_rows, other=0.0) * LOG2E
-                tl.store(row_part + tile_col * n + rows, tl.log2(row_total) + shift, mask=ok_rows)
+                tl.store(row_part + tile_col * n + rows, tl.sum(e, 1), mask=ok_rows)
             if COLS & STATS:
-                col_total = tl.sum(e, 0)
-                bad = tl.maximum(bad, tl.max((ok_cols & (col_total < SMALLEST_SUM)).to(tl.int32), 0))
-                shift = tl.full((C,), 0.0, tl.float32) + top
-                if col_zero is not None:
-                    shift -= tl.load(col_zero + cols, mask=ok_cols, other=0.0) * LOG2E
-                tl.store(col_part + tile_row * m + cols, tl.log2(col_total) + shift, mask=ok_cols)
-            tl.store(flags + tile, bad)
+                tl.store(col_part + tile_row * m + cols, column_sums(e, R, C), mask=ok_cols)
+            tl.store(tops + tile_row * col_tiles + tile_col, top)
 
 
-@triton.jit
-def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                  row_part, col_part, flags, n, m, first, ahead,
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip,
+                  row_part, col_part, tops, n, m, first, ahead,
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                   EXACT: tl.constexpr):  # fmt: skip
-    """Tiles that were flagged, again, each row and column with a maximum of its own."""
+    """Tiles whose sums cannot be trusted, again, each row and column with a maximum of its own."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
-        if tl.load(flags + tile) != 0:
-            tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        ok_rows, ok_cols = rows < n, cols < m
+        doubt = 0
+        if ROWS & STATS:
+            total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=1.0)
+            doubt = tl.max((total < SMALLEST_SUM).to(tl.int32), 0)
+        if COLS & STATS:
+            total = tl.load(col_part + tile_row * m + cols, mask=ok_cols, other=1.0)
+            doubt = tl.maximum(doubt, tl.max((total < SMALLEST_SUM).to(tl.int32), 0))
+        if SOFTPLUS & STATS:
+            total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=0.0)
+            doubt = tl.max((total == float("inf")).to(tl.int32), 0)
+        if doubt != 0:
             acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-            rows = tile_row * R + tl.arange(0, R)
-            cols = tile_col * C + tl.arange(0, C)
             x = score_tile(
                 acc,
                 rows,
@@ -161,47 +145,50 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_sk
                 SCORE,
                 POSITIVE,
             )
-            ok_rows, ok_cols = rows < n, cols < m
             if SOFTPLUS & STATS:
-                if ONE == POSITIVE:
-                    x = tl.where(positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE), -x, x)
+                if POSITIVE != 0:
+                    hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+                    x = tl.where(hit, -x, x)
                 total = tl.sum(tl.maximum(x, 0.0) * LN2 + log1p(tl.exp2(-tl.abs(x))), 1)
                 tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
             if ROWS & STATS:
                 top = tl.max(x, 1)
                 safe = tl.where(top == float("-inf"), 0.0, top)
-                part = tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
-                if row_zero is not None:
-                    safe -= tl.load(row_zero + rows, mask=ok_rows, other=0.0) * LOG2E
-                tl.store(row_part + tile_col * n + rows, part + safe, mask=ok_rows)
+                part = tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1)) + safe
+                tl.store(row_part + tile_col * n + rows, part, mask=ok_rows)
             if COLS & STATS:
                 x = tl.where(ok_rows[:, None], x, float("-inf"))
                 top = tl.max(x, 0)
                 safe = tl.where(top == float("-inf"), 0.0, top)
-                part = tl.log2(tl.sum(tl.exp2(x - safe[None, :]), 0))
-                if col_zero is not None:
-                    safe -= tl.load(col_zero + cols, mask=ok_cols, other=0.0) * LOG2E
-                tl.store(col_part + tile_row * m + cols, part + safe, mask=ok_cols)
+                part = tl.log2(tl.sum(tl.exp2(x - safe[None, :]), 0)) + safe
+                tl.store(col_part + tile_row * m + cols, part, mask=ok_cols)
+            if (ROWS + COLS) & STATS:
+                tl.store(tops + tile_row * col_tiles + tile_col, float("inf"))
 
 
 @triton.jit
-def merge_kernel(part, out, size, parts, FIRST: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """Fold (parts, size) into out, in order: log-sum-exp of values in log2 units, or a sum."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < size
+def fold(
+    part, tops, top_step, zero, out, at, ok, size, parts, FIRST: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Fold (parts, size) into out, in order: a log-sum-exp, of sums that lie t above zero, or a plain sum."""
     if LOG:
-        top = tl.full((BLOCK,), float("-inf"), tl.float32)
+        start = tl.zeros((BLOCK,), tl.float32)
+        if zero is not None:
+            start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
+        high = tl.full((BLOCK,), float("-inf"), tl.float32)
         if not FIRST:
-            top = tl.load(out + at, mask=ok, other=float("-inf")) * LOG2E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+            high = tl.load(out + at, mask=ok, other=float("-inf")) * LOG2E
+        total = tl.where(high == float("-inf"), 0.0, 1.0)
         for p in range(parts):
-            value = tl.load(part + p * size + at, mask=ok, other=float("-inf"))
-            higher = tl.maximum(top, value)
+            value = tl.load(part + p * size + at, mask=ok, other=0.0)
+            top = tl.load(tops + p * top_step)
+            value = tl.where(top == float("inf"), value - start, tl.log2(value) + (top - start))
+            higher = tl.maximum(high, value)
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(top - safe) + tl.exp2(value - safe)
+            total = total * tl.exp2(high - safe) + tl.exp2(value - safe)
             # NaN in a part must survive the maximum.
-            top = tl.where(value != value, value, higher)
-        tl.store(out + at, (top + tl.log2(total)) * LN2, mask=ok)
+            high = tl.where(value != value, value, higher)
+        tl.store(out + at, (high + tl.log2(total)) * LN2, mask=ok)
     else:
         total = tl.zeros((BLOCK,), tl.float32)
         if not FIRST:
@@ -209,3 +196,36 @@ def merge_kernel(part, out, size, parts, FIRST: tl.constexpr, LOG: tl.constexpr,
         for p in range(parts):
             total += tl.load(part + p * size + at, mask=ok, other=0.0)
         tl.store(out + at, total, mask=ok)
+
+
+@triton.jit(do_not_specialize=["n", "row_parts", "m", "col_parts"])
+def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, col_out, m, col_parts, tops,
+                 ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Fold the parts of the rows, and behind them those of the columns, into the running statistics."""
+    program = tl.program_id(0)
+    row_blocks = tl.cdiv(n, BLOCK) if row_part is not None else 0
+    # BLOCK divides R and C: a program's rows lie in one row of tiles.
+    if row_part is not None:
+        if program < row_blocks:
+            at = program * BLOCK + tl.arange(0, BLOCK)
+            mine = tops + (program * BLOCK // R) * row_parts
+            fold(row_part, mine, 1, row_zero, row_out, at, at < n, n, row_parts, ROW_FIRST, LOG, BLOCK)
+    if col_part is not None:
+        if program >= row_blocks:
+            first = (program - row_blocks) * BLOCK
+            at = first + tl.arange(0, BLOCK)
+            fold(
+                col_part,
+                tops + first // C,
+                row_parts,
+                col_zero,
+                col_out,
+                at,
+                at < m,
+                m,
+                col_parts,
+                COL_FIRST,
+                LOG,
+                BLOCK,
+            )

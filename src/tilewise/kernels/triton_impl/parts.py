@@ -1,6 +1,8 @@
 """Pieces that the kernels share. Scores are in units of log2 inside a kernel: exp2 is what the hardware has.
 
 Axes: R, C rows and columns of a tile; D features, K of them at a time.
+
+Constants stand on the left of `&` and `==`: Triton's interpreter hands switches over as plain numbers.
 """
 
 import triton
@@ -11,14 +13,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SUM = tl.constexpr(2.0**-100)
 
 # What a score is made of beside its product (bits of SCORE)
-BIAS = tl.constexpr(1)
+BIAS = tl.constexpr(1)  # one number for each column
 SOFTCAP = tl.constexpr(2)
 SKIP = tl.constexpr(4)
 ITSELF = tl.constexpr(8)
+ONE_BIAS = tl.constexpr(16)  # the same number for all columns
 
 # Positives (values of POSITIVE)
-ONE = tl.constexpr(1)
-MANY = tl.constexpr(2)
+DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
+ONE = tl.constexpr(2)  # row_key holds the global index of the column
+MANY = tl.constexpr(3)  # equal keys
 
 
 @triton.jit
@@ -53,35 +57,42 @@ def tanh(x):
 
 @triton.jit
 def same_sample(rows, cols, ahead):
-    """Where a row and a column are the same sample; ``ahead`` is row_start - col_start."""
+    """Where a row and a column are the same sample; ``ahead`` is the rows' global start less the columns'."""
     return (rows[:, None] + ahead) == cols[None, :]
 
 
 @triton.jit
-def own_column(row_key, rows, n, m, first):
-    """For ONE: the column of each row's positive in this macro-tile, or -1. Keys are global, columns start at first."""
-    key = tl.load(row_key + rows, mask=rows < n, other=-1) - first
-    return tl.where((key >= 0) & (key < m), key, -1).to(tl.int32)
+def own_column(rows, n, m, row_key, first, ahead, POSITIVE: tl.constexpr):
+    """The column of each row's only positive in this macro-tile, whose columns start at first; -1 if elsewhere."""
+    if DIAGONAL == POSITIVE:
+        key = rows.to(tl.int64) + ahead
+    else:
+        key = tl.load(row_key + rows, mask=rows < n, other=-1) - first
+    return tl.where((rows < n) & (key >= 0) & (key < m), key, -1).to(tl.int32)
 
 
 @triton.jit
 def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
     """Where the positives of a tile are: (R, C) bool."""
-    if ONE == POSITIVE:
-        hit = own_column(row_key, rows, n, m, first)[:, None] == cols[None, :]
-    else:
+    if MANY == POSITIVE:
         key = tl.load(row_key + rows, mask=rows < n, other=-1)
         other = tl.load(col_key + cols, mask=cols < m, other=-3)
         hit = (key[:, None] == other[None, :]) & (key >= 0)[:, None]
+    else:
+        hit = own_column(rows, n, m, row_key, first, ahead, POSITIVE)[:, None] == cols[None, :]
     if ITSELF & SCORE:
         hit = hit & (same_sample(rows, cols, ahead) == 0)
     return hit
 
 
 @triton.jit
-def any_here(rows, n, m, row_key, first, first_col, C: tl.constexpr):
+def any_here(
+    rows, n, m, row_key, first, ahead, first_row, first_col, R: tl.constexpr, C: tl.constexpr, POSITIVE: tl.constexpr
+):
     """Whether the only positive of any of these rows lies in this tile."""
-    key = own_column(row_key, rows, n, m, first)
+    if DIAGONAL == POSITIVE:
+        return (first_row + ahead < first_col + C) & (first_row + ahead + R > first_col)
+    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
     return tl.max(((key >= first_col) & (key < first_col + C)).to(tl.int32), 0) > 0
 
 
@@ -90,19 +101,18 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
                SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
     """Scores in units of log2, -inf in columns past the end and where a pair never meets."""
     inside = cols < m
-    if SOFTCAP & SCORE:
-        x = acc * scale
-        if BIAS & SCORE:
-            x += tl.load(bias + cols, mask=inside, other=0.0)[None, :]
-        x = (softcap * LOG2E) * tanh(x / softcap)
-        x = tl.where(inside[None, :], x, float("-inf"))
+    # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
+    if BIAS & SCORE:
+        offset = tl.load(bias + cols, mask=inside, other=float("-inf"))
+    elif ONE_BIAS & SCORE:
+        offset = tl.where(inside, tl.load(bias), float("-inf"))
     else:
-        # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
-        if BIAS & SCORE:
-            offset = tl.load(bias + cols, mask=inside, other=float("-inf")) * LOG2E
-        else:
-            offset = tl.where(inside, 0.0, float("-inf"))
-        x = acc * (scale * LOG2E) + offset[None, :]
+        offset = tl.where(inside, 0.0, float("-inf"))
+    if SOFTCAP & SCORE:
+        x = tl.where(offset[None, :] == float("-inf"), 0.0, acc * scale + offset[None, :])
+        x = tl.where(offset[None, :] == float("-inf"), float("-inf"), (softcap * LOG2E) * tanh(x / softcap))
+    else:
+        x = acc * (scale * LOG2E) + (offset * LOG2E)[None, :]
     if SKIP & SCORE:
         one = tl.load(row_skip + rows, mask=rows < n, other=-2)
         apart = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
@@ -113,3 +123,17 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     if ITSELF & SCORE:
         x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
     return x
+
+
+@triton.jit
+def column_sums(e, R: tl.constexpr, C: tl.constexpr):
+    """Sums over the rows of a tile: (C,). First over the rows that one thread holds, then over the rest.
+
+    On Hopper a thread holds rows 8 and 64 apart; adding those first leaves a quarter of the values to exchange.
+    """
+    if R >= 64:
+        near = tl.sum(tl.sum(tl.reshape(e, (R // 64, 4, 2, 8, C)), 2), 0)
+        total = tl.sum(tl.reshape(near, (32, C)), 0)
+    else:
+        total = tl.sum(e, 0)
+    return total

@@ -25,7 +25,8 @@ class Sizes:
     group: int  # row tiles that share their column tiles in the cache
 
 
-# (first compute capability, bytes of the type) -> (forward, gradient)
+WIDE = 1024  # from this many features on, the product outweighs the exponentials and larger tiles pay
+# (major compute capability, bytes of the type) -> (forward, gradient)
 TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
     (8, 2): (Sizes(128, 128, 32, 4, 3, 2, 8), Sizes(128, 128, 32, 8, 3, 1, 8)),
     (8, 4): (Sizes(64, 64, 32, 4, 3, 2, 8), Sizes(64, 64, 32, 4, 3, 2, 8)),
@@ -46,7 +47,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def sizes_for(device: torch.device, dtype: torch.dtype) -> tuple[Sizes, Sizes]:
+# The same, for at least WIDE features where that differs
+WIDE_TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
+    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 8), Sizes(128, 256, 64, 8, 3, 1, 8)),
+}
+
+
+def sizes_for(device: torch.device, dtype: torch.dtype, width: int) -> tuple[Sizes, Sizes]:
     """The sizes of the forward and of the gradient kernel."""
     if device.type != "cuda":
         return INTERPRETED, INTERPRETED
@@ -54,7 +61,10 @@ def sizes_for(device: torch.device, dtype: torch.dtype) -> tuple[Sizes, Sizes]:
     small = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory, not 160 to 228
     if small:
         return SAFE[dtype.itemsize]
-    return TABLE.get((major, dtype.itemsize), SAFE[dtype.itemsize])
+    key = major, dtype.itemsize
+    if width >= WIDE and key in WIDE_TABLE:
+        return WIDE_TABLE[key]
+    return TABLE.get(key, SAFE[dtype.itemsize])
 
 
 @functools.cache

@@ -1,0 +1,281 @@
+"""Backward of the Triton backend: G of a macro-tile, then two products, added up in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
+from tilewise.kernels.triton_impl import backward, parts, positive
+from tilewise.kernels.triton_impl.launch import Call, launch, pieces, vector
+
+TINY_SCALE = 1e-30  # stands for a scale of exactly 0, so that the scale's own gradient can be read off
+FINISH_ROWS = 16
+ONE_MACRO = 16384  # rows or columns
+SPAN_BLOCK = 1024
+
+
+class Backward:
+    """Gradients of all macro-tiles."""
+
+    def __init__(self, call: Call, stats: Stats, grad: GradStats, needs: Needs, grad_dtype: torch.dtype) -> None:
+        self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
+        self.pair, self.spec, self.sizes = call.pair, call.spec, call.gradient_sizes
+        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
+        sym, scale = self.spec.symmetric, self.pair.scale
+        self.need_a = needs.a or sym or (needs.scale and not needs.b)
+        self.need_b = needs.b and not sym
+        self.row_step, self.col_step = self._macro()
+        if self.pair.a.dtype == torch.float16:
+            # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
+            size = incoming_size(grad).to(scale)
+            self.inside, self.per_scale = 1.0 / size, size
+            self.outside: Tensor | None = scale * size
+        else:
+            self.inside = torch.where(scale == 0, TINY_SCALE, scale)
+            self.outside, self.per_scale = None, 1.0 / self.inside
+        row_in = vector(grad.row_softplus if self.spec.softplus else grad.row_lse)
+        row_lse = vector(stats.row_lse)
+        grad_pos = vector(grad.row_pos)
+        call.by_row |= {"row_lse": row_lse, "grad_row": row_in, "grad_pos": grad_pos, "grad_sum": vector(grad.row_sum)}
+        call.by_col |= {
+            "col_lse": row_lse if sym else vector(stats.col_lse),
+            "grad_col": row_in if sym else vector(grad.col_lse),
+            "grad_pos_col": grad_pos if sym else None,
+        }
+        bits = backward.ROWS.value * (grad.row_lse is not None)
+        bits += backward.COLS.value * (call.by_col["grad_col"] is not None)
+        bits += backward.SOFTPLUS.value * self.spec.softplus + backward.ROW_SUM.value * (grad.row_sum is not None)
+        self.shared_bias = bool(call.score_bits & parts.ONE_BIAS.value)
+        bits += backward.MIRROR.value * sym + backward.BIAS_TOTAL.value * (needs.bias and self.shared_bias)
+        self.bits = bits
+        self.span = self._span()
+        if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
+            own = scale.new_empty(self.n)
+            call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
+            call.by_row["own"] = own
+        call.row_cuts.clear()
+        call.col_cuts.clear()
+
+    def _macro(self) -> tuple[int, int]:
+        """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
+        budget, item = self.call.options.workspace_bytes, self.pair.a.element_size()
+        tile = max(self.sizes.rows, self.sizes.cols)
+        rows = min(8192, max(tile, budget // 4 // (4 * self.d) // tile * tile))
+        if self.spec.symmetric:
+            while rows > tile and rows * rows * item > budget * 3 // 4:
+                rows = rows // 2
+            return rows, rows
+        rows, cols = min(rows, triton.cdiv(self.n, tile) * tile), triton.cdiv(self.m, tile) * tile
+        # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
+        if self.n <= ONE_MACRO:
+            rows = triton.cdiv(self.n, tile) * tile
+        elif self.m <= ONE_MACRO:
+            return max(tile, budget * 3 // 4 // (cols * item) // tile * tile), cols
+        return rows, min(cols, max(tile, budget * 3 // 4 // (rows * item) // tile * tile), 65536)
+
+    def _span(self) -> Tensor | None:
+        """How far apart the log-sum-exps are, when both directions share an exponential."""
+        call = self.call
+        if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
+            return None
+        out = self.pair.scale.new_empty(1)
+        values = {
+            "row_lse": call.by_row["row_lse"],
+            "row_zero": call.by_row["row_zero"],
+            "col_lse": call.by_col["col_lse"],
+            "col_zero": call.by_col["col_zero"],
+            "out": out,
+            "n": self.n,
+            "m": self.m,
+            "BLOCK": SPAN_BLOCK,
+            "device": call.a.device,
+        }
+        launch(backward.span_kernel, 1, values, (), 8, 2)
+        return out
+
+    def run(self) -> Grads:
+        """All macro-tiles; with symmetric scores those on and above the diagonal."""
+        call, pair, sym = self.call, self.pair, self.spec.symmetric
+        row_pieces, col_pieces = pieces(self.n, self.row_step), pieces(self.m, self.col_step)
+        item = pair.a.element_size()
+        width = triton.cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
+        g_all = pair.a.new_empty((min(self.n, self.row_step), width))
+        grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1) if self.need_a else None
+        grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1) if self.need_b else None
+        bias = Bias(self) if self.needs.bias else None
+        for i in row_pieces:
+            for j in col_pieces:
+                if sym and j.start < i.start:
+                    continue
+                g = g_all[: i.stop - i.start, : j.stop - j.start]
+                self._gradient(g, i, j, bias)
+                if grad_a is not None:
+                    grad_a.add(i, g, call.col_cuts[j.start, j.stop, self.sizes]["b"])
+                    if sym and i != j:
+                        grad_a.add(j, g.T, call.row_cuts[i.start, i.stop, self.sizes]["a"])
+                if grad_b is not None:
+                    grad_b.add(j, g.T, call.row_cuts[i.start, i.stop, self.sizes]["a"])
+            if grad_a is not None and not sym:
+                grad_a.finish(i, call.a)
+        del g_all
+        if grad_a is not None and sym:
+            grad_a.finish(slice(0, self.n), call.a)
+        if grad_b is not None:
+            grad_b.finish(slice(0, self.m), call.b)
+        grad_scale = None
+        if self.needs.scale:
+            source = grad_a if grad_a is not None else grad_b
+            assert source is not None
+            dots = source.dots[0] if len(source.dots) == 1 else torch.cat(source.dots)
+            grad_scale = dots.sum() * self.per_scale * (0.5 if sym else 1.0)
+        return Grads(
+            a=grad_a.out if grad_a is not None and self.needs.a else None,
+            b=None if grad_b is None else grad_b.out,
+            scale=grad_scale,
+            bias=None if bias is None else bias.finish(),
+        )
+
+    def _gradient(self, g: Tensor, i: slice, j: slice, bias: Bias | None) -> None:
+        """G of the macro-tile (i, j)."""
+        call = self.call
+        desc = TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
+        part = None if bias is None else bias.part(i, j)
+        shared = {"factor": self.inside, "TERMS": self.bits}
+        for wide in (False, True) if self.span is not None else (True,):
+            more = {"g_desc": desc, "span": self.span, "bias_part": part, "WIDE": wide}
+            call.run(backward.gradient_kernel, i, j, self.sizes, **more, **shared)
+        if self._meets(i, j):
+            call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
+        if bias is not None:
+            bias.add(g, i, j)
+
+    def _meets(self, i: slice, j: slice) -> bool:
+        """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
+        if self.call.positive == parts.DIAGONAL.value:
+            ahead = self.pair.row_start - self.pair.col_start
+            return i.start + ahead < j.stop and j.start < i.stop + ahead
+        return self.call.positive == parts.ONE.value
+
+
+class Bias:
+    """The gradient of the bias: column sums of G, or, for a bias that all columns share, its total."""
+
+    def __init__(self, parent: Backward) -> None:
+        self.parent, self.total = parent, parent.pair.scale.new_zeros(parent.m)
+        self.held: Tensor | None = None
+
+    def part(self, i: slice, j: slice) -> Tensor | None:
+        """Where the kernel puts the sums of G over the rows of each tile."""
+        if not self.parent.shared_bias:
+            return None
+        tiles = triton.cdiv(j.stop - j.start, self.parent.sizes.cols)
+        self.held = self.total.new_empty(tiles * (i.stop - i.start))
+        return self.held
+
+    def add(self, g: Tensor, i: slice, j: slice) -> None:
+        """The share of one macro-tile."""
+        if self.held is None:
+            self.total[j] += g.sum(0, dtype=torch.float32)
+            return
+        self.total[0] += self.held.sum()
+        if self.parent._meets(i, j):
+            # The positives were written after the sums: each is 1 less, sigmoid(x) - 1 instead of sigmoid(x).
+            self.total[0] -= self._positives(i, j)
+
+    def _positives(self, i: slice, j: slice) -> Tensor:
+        parent = self.parent
+        coming = parent.call.by_row["grad_row"]
+        assert coming is not None
+        ahead = parent.pair.row_start - parent.pair.col_start
+        first, last = max(i.start, j.start - ahead), min(i.stop, j.stop - ahead)
+        return coming[first:last].sum() * parent.inside
+
+    def finish(self) -> Tensor:
+        """One number for each column. Columns that share one bias share its gradient: only their sum means anything."""
+        total = self.total * self.parent.per_scale
+        if self.held is not None:
+            total = (total[:1] / self.parent.m).expand(self.parent.m).contiguous()
+        return total
+
+
+class Sum:
+    """The gradient of one side: products with G, added up and brought into their final type.
+
+    ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
+    ``once``: each row meets one macro-tile only, so its product is final and needs no float32 accumulator.
+    """
+
+    def __init__(self, parent: Backward, rows: int, *, whole: bool, once: bool) -> None:
+        self.parent, self.whole = parent, whole
+        self.scaled = parent.outside is not None  # a factor is still to be multiplied in
+        in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
+        like = parent.pair.a
+        held = rows if whole else min(rows, parent.row_step)
+        self.out: Tensor | None = None
+        if in_place or not whole:
+            self.out = like.new_empty((rows, parent.d), dtype=parent.grad_dtype)
+        self.total = None if in_place else like.new_empty((held, parent.d), dtype=torch.float32)
+        self.started: set[int] = set()
+        self.dots: list[Tensor] = []
+
+    def add(self, i: slice, left: Tensor, right: Tensor) -> None:
+        """total[i] += left @ right."""
+        first = i.start not in self.started
+        self.started.add(i.start)
+        held = self.out if self.total is None else self.total
+        assert held is not None
+        product(held[: i.stop - i.start] if self.total is not None and not self.whole else held[i], left, right, first)
+
+    def finish(self, i: slice, features: Tensor) -> None:
+        """The final values of the rows ``i``, and their part of the scale's gradient."""
+        parent, dot = self.parent, self.parent.needs.scale
+        if self.out is None:
+            self.out = parent.pair.a.new_empty((i.stop, parent.d), dtype=parent.grad_dtype)
+        write = self.scaled or self.total is not None
+        if not write and not dot:
+            return
+        rows = i.stop - i.start
+        source = self.out[i] if self.total is None else self.total[:rows]
+        programs = triton.cdiv(rows, FINISH_ROWS)
+        dots = parent.pair.scale.new_empty(programs) if dot else None
+        values = {
+            "total": source,
+            "features": features[i] if dot else None,
+            "factor": parent.outside if parent.outside is not None else parent.inside,
+            "out": self.out[i] if write else None,
+            "dots": dots,
+            "rows": rows,
+            "D": parent.d,
+            "stride": source.stride(0),
+            "out_stride": self.out.stride(0),
+            "feature_stride": features.stride(0),
+            "WRITE": write,
+            "SCALED": self.scaled,
+            "DOT": dot,
+            "BLOCK": FINISH_ROWS,
+            "WIDTH": min(256, triton.next_power_of_2(parent.d)),
+            "device": features.device,
+        }
+        key = (parent.d, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
+        aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
+        launch(backward.finish_kernel, programs, values, (*key, *aligned), 4, 2)
+        if dots is not None:
+            self.dots.append(dots)
+        if self.whole:
+            self.total = None
+
+
+def product(target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """target = left @ right, or target += left @ right, accumulated in float32."""
+    if not target.is_cuda:  # the interpreter
+        result = left.float() @ right.float()
+        target.copy_(result if first else target + result)
+    elif target.dtype == left.dtype:
+        torch.mm(left, right, out=target) if first else torch.addmm(target, left, right, out=target)
+    elif first:
+        torch.mm(left, right, out_dtype=target.dtype, out=target)
+    else:
+        torch.addmm(target, left, right, out_dtype=target.dtype, out=target)

@@ -1,0 +1,84 @@
+"""The only positive of each row: its score, and its entry of G.
+
+A block of rows is multiplied with the columns that belong to them, gathered, by the same arithmetic as a tile; the
+diagonal of that product is what is wanted. n / P small products instead of a search in every tile.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.backward import COLS, MIRROR, ROW_SUM, ROWS, SOFTPLUS, side, sigmoid
+from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, tanh
+
+
+@triton.jit
+def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
+               D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """The score of each row with its own column, in units of log2; anything where key is -1."""
+    acc = tl.zeros((P, P), dtype=tl.float32)
+    row_at = a + rows.to(tl.int64)[:, None] * a_stride
+    col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * b_stride
+    for k in range(0, (D + K - 1) // K):
+        at = k * K + tl.arange(0, K)
+        left = tl.load(row_at + at[None, :], mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0)
+        right = tl.load(col_at + at[None, :], mask=(key >= 0)[:, None] & (at < D)[None, :], other=0.0)
+        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+    place = tl.arange(0, P)
+    x = tl.sum(tl.where(place[:, None] == place[None, :], acc, 0.0), 1) * scale
+    if BIAS & SCORE:
+        x += tl.load(bias + key, mask=key >= 0, other=0.0)
+    if ONE_BIAS & SCORE:
+        x += tl.load(bias)
+    if SOFTCAP & SCORE:
+        x = softcap * tanh(x / softcap)
+    return x * LOG2E
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "a_stride", "b_stride"])
+def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_zero, row_pos, row_hits, n, m, first, ahead,
+                    D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not."""
+    rows = tl.program_id(0) * P + tl.arange(0, P)
+    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
+    x = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
+    if row_zero is not None:
+        x -= tl.load(row_zero + rows, mask=rows < n, other=0.0) * LOG2E
+    tl.store(row_pos + rows, tl.where(key >= 0, x * LN2, 0.0), mask=rows < n)
+    if row_hits is not None:
+        tl.store(row_hits + rows, tl.where(key >= 0, 1.0, 0.0), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "g_stride"])
+def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zero, col_zero, col_weight, row_lse, col_lse,
+                             grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, n, m, first, ahead,
+                             TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there."""
+    rows = tl.program_id(0) * P + tl.arange(0, P)
+    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
+    ok = key >= 0
+    f = tl.load(factor)
+    from_zero = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
+    x = from_zero
+    if row_zero is not None:
+        x += tl.load(row_zero + rows, mask=ok, other=0.0) * LOG2E
+    value = tl.zeros((P,), tl.float32)
+    if SOFTPLUS & TERMS:
+        value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
+    if ROWS & TERMS:
+        level, _, coming = side(row_lse, row_zero, grad_row, rows, ok, f)
+        value += coming * tl.exp2(from_zero - level)
+    if COLS & TERMS:
+        level, start, coming = side(col_lse, col_zero, grad_col, key, ok, f)
+        value += coming * tl.exp2((x - start) - level)
+    if grad_pos is not None:
+        value += tl.load(grad_pos + rows, mask=ok, other=0.0) * f
+        if MIRROR & TERMS:
+            value += tl.load(grad_pos_col + key, mask=ok, other=0.0) * f
+    if ROW_SUM & TERMS:
+        weight = tl.load(col_weight + key, mask=ok, other=0.0)
+        value += tl.load(grad_sum + rows, mask=ok, other=0.0) * f * weight
+    if SOFTCAP & SCORE:
+        ratio = x * (1.0 / (softcap * LOG2E))
+        value = value * (1.0 - ratio * ratio)
+    tl.store(g + rows.to(tl.int64) * g_stride + key, value.to(g.dtype.element_ty), mask=ok)

@@ -1,0 +1,150 @@
+"""Forward of the Triton backend: the statistics of all macro-tiles, merged."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewise.kernels import keys
+from tilewise.kernels.spec import Stats
+from tilewise.kernels.triton_impl import forward, positive
+from tilewise.kernels.triton_impl.launch import Call, cut, launch, pieces
+
+MERGE_BLOCK = 64  # divides every tile
+
+
+class Forward:
+    """The statistics of all macro-tiles, merged."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
+        self.n, self.m = call.a.shape[0], call.b.shape[0]
+        spec = self.spec
+        self.row_step, self.col_step = self._macro()
+        rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
+        row_tiles, col_tiles = triton.cdiv(rows, self.sizes.rows), triton.cdiv(cols, self.sizes.cols)
+        many = spec.positive == "many"
+
+        def buffer(wanted: bool, size: int) -> Tensor | None:
+            return call.pair.scale.new_empty(size) if wanted else None
+
+        self.row_part = buffer(spec.row_lse or spec.softplus, col_tiles * rows)
+        self.col_part = buffer(spec.col_lse or (spec.symmetric and rows < self.n), row_tiles * cols)
+        self.pos_part = buffer(many, col_tiles * rows)
+        self.pos_col_part = buffer(many and spec.symmetric, row_tiles * cols)
+        self.sum_part = buffer(spec.row_sum, col_tiles * rows)
+        self.tops = buffer(True, row_tiles * col_tiles)
+
+    def _macro(self) -> tuple[int, int]:
+        """Rows and columns of a macro-tile whose parts take at most half the workspace."""
+        spec, sizes = self.spec, self.sizes
+        both = spec.col_lse or spec.symmetric
+        rows, cols = min(self.n, 65536), min(self.m, 65536 if both else 2**20)
+        if spec.symmetric:
+            rows = cols = min(8192, triton.cdiv(self.n, 512) * 256)
+        tall = 1 + (spec.positive == "many") + spec.row_sum
+
+        def bytes_of(rows: int, cols: int) -> float:
+            return 4 * rows * cols * (tall / sizes.cols + both * (1 + (spec.positive == "many")) / sizes.rows)
+
+        while bytes_of(rows, cols) > self.call.options.workspace_bytes / 2 and max(rows, cols) > 256:
+            if spec.symmetric:
+                rows = cols = rows // 2
+            else:
+                rows, cols = (rows, triton.cdiv(cols, 2)) if cols >= rows else (triton.cdiv(rows, 2), cols)
+        tile = max(sizes.rows, sizes.cols)
+        return triton.cdiv(rows, tile) * tile, triton.cdiv(cols, tile) * tile
+
+    def run(self) -> Stats:
+        """All macro-tiles; with symmetric scores those on and above the diagonal."""
+        spec, new = self.spec, self.call.pair.scale.new_empty
+        row = new(self.n) if self.row_part is not None else None
+        col = new(self.m) if spec.col_lse else None
+        pos = new(self.n) if spec.positive != "none" and not spec.softplus else None
+        total = new(self.n) if spec.row_sum else None
+        seen: set[tuple[str, int]] = set()
+        for i in pieces(self.n, self.row_step):
+            for j in pieces(self.m, self.col_step):
+                if spec.symmetric and j.start < i.start:
+                    continue
+                mirrored = spec.symmetric and i != j
+                self._tiles(i, j, mirrored)
+                below = row if mirrored else col
+                across = self.col_part if below is not None else None
+                self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus)
+                if spec.positive == "many":
+                    across = self.pos_col_part if mirrored else None
+                    self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
+                if spec.row_sum:
+                    self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+        return Stats(
+            row_lse=row if spec.row_lse else None,
+            row_softplus=row if spec.softplus else None,
+            col_lse=col,
+            row_pos=pos,
+            row_hits=self._positives(pos),
+            row_sum=total,
+        )
+
+    def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
+        spec = self.spec
+        bits = forward.ROWS.value * spec.row_lse + forward.COLS.value * (spec.col_lse or mirrored)
+        bits += forward.SOFTPLUS.value * spec.softplus + forward.ROW_SUM.value * spec.row_sum
+        bits += forward.MIRROR.value * mirrored
+        parts = {"row_part": self.row_part, "col_part": self.col_part, "tops": self.tops}
+        more = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
+        self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, **parts, **more)
+        self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
+
+    def _positives(self, pos: Tensor | None) -> Tensor | None:
+        """How many positives each row has; an only one's score is written to ``pos``."""
+        if pos is None:
+            return None
+        if self.spec.positive == "many":
+            return keys.hits(self.call.pair, self.spec)
+        hits, everything = torch.empty_like(pos), (slice(0, self.n), slice(0, self.m))
+        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits)
+        return hits
+
+    def _merge(
+        self,
+        seen: set[tuple[str, int]],
+        name: str,
+        i: slice,
+        j: slice,
+        row_part: Tensor | None,
+        row_out: Tensor | None,
+        col_part: Tensor | None,
+        col_out: Tensor | None,
+        *,
+        log: bool,
+    ) -> None:
+        """Fold the parts of the macro-tile (i, j) into the statistics of its rows and columns."""
+        n, m = i.stop - i.start, j.stop - j.start
+        below = name if self.spec.symmetric else name + " of columns"
+        row_first, col_first = (name, i.start) not in seen, (below, j.start) not in seen
+        seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
+        call, block = self.call, min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
+        blocks = triton.cdiv(n, block) * (row_part is not None) + triton.cdiv(m, block) * (col_part is not None)
+        values = {
+            "row_part": row_part,
+            "row_zero": cut(call.by_row["row_zero"], i) if log else None,
+            "col_zero": cut(call.by_col["col_zero"], j) if log and col_part is not None else None,
+            "tops": self.tops,
+            "row_out": None if row_part is None or row_out is None else row_out[i],
+            "n": n,
+            "row_parts": triton.cdiv(m, self.sizes.cols),
+            "col_part": col_part,
+            "col_out": None if col_part is None or col_out is None else col_out[j],
+            "m": m,
+            "col_parts": triton.cdiv(n, self.sizes.rows),
+            "ROW_FIRST": row_first,
+            "COL_FIRST": col_first,
+            "LOG": log,
+            "R": self.sizes.rows,
+            "C": self.sizes.cols,
+            "BLOCK": block,
+            "device": call.a.device,
+        }
+        launch(forward.merge_kernel, blocks, values, (row_first, col_first, log, self.sizes), 2, 2)
