@@ -52,15 +52,15 @@ class TileOptions:
                 f"{', '.join(get_args(RingGradients))}"
             )
         if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
-            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}")
+            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}. Round it down")
         if self.workspace_mib < 1:
             raise ConfigError(
                 f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs some scratch memory; "
                 "the default is 256"
             )
-        if not 0.0 <= self.filter_tolerance < 1.0:
+        if not isinstance(self.filter_tolerance, (int, float)) or not 0.0 <= self.filter_tolerance < 1.0:
             raise ConfigError(
-                f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance}; 0 is exact"
+                f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance!r}; 0 is exact"
             )
 
     @property
