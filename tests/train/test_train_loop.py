@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.train.small_icons import write_small_icons
 
-from tilewise.errors import CheckpointError, ConfigError
+from tilewise.errors import CheckpointError, ConfigError, DataError
 from tilewise.train import loop
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.config import load_config
@@ -124,6 +124,8 @@ def test_the_cache_changes_nothing_but_memory(tmp_path):
         ["loss.mask_same_id=true"],
         ["optim.name=adafactor", "optim.lr=1e-3"],
         ["loop.precision=bf16"],
+        ["loop.precision=fp16"],
+        ["model.name=clip-tiny"],
         ["loss.offload=true"],
     ],
     ids=lambda value: value[0],
@@ -132,6 +134,30 @@ def test_variants_learn(tmp_path, overrides):
     train(small(tmp_path, "loop.steps=10", "model.dropout=0.0", "output.evaluate_every=0", *overrides))
     losses = [line["loss"] for line in lines(tmp_path) if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.02
+
+
+def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypatch):
+    calls = []
+    original = loop.Trainer._step
+
+    def count(self, batch, stop):
+        before = {name: p.clone() for name, p in self.model.named_parameters()}
+        handle = self.model.image.register_forward_hook(lambda *unused: calls.append(torch.is_grad_enabled()))
+        result = original(self, batch, stop)
+        handle.remove()
+        moved = {n.split(".")[0] for n, p in self.model.named_parameters() if not torch.equal(p, before[n])}
+        assert moved == {"text", "scale"}
+        return result
+
+    monkeypatch.setattr(loop.Trainer, "_step", count)
+    monkeypatch.setattr(loop, "activation_bytes", lambda run: 0)
+    train(small(tmp_path, "loop.steps=2", "model.lock_image=true", "model.dropout=0.5", "output.evaluate_every=0"))
+    assert calls == [False] * (2 * 3)  # three chunks a step, each once, without a graph
+
+
+def test_icons_of_the_wrong_size_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"model\.image_size=32"):
+        train(small(tmp_path, "model.image_size=64"))
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):

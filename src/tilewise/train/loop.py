@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tilewise.errors import CheckpointError, TilewiseError
+from tilewise.errors import CheckpointError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint, prune, save_checkpoint
 from tilewise.train.config import RunConfig, check_same_run
 from tilewise.train.data import Batch, BatchStream, Position, SkipLog, open_eval_pairs, open_source
@@ -253,6 +253,12 @@ class Trainer:
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
             self._say(f"[yellow]ignored:[/] {problem}")
+        found = float(checkpoint.step) if checkpoint is not None else 0.0
+        if self.world.total(found)[0] != found * self.world.size:
+            raise GroupError(
+                f"ranks found different checkpoints (rank {self.world.rank}: step {found:.0f}). "
+                "output.folder must be a folder that all ranks share"
+            )
         if checkpoint is None:
             return
         check_same_run(checkpoint.state["config"], self.config)

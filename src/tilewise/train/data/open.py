@@ -30,7 +30,12 @@ def _icons(path: str) -> IconSet:
 def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
     """The training pairs."""
     if config.source == "icons":
-        return IconSource(_icons(config.path).split("train"), augment=config.augment in ("auto", "icon"))
+        icons = _icons(config.path).split("train")
+        if image_size != icons.side:
+            raise DataError(
+                f"the icons are {icons.side} pixels wide, the model reads {image_size}. Set model.image_size={icons.side}"
+            )
+        return IconSource(icons, augment=config.augment in ("auto", "icon"))
     crop = config.crop_scale if config.augment in ("auto", "crop") else None
     how = Preparation(image_size, crop, config.crop_ratio)
     if config.source == "shards":

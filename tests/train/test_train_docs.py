@@ -1,0 +1,52 @@
+"""The examples and the words of the documentation are those of the code."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise.train.cli import app
+from tilewise.train.config import ModelName, load_config
+from tilewise.train.demo import CPU_SETTINGS
+from tilewise.train.settings import to_dict
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ("training.md", "data.md", "checkpoints.md")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_examples_are_valid(path):
+    load_config(path)
+
+
+def test_the_icons_example_is_the_demo():
+    made, demo = to_dict(load_config(ROOT / "examples" / "icons.toml")), to_dict(load_config(None))
+    for section, keys in CPU_SETTINGS.items():
+        demo[section] |= keys
+    made["output"].pop("folder")
+    demo["output"].pop("folder")
+    made["data"].pop("augment"), demo["data"].pop("augment")
+    made["model"].pop("embed_dim"), demo["model"].pop("embed_dim")
+    assert made == demo
+
+
+def test_settings_in_the_documentation_exist():
+    values = to_dict(load_config(None))
+    for name in DOCS:
+        text = (ROOT / "docs" / "concepts" / name).read_text()
+        for section, key in re.findall(r"\b(data|model|loss|optim|loop|output)\.([a-z_]+)\b", text):
+            if key not in ("md", "py", "toml", "safetensors"):
+                assert key in values[section], f"{name}: {section}.{key}"
+
+
+def test_every_model_is_documented():
+    text = (ROOT / "docs" / "concepts" / "training.md").read_text()
+    assert all(f"`{name}`" in text for name in get_args(ModelName))
+
+
+def test_commands_in_the_documentation_exist():
+    text = "".join((ROOT / "docs" / "concepts" / name).read_text() for name in DOCS)
+    for command in set(re.findall(r"tilewise (train|evaluate|search|demo|config)\b", text)):
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
