@@ -10,14 +10,14 @@ from benchmarks import batch_size, train_step
 
 @pytest.mark.slow
 def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
-    sizes = ["--model", "clip-tiny", "--batches", "32,64", "--chunk", "16", "--max-seconds", "60"]
+    sizes = ["--model", "clip-tiny", "--batches", "32", "--chunk", "8", "--max-seconds", "60"]
     path = train_step.main([*sizes, "--out", str(tmp_path / "t.json")])
     report = json.loads(path.read_text())
-    assert len(report["results"]) == 2 * 4
+    assert len(report["results"]) == 4
     assert all(row["step_measured"] and row["step_s"] > row["loss_s"] > 0 for row in report["results"])
     offloaded = [row for row in report["results"] if row["method"] == "tilewise+offload"]
     assert {row["data_bytes"] for row in offloaded} == {0}
-    assert "| 64 | dense |" in path.with_suffix(".md").read_text()
+    assert "| 32 | dense |" in path.with_suffix(".md").read_text()
 
 
 def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):

@@ -33,7 +33,8 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
         icons = _icons(config.path).split("train")
         if image_size != icons.side:
             raise DataError(
-                f"the icons are {icons.side} pixels wide, the model reads {image_size}. Set model.image_size={icons.side}"
+                f"the icons are {icons.side} pixels wide, the model reads {image_size}. "
+                f"Set model.image_size={icons.side}"
             )
         return IconSource(icons, augment=config.augment in ("auto", "icon"))
     crop = config.crop_scale if config.augment in ("auto", "crop") else None
