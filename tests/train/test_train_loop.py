@@ -12,7 +12,7 @@ import torch
 from tests.train.small_icons import write_small_icons
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
-from tilewise.train import loop
+from tilewise.train import loop, run_state, step_memory
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.config import load_config
 from tilewise.train.loop import DivergedError, train
@@ -150,7 +150,7 @@ def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypa
         return result
 
     monkeypatch.setattr(loop.Trainer, "_step", count)
-    monkeypatch.setattr(loop, "activation_bytes", lambda run: 0)
+    monkeypatch.setattr(step_memory, "activation_bytes", lambda run: 0)
     train(small(tmp_path, "loop.steps=2", "model.lock_image=true", "model.dropout=0.5", "output.evaluate_every=0"))
     assert calls == [False] * (2 * 3)  # three chunks a step, each once, without a graph
 
@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
 
 def test_a_disk_that_fills_up_stops_safely(tmp_path, monkeypatch):
     saves = []
-    original = loop.save_checkpoint
+    original = run_state.save_checkpoint
 
     def fill_up(folder, step, tensors, state):
         saves.append(step)
@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_stops_safely(tmp_path, monkeypatch):
             )
         return original(folder, step, tensors, state)
 
-    monkeypatch.setattr(loop, "save_checkpoint", fill_up)
+    monkeypatch.setattr(run_state, "save_checkpoint", fill_up)
     config = small(tmp_path, "loop.steps=6")
     with pytest.raises(CheckpointError, match="No space left"):
         train(config)

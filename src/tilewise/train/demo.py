@@ -15,7 +15,7 @@ from tilewise.train.run_folder import RunFolder
 from tilewise.train.search import open_gallery, save_sheet, show_hits
 from tilewise.train.settings import apply_overrides, build
 
-QUERIES = ("shopping cart", "rain cloud", "arrow left", "music")
+QUERIES = ("shopping cart", "calendar", "arrow left", "music")
 
 CPU_SETTINGS: dict[str, Any] = {
     "data": {"source": "icons", "augment": "icon"},
@@ -27,9 +27,9 @@ CPU_SETTINGS: dict[str, Any] = {
 }
 CUDA_SETTINGS: dict[str, Any] = {
     "model": {"width": 2048, "depth": 3, "embed_dim": 256},
-    "optim": {"lr": 3e-3, "warmup_steps": 20, "ema_decay": 0.98},
-    "loop": {"batch_size": 16384, "chunk_size": 4096, "steps": 300, "precision": "bf16"},
-    "output": {"evaluate_every": 50, "checkpoint_every": 100},
+    "optim": {"lr": 3e-3, "warmup_steps": 10, "ema_decay": 0.97},
+    "loop": {"batch_size": 16384, "chunk_size": 4096, "steps": 200, "precision": "bf16"},
+    "output": {"evaluate_every": 50, "checkpoint_every": 50},
 }
 
 

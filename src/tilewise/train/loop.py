@@ -9,41 +9,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
-from tilewise.errors import CheckpointError, GroupError, TilewiseError
-from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint, prune, save_checkpoint
+from tilewise.errors import GroupError, TilewiseError
+from tilewise.train.checkpoint import check_room, latest_checkpoint
 from tilewise.train.config import RunConfig, check_same_run
-from tilewise.train.data import Batch, BatchStream, Position, SkipLog, open_eval_pairs, open_source
+from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
-from tilewise.train.memory import (
-    CudaMemory,
-    MemoryUse,
-    activation_bytes,
-    dense_loss_bytes,
-    process_peak_bytes,
-    tensor_bytes,
-    tiled_loss_bytes,
-    weight_bytes,
-)
+from tilewise.train.memory import tensor_bytes
 from tilewise.train.models import build_model
 from tilewise.train.objective import Objective
-from tilewise.train.optim import (
-    AveragedWeights,
-    build_optimizer,
-    learning_rate,
-    optimizer_tensors,
-    restore_optimizer,
-    set_learning_rate,
-)
+from tilewise.train.optim import AveragedWeights, build_optimizer, learning_rate, set_learning_rate
 from tilewise.train.progress import RunProgress
 from tilewise.train.run_folder import MetricsLog, RunFolder
-from tilewise.train.settings import to_dict
+from tilewise.train.run_state import RunState
 from tilewise.train.signals import StopRequest
+from tilewise.train.step_memory import memory_counted, memory_now
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BEST_METRIC = "t2i_r10"
 
@@ -102,10 +89,12 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.objective = Objective(config, self.model, world)
-        self.step, self.position = 0, Position()
-        self.best: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
-        self.memory: MemoryUse | None = None
+        self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler, self.skips)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state.step
 
     # -- a whole run ---------------------------------------------------------------------------------------
 
@@ -123,20 +112,20 @@ class Trainer:
                 self._train(log, stop, bar)
             self.world.wait()
             return RunResult(
-                self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.metrics)
+                self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.state.metrics)
             )
 
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()
         stopping = False
-        for batch in self.stream.batches(self.position, self.step, self.steps):
+        for batch in self.stream.batches(self.state.position, self.step, self.steps):
             line, stopping = self._step(batch, stop)
             now = time.perf_counter()
             seconds, before = now - before, now
             speed = {
                 "seconds": seconds,
                 "pairs_per_second": line["rows"] / seconds,
-                "memory_bytes": float(self._memory_now()),
+                "memory_bytes": float(memory_now(self.world.device)),
             }
             if log is not None and (self.step % self.config.output.log_every == 0 or self.step == self.steps):
                 log.write(self.step, "train", {**line, **speed})
@@ -162,7 +151,7 @@ class Trainer:
         lr = learning_rate(self.step, self.steps, config)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
-        with self._measured(batch):
+        with memory_counted(self.state, self.objective, self.config, batch):
             loss = self.objective.step(batch)
         scaler = self.objective.scaler
         if scaler is not None:
@@ -180,7 +169,7 @@ class Trainer:
         else:
             self.optimizer.step()
         self.model.scale.clamp()
-        self.step, self.position = self.step + 1, batch.after
+        self.state.step, self.state.position = self.step + 1, batch.after
         if self.average is not None:
             self.average.update(self.step)
         line = {
@@ -214,38 +203,20 @@ class Trainer:
 
     def _evaluate(self, log: MetricsLog | None, bar: RunProgress) -> None:
         if self.pairs is not None:
-            loop = self.config.loop
+            loop, state = self.config.loop, self.state
             with self.average.used() if self.average is not None else nullcontext():
                 encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
-                self.metrics = evaluate_retrieval(encoders, self.pairs)
+                state.metrics = evaluate_retrieval(encoders, self.pairs)
             assert log is not None
-            log.write(self.step, "eval", self.metrics)
-            bar.evaluated(self.metrics)
-            if self.metrics[BEST_METRIC] >= self.best.get("value", -1.0):
-                self.best = {"step": float(self.step), "value": self.metrics[BEST_METRIC]}
+            log.write(self.step, "eval", state.metrics)
+            bar.evaluated(state.metrics)
+            if state.metrics[BEST_METRIC] >= state.best.get("value", -1.0):
+                state.best = {"step": float(self.step), "value": state.metrics[BEST_METRIC]}
         self.world.wait()
 
     def _save(self) -> None:
         if self.world.is_first:
-            scaler = self.objective.scaler
-            tensors = {
-                "model": dict(self.model.state_dict()),
-                "optimizer": optimizer_tensors(self.optimizer, self.model),
-            }
-            if self.average is not None:
-                tensors["average"] = self.average.average
-            state = {
-                "position": self.position.state(),
-                "skipped": self.skips.state(),
-                "best": self.best,
-                "metrics": self.metrics,
-                "scaler": scaler.state_dict() if scaler is not None else {},
-                "memory": self.memory.state() if self.memory is not None else {},
-                "config": to_dict(self.config),
-            }
-            save_checkpoint(self.folder.checkpoints, self.step, tensors, state)
-            best = int(self.best["step"]) if self.best else None
-            prune(self.folder.checkpoints, self.config.output.keep_last, best)
+            self.state.save(self.folder.checkpoints, self.config)
         self.world.wait()
 
     def _continue(self) -> None:
@@ -262,71 +233,10 @@ class Trainer:
         if checkpoint is None:
             return
         check_same_run(checkpoint.state["config"], self.config)
-        self._restore(checkpoint)
+        self.state.load(checkpoint, count_skips=self.world.is_first)
         self._say(f"continuing after step {self.step} of {self.steps}")
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state
-        try:
-            self.model.load_state_dict(checkpoint.tensors("model"))
-            restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
-            if self.average is not None:
-                for name, value in checkpoint.tensors("average").items():
-                    self.average.average[name].copy_(value)
-            if self.objective.scaler is not None:
-                self.objective.scaler.load_state_dict(state["scaler"])
-            self.step, self.position = checkpoint.step, Position(**state["position"])
-            self.best, self.metrics = state["best"], state["metrics"]
-            if state["memory"]:
-                sizes = {key: state["memory"][key] for key in MemoryUse.__dataclass_fields__}
-                self.memory = MemoryUse(**sizes)
-            if self.world.is_first:
-                self.skips.counts.update(state["skipped"])
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{checkpoint.path} does not fit this model or run: {error}") from error
-
     # -- small helpers -------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _measured(self, batch: Batch) -> Iterator[None]:
-        """Count memory in the second step of a process, when the optimizer's state is there."""
-        if self.memory is not None or self.step == 0:
-            yield
-            return
-        rows, cols = len(batch.ids), self.config.loop.batch_size
-        loss = self.config.loss
-        data = 0 if loss.offload and self.world.device.type == "cuda" else batch.bytes
-        if self.world.device.type == "cuda":
-            counter = CudaMemory(self.world.device)
-            self.objective.watch = counter.watch
-            counter.start()
-            yield
-            self.objective.watch = None
-            self.memory = counter.finish(data, rows, cols, self._width(batch))
-            return
-        yield
-        chunk = slice(0, self.config.loop.chunk_size)
-        tokens = {name: value[chunk] for name, value in batch.tokens.items()}
-        activations = max(
-            activation_bytes(lambda: self.model.image(batch.images[chunk])),
-            activation_bytes(lambda: self.model.text(**tokens)),
-        )
-        backbone = weight_bytes(self.model, self.optimizer) + activations
-        width = self._width(batch)
-        dense = dense_loss_bytes(rows, cols, width)
-        workspace = min(loss.workspace_mib * 2**20, 4 * rows * cols)
-        own = tiled_loss_bytes(rows, cols, width, workspace) if loss.name == "tilewise" else dense
-        self.memory = MemoryUse(data, own, backbone, dense, measured=False)
-
-    @torch.no_grad()
-    def _width(self, batch: Batch) -> int:
-        one = {name: value[:1].to(self.world.device) for name, value in batch.tokens.items()}
-        return int(self.model.text(**one).shape[-1])
-
-    def _memory_now(self) -> int:
-        if self.world.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.world.device)
-        return process_peak_bytes()
 
     @contextmanager
     def _log(self) -> Iterator[MetricsLog | None]:

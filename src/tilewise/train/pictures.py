@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
-from rich.style import Style
-from rich.text import Text
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def to_pil(image: Tensor, side: int) -> Image.Image:
@@ -55,6 +57,9 @@ def _fit(label: str, side: int) -> str:
 
 def terminal_picture(image: Tensor, columns: int = 16) -> list[Text]:
     """A picture in half blocks: each character is two pixels, one above the other."""
+    from rich.style import Style
+    from rich.text import Text
+
     small = F.interpolate(image.float().mean(0)[None, None], (columns, columns), mode="area")[0, 0]
     levels = small.round().int().tolist()
     lines = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from tilewise.train.memory import MIB
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 
 class RunProgress:
@@ -26,11 +27,7 @@ class RunProgress:
         self._said = time.monotonic()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]training"), BarColumn(bar_width=None), MofNCompleteColumn(),
-                TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-                console=console, refresh_per_second=4,
-            )  # fmt: skip
+            self._bar = _make_bar(console)
             self._task = self._bar.add_task("train", total=steps, completed=done, facts="")
             self._bar.start()
 
@@ -59,3 +56,13 @@ class RunProgress:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def _make_bar(console: Console) -> Progress:
+    from rich import progress as rich
+
+    return rich.Progress(
+        rich.TextColumn("[bold]training"), rich.BarColumn(bar_width=None), rich.MofNCompleteColumn(),
+        rich.TextColumn("{task.fields[facts]}"), rich.TimeElapsedColumn(), rich.TextColumn("left"),
+        rich.TimeRemainingColumn(), console=console, refresh_per_second=4,
+    )  # fmt: skip

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from tilewise.errors import CheckpointError, DataError, RangeError
@@ -21,6 +19,9 @@ from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.pictures import contact_sheet, terminal_picture
 from tilewise.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 
         for hit in hits:
             console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False)
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table.grid(padding=(0, 2))
     shown = hits[: max(1, min(columns, console.width // 18))]
     table.add_row(*(Text("\n").join(terminal_picture(hit.image)) for hit in shown))

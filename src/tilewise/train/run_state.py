@@ -1,0 +1,84 @@
+"""Everything of a run that changes while it goes on, to a checkpoint and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise.errors import CheckpointError
+from tilewise.train.checkpoint import Checkpoint, prune, save_checkpoint
+from tilewise.train.config import RunConfig
+from tilewise.train.data import Position, SkipLog
+from tilewise.train.memory import MemoryUse
+from tilewise.train.models import TwoTowers
+from tilewise.train.optim import AveragedWeights, optimizer_tensors, restore_optimizer
+from tilewise.train.settings import to_dict
+
+
+@dataclass
+class RunState:
+    """The state of a run after `step` steps.
+
+    The learning rate, the order of the data, its augmentation and the random state of a step are functions of
+    the settings and the step, so they need no place here.
+
+    Args:
+        model, optimizer, average, scaler: what learns; the last two may be None.
+        skips: what was left out of the data.
+        step: steps done.
+        position: where the next batch starts.
+        best: step and value of the best evaluation.
+        metrics: of the last evaluation.
+        memory: of a step, once it was counted.
+    """
+
+    model: TwoTowers
+    optimizer: torch.optim.Optimizer
+    average: AveragedWeights | None
+    scaler: Any
+    skips: SkipLog
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    best: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    memory: MemoryUse | None = None
+
+    def save(self, folder: Path, config: RunConfig) -> None:
+        """Write a checkpoint, and drop those that are no longer kept."""
+        tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.optimizer, self.model)}
+        if self.average is not None:
+            tensors["average"] = self.average.average
+        rest = {
+            "position": self.position.state(),
+            "skipped": self.skips.state(),
+            "best": self.best,
+            "metrics": self.metrics,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else {},
+            "memory": self.memory.state() if self.memory is not None else {},
+            "config": to_dict(config),
+        }
+        save_checkpoint(folder, self.step, tensors, rest)
+        prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None)
+
+    def load(self, checkpoint: Checkpoint, *, count_skips: bool) -> None:
+        """Take up a checkpoint; its skipped records are counted on one rank only."""
+        rest = checkpoint.state
+        try:
+            self.model.load_state_dict(checkpoint.tensors("model"))
+            restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
+            if self.average is not None:
+                for name, value in checkpoint.tensors("average").items():
+                    self.average.average[name].copy_(value)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(rest["scaler"])
+            self.step, self.position = checkpoint.step, Position(**rest["position"])
+            self.best, self.metrics = rest["best"], rest["metrics"]
+            if rest["memory"]:
+                self.memory = MemoryUse(**{key: rest["memory"][key] for key in MemoryUse.__dataclass_fields__})
+            if count_skips:
+                self.skips.counts.update(rest["skipped"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not fit this model or run: {error}") from error
