@@ -76,7 +76,7 @@ def synthetic_batch(model: TwoTowers, rows: int) -> Batch:
     times = -(-rows // different)
     images = few.repeat(times, 1, 1, 1)[:rows] if times > 1 else few
     return Batch(
-        images, {k: v.repeat(times, 1)[:rows] for k, v in tokens.items()}, torch.arange(rows), 0, Position(), 0
+        images, {k: v.repeat(times, 1)[:rows] for k, v in tokens.items()}, torch.arange(rows), {}, Position(), 0
     )
 
 

@@ -160,3 +160,39 @@ def test_activations_are_counted_once_per_storage():
     assert activation_bytes(lambda: (x.exp() * x.exp()).sum()) == 2 * 4000
     assert activation_bytes(lambda: x + 1) == 0
     assert DENSE_MATRICES == 4
+
+
+def test_the_demo_runs_to_its_report(tmp_path):
+    icons = write_small_icons(tmp_path / "small.zip")
+    extra = ["optim.warmup_steps=1", f"data.path={icons}", f"output.folder={tmp_path / 'demo'}"]
+    result = invoke("demo", *SETTINGS, *extra)
+    assert result.exit_code == 0
+    for words in ("held-out recall", "text to image", "shopping cart", "report:", "tilewise search"):
+        assert words in result.output
+    assert (tmp_path / "demo" / "report.html").is_file()
+    assert (tmp_path / "demo" / "searches.png").is_file()
+
+
+def test_pictures_in_a_terminal(run):
+    from rich.console import Console
+
+    from tilewise.train.search import open_gallery, show_hits
+
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100, color_system="truecolor")
+    show_hits(console, "bell", open_gallery(run).search(["bell"], top=5)[0])
+    assert shown.getvalue().count("\u2580") >= 16 * 8 * 3
+
+
+def test_a_live_bar_in_a_terminal():
+    from rich.console import Console
+
+    from tilewise.train.progress import RunProgress
+
+    shown = io.StringIO()
+    bar = RunProgress(Console(file=shown, force_terminal=True, width=140), steps=4, done=1)
+    bar.evaluated({"t2i_r10": 0.25})
+    bar.step(2, {"loss": 1.5, "skipped": 3}, {"pairs_per_second": 1234.0, "memory_bytes": 2**30})
+    bar.close()
+    for words in ("loss 1.500", "recall@10 25.0%", "1,234 pairs/s", "1,024 MiB", "3 skipped"):
+        assert words in shown.getvalue()

@@ -1,5 +1,6 @@
 """Whole runs with a tiny model: they learn, stop, continue, and refuse what would spoil them."""
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import time
 
 import pytest
 import torch
+import webdataset
+from PIL import Image
 from tests.train.small_icons import write_small_icons
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
@@ -153,6 +156,44 @@ def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypa
     monkeypatch.setattr(step_memory, "activation_bytes", lambda run: 0)
     train(small(tmp_path, "loop.steps=2", "model.lock_image=true", "model.dropout=0.5", "output.evaluate_every=0"))
     assert calls == [False] * (2 * 3)  # three chunks a step, each once, without a graph
+
+
+def test_skipped_records_are_counted_the_same_after_a_restart(tmp_path, monkeypatch):
+    """Shards with broken records, batches prepared ahead: what was prepared but not used must not count twice."""
+    for shard in range(4):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
+            for i in range(12):
+                picture = io.BytesIO()
+                Image.new("RGB", (32, 32), (9 * i, 50 * shard, 0)).save(picture, "PNG")
+                data = b"broken" if i % 4 == 0 else picture.getvalue()
+                writer.write({"__key__": f"{shard}-{i}", "png": data, **({"txt": f"w{i}"} if i != 5 else {})})
+    settings = [
+        "model.name=clip-tiny", "data.source=shards", f"data.path={tmp_path}/*.tar", "data.shuffle_shards=1",
+        "data.records=44", "data.prefetch=3", "loop.batch_size=8", "loop.chunk_size=8", "loop.steps=9",
+    ]  # fmt: skip
+    config, other = (small(tmp_path / name, *settings[:2], settings[2], *settings[3:]) for name in ("a", "b"))
+    train(config)
+    original = loop.Trainer._after_step
+
+    def die(self, log, bar, stopping):
+        original(self, log, bar, stopping)
+        if self.step == 3:
+            time.sleep(0.3)  # the batches ahead get made
+            raise Killed
+
+    monkeypatch.setattr(loop.Trainer, "_after_step", die)
+    with pytest.raises(Killed):
+        train(other)
+    monkeypatch.undo()
+    train(other)
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
+    assert 8 < lines(tmp_path / "a")[-1]["skipped"] < 30
+    kept = [
+        json.loads((tmp_path / name / "checkpoints" / step_name(9) / "state.json").read_text())["skips"]
+        for name in "ab"
+    ]
+    assert kept[0] == kept[1]
+    assert kept[0]["counts"]["no caption"] == 4
 
 
 def test_icons_of_the_wrong_size_are_refused(tmp_path):

@@ -75,8 +75,11 @@ def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
     from tilewise.train.config import ModelConfig
     from tilewise.train.models.pretrained import ARCHITECTURES, clip_towers
 
-    image, _, pixels = clip_towers(ModelConfig(name="clip-tiny", weights=str(tmp_path)), ARCHITECTURES["clip-tiny"])
+    image, _, pixels, scale = clip_towers(
+        ModelConfig(name="clip-tiny", weights=str(tmp_path)), ARCHITECTURES["clip-tiny"]
+    )
     assert pixels.size == 16
+    assert scale == pytest.approx(saved.logit_scale.exp().item())
     assert torch.equal(image.body.project.weight, saved.visual_projection.weight)
     from safetensors.torch import load_file, save_file
 
@@ -124,3 +127,28 @@ def test_hashed_sequences_are_cut_and_closed():
     assert ids[0] == 98
     assert ids[-1] == 99
     assert HashedTokenizer(100, 4)([])["input_ids"].shape == (0, 4)
+
+
+def test_lit_from_local_folders_without_a_network(tmp_path):
+    """A locked ViT and a BERT with its tokenizer, all from disk; half-precision weights become float32."""
+    from tilewise.train.models.pretrained import _transformers
+
+    hf = _transformers()
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = hf.ViTModel(hf.ViTConfig(**small, image_size=16, patch_size=8)).half()
+    vit.save_pretrained(tmp_path / "vit")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "red"]
+    bert = hf.BertModel(hf.BertConfig(**small, vocab_size=len(vocabulary), max_position_embeddings=128))
+    bert.save_pretrained(tmp_path / "bert")
+    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(vocabulary))
+    model = model_of(
+        "model.name=vit-bert-tiny", f"model.image_weights={tmp_path / 'vit'}", "model.lock_image=true",
+        f"model.text_weights={tmp_path / 'bert'}", "model.embed_dim=24",
+    )  # fmt: skip
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    tokens = model.tokenizer(["a red cat", "dog"])
+    assert tokens["input_ids"][0, :5].tolist() == [2, 5, 8, 6, 3]
+    text, image = model.text(**tokens), model.image(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
+    assert text.shape == image.shape == (2, 24)
+    assert not image.requires_grad
+    assert text.requires_grad

@@ -81,7 +81,9 @@ class LossConfig:
     name: LossName = setting("tilewise", "tilewise, or the baselines dense (CLIP) and local (OpenCLIP's local loss)")
     kind: Literal["clip", "siglip"] = setting("clip", "softmax over both directions, or pairwise sigmoid")
     mask_same_id: bool = setting(False, "pairs with the same id (icons: the same name) are no negatives")
-    initial_scale: float = setting(1 / 0.07, "logit scale at the start", above=0)
+    initial_scale: float = setting(
+        1 / 0.07, "logit scale at the start; the weights of a clip-* model bring their own", above=0
+    )
     max_scale: float = setting(100.0, "the logit scale is clamped to [1, max_scale]", least=1)
     initial_bias: float = setting(-10.0, "logit bias of the sigmoid loss at the start")
     workspace_mib: int = setting(256, "the most scratch memory of the tilewise loss", least=1)

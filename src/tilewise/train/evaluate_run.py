@@ -54,6 +54,10 @@ def open_pairs(config: DataConfig, size: int, path: str, image_root: str, skips:
     """The run's own held-out pairs, or those at a path, whose kind is told by its name."""
     if not path:
         return open_eval_pairs(config, size, skips)
+    if path.endswith(".zip"):
+        return open_eval_pairs(dataclasses.replace(config, source="icons"), size, skips, path)
+    if config.source == "icons":
+        raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
     kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
     other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none")
     return open_eval_pairs(other, size, skips, path)

@@ -89,7 +89,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.objective = Objective(config, self.model, world)
-        self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler, self.skips)
+        self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
 
     @property
     def step(self) -> int:
@@ -158,9 +158,7 @@ class Trainer:
             scaler.unscale_(self.optimizer)
         learned = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(learned, config.clip_norm or math.inf)
-        loss_sum, rows, stops, skipped = self.world.total(
-            float(loss), len(batch.ids), float(stop.signal_number != 0), batch.skipped
-        )
+        loss_sum, rows, stops = self.world.total(float(loss), len(batch.ids), float(stop.signal_number != 0))
         value, grad_norm = loss_sum / self.world.size, float(norm)
         self._check_finite(value, grad_norm, lr)
         if scaler is not None:
@@ -170,11 +168,12 @@ class Trainer:
             self.optimizer.step()
         self.model.scale.clamp()
         self.state.step, self.state.position = self.step + 1, batch.after
+        self.state.skips, self.state.skipped = batch.skips, self.state.skipped + self.config.loop.batch_size - int(rows)
         if self.average is not None:
             self.average.update(self.step)
         line = {
             "epoch": batch.epoch, "loss": value, "lr": lr, "scale": float(self.model.scale().detach()),
-            "grad_norm": grad_norm, "rows": int(rows), "skipped": int(skipped),
+            "grad_norm": grad_norm, "rows": int(rows), "skipped": self.state.skipped,
         }  # fmt: skip
         return line, stops > 0
 
@@ -233,7 +232,9 @@ class Trainer:
         if checkpoint is None:
             return
         check_same_run(checkpoint.state["config"], self.config)
-        self.state.load(checkpoint, count_skips=self.world.is_first)
+        self.state.load(checkpoint)
+        if self.world.is_first:
+            self.skips.restore(self.state.skips)
         self._say(f"continuing after step {self.step} of {self.steps}")
 
     # -- small helpers -------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def write_report(folder: str | Path, model: TwoTowers, average: AveragedWeights 
             results = list(zip(queries, gallery.search(queries, top=10), strict=True))
     checkpoint, _ = latest_checkpoint(run.checkpoints)
     memory = checkpoint.state["memory"] if checkpoint is not None else {}
-    skipped = checkpoint.state["skipped"] if checkpoint is not None else {}
+    skipped = checkpoint.state["skips"]["counts"] if checkpoint is not None else {}
     write_atomically(run.report, render(config, run.read_metrics(), results, memory, skipped))
     return run.report
 

@@ -11,7 +11,7 @@ import torch
 from tilewise.errors import CheckpointError
 from tilewise.train.checkpoint import Checkpoint, prune, save_checkpoint
 from tilewise.train.config import RunConfig
-from tilewise.train.data import Position, SkipLog
+from tilewise.train.data import Position
 from tilewise.train.memory import MemoryUse
 from tilewise.train.models import TwoTowers
 from tilewise.train.optim import AveragedWeights, optimizer_tensors, restore_optimizer
@@ -27,11 +27,12 @@ class RunState:
 
     Args:
         model, optimizer, average, scaler: what learns; the last two may be None.
-        skips: what was left out of the data.
         step: steps done.
         position: where the next batch starts.
         best: step and value of the best evaluation.
         metrics: of the last evaluation.
+        skips: what was left out of the data, by reason, as far as this rank has seen it.
+        skipped: rows left out of all batches, over all ranks.
         memory: of a step, once it was counted.
     """
 
@@ -39,11 +40,12 @@ class RunState:
     optimizer: torch.optim.Optimizer
     average: AveragedWeights | None
     scaler: Any
-    skips: SkipLog
     step: int = 0
     position: Position = field(default_factory=Position)
     best: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    skips: dict[str, Any] = field(default_factory=lambda: {"counts": {}, "once": []})
+    skipped: int = 0
     memory: MemoryUse | None = None
 
     def save(self, folder: Path, config: RunConfig) -> None:
@@ -53,7 +55,8 @@ class RunState:
             tensors["average"] = self.average.average
         rest = {
             "position": self.position.state(),
-            "skipped": self.skips.state(),
+            "skips": self.skips,
+            "skipped": self.skipped,
             "best": self.best,
             "metrics": self.metrics,
             "scaler": self.scaler.state_dict() if self.scaler is not None else {},
@@ -63,8 +66,8 @@ class RunState:
         save_checkpoint(folder, self.step, tensors, rest)
         prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None)
 
-    def load(self, checkpoint: Checkpoint, *, count_skips: bool) -> None:
-        """Take up a checkpoint; its skipped records are counted on one rank only."""
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take up a checkpoint."""
         rest = checkpoint.state
         try:
             self.model.load_state_dict(checkpoint.tensors("model"))
@@ -76,9 +79,8 @@ class RunState:
                 self.scaler.load_state_dict(rest["scaler"])
             self.step, self.position = checkpoint.step, Position(**rest["position"])
             self.best, self.metrics = rest["best"], rest["metrics"]
+            self.skips, self.skipped = rest["skips"], rest["skipped"]
             if rest["memory"]:
                 self.memory = MemoryUse(**{key: rest["memory"][key] for key in MemoryUse.__dataclass_fields__})
-            if count_skips:
-                self.skips.counts.update(rest["skipped"])
         except (KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{checkpoint.path} does not fit this model or run: {error}") from error

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class Batch:
         images: uint8 (n, channels, size, size).
         tokens: what the tokenizer made of the captions; every tensor has n rows.
         ids: int64 (n,); equal for pairs that show the same thing.
-        skipped: rows left out of the global batch so far (this rank's share of the log).
+        skips: the state of this rank's `SkipLog` when the batch was made; later batches may be in the making.
         after: where the next batch starts.
         epoch: the epoch that this batch belongs to.
     """
@@ -33,7 +34,7 @@ class Batch:
     images: Tensor
     tokens: Tokens
     ids: Tensor
-    skipped: int
+    skips: dict[str, Any]
     after: Position
     epoch: int
 
@@ -92,12 +93,12 @@ class BatchStream:
         last = (self.rank + 1) * self.batch_size // self.world
         draw = Draw(self.seed, epoch, step, first, self.batch_size)
         rows = self.source.rows(keys[first:last], draw, self.skips)
-        if self.world == 1 and not len(rows.ids):
+        if not len(rows.ids):
             raise DataError(
-                f"none of the {self.batch_size} records of step {step + 1} can be used: {self.skips.summary()}. "
+                f"none of the {last - first} records of step {step + 1} can be used: {self.skips.summary()}. "
                 f"First: {self.skips.examples[0]}"
             )
-        return Batch(rows.images, self.tokenizer(rows.texts), rows.ids, self.skips.total, after, epoch)
+        return Batch(rows.images, self.tokenizer(rows.texts), rows.ids, self.skips.state(), after, epoch)
 
     def batches(self, position: Position, step: int, last_step: int) -> Iterator[Batch]:
         """Batches of steps ``step .. last_step - 1``, made on a thread of their own."""

@@ -95,6 +95,7 @@ class SkipLog:
     def __init__(self, counts: dict[str, int] | None = None, examples: int = 20) -> None:
         self.counts: Counter[str] = Counter(counts or {})
         self.examples: list[str] = []
+        self._once: set[str] = set()
         self._most = examples
         self._lock = threading.Lock()
 
@@ -104,6 +105,13 @@ class SkipLog:
             self.counts[reason] += 1
             if len(self.examples) < self._most:
                 self.examples.append(f"{what}: {reason}")
+
+    def first_time(self, what: str) -> bool:
+        """Whether `what` (a shard, say) is looked at for the first time, so that its faults count once."""
+        with self._lock:
+            new = what not in self._once
+            self._once.add(what)
+            return new
 
     @property
     def total(self) -> int:
@@ -122,4 +130,10 @@ class SkipLog:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        return dict(self.counts)
+        with self._lock:
+            return {"counts": dict(self.counts), "once": sorted(self._once)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as `state` says, whatever was counted since."""
+        with self._lock:
+            self.counts, self._once = Counter(state["counts"]), set(state["once"])

@@ -121,7 +121,6 @@ class ShardSource:
         self.paths, self.how, self.shuffle_shards, self.skips = paths, how, shuffle_shards, skips
         self._pool = ThreadPoolExecutor(workers)
         self._index: OrderedDict[int, list[Entry]] = OrderedDict()
-        self._seen: set[int] = set()
         self._lock = threading.Lock()
         self._records = records or sum(len(self.entries(i)) for i in range(len(paths)))
         if not self._records:
@@ -144,9 +143,8 @@ class ShardSource:
         """The index of a shard; a few windows are kept, and what is broken is logged once."""
         with self._lock:
             if shard not in self._index:
-                log = SkipLog() if shard in self._seen else self.skips
+                log = self.skips if self.skips.first_time(self.paths[shard]) else SkipLog()
                 self._index[shard] = index_shard(self.paths[shard], log)
-                self._seen.add(shard)
                 while len(self._index) > 4 * self.shuffle_shards:
                     self._index.popitem(last=False)
             self._index.move_to_end(shard)

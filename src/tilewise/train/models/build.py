@@ -29,7 +29,9 @@ def build_model(config: RunConfig) -> TwoTowers:
 
         arch = pretrained.ARCHITECTURES[settings.name]
         towers = pretrained.clip_towers if settings.name.startswith("clip") else pretrained.vit_bert_towers
-        image, text, pixels = towers(settings, arch)
+        image, text, pixels, trained_scale = towers(settings, arch)
+        if trained_scale is not None:
+            scale = Scale(min(trained_scale, config.loss.max_scale), bias, config.loss.max_scale)
         model = TwoTowers(image, text, scale, pixels, pretrained.load_tokenizer(settings, arch))
     if settings.lock_image:
         model.lock_image()

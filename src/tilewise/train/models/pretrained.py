@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,15 @@ ARCHITECTURES = {
     "vit-bert": Architecture(Size(768, 12, 12), Size(768, 12, 12), 16, 224, 512, 30522, 77),
     "vit-bert-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), 8, 32, 64, 1024, 16),
 }
+
+
+class Towers(NamedTuple):
+    """Two towers, what the first reads, and the logit scale that their weights were trained with."""
+
+    image: ImageTower
+    text: TextTower
+    pixels: Pixels
+    scale: float | None
 
 
 @contextmanager
@@ -115,7 +124,7 @@ def _load(cls: Any, weights: str, **extra: Any) -> Any:
             f"weights {weights!r} lack {len(absent)} tensors that {cls.__name__} needs, such as {absent[0]}; "
             "they would start from random numbers. Is it another kind of model?"
         )
-    return model
+    return model.float()  # weights may be stored in half precision; autocast rounds where it helps
 
 
 def _numbers(size: Size) -> dict[str, int]:
@@ -127,7 +136,7 @@ def _numbers(size: Size) -> dict[str, int]:
     }
 
 
-def clip_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, TextTower, Pixels]:
+def clip_towers(config: ModelConfig, arch: Architecture) -> Towers:
     """CLIP's two towers with their projections."""
     hf = _transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
@@ -142,15 +151,16 @@ def clip_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, Te
         }  # fmt: skip
         model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=dim))
     pixels = Pixels(size, 3, *CLIP_PIXELS)
-    image_body = Body(model.vision_model, _pooled, model.visual_projection)
-    return ImageTower(image_body, pixels), TextTower(Body(model.text_model, _pooled, model.text_projection)), pixels
+    image = ImageTower(Body(model.vision_model, _pooled, model.visual_projection), pixels)
+    text_tower = TextTower(Body(model.text_model, _pooled, model.text_projection))
+    return Towers(image, text_tower, pixels, model.logit_scale.exp().item() if config.weights else None)
 
 
 def _pooled(output: Any) -> Tensor:
     return output.pooler_output
 
 
-def vit_bert_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower, TextTower, Pixels]:
+def vit_bert_towers(config: ModelConfig, arch: Architecture) -> Towers:
     """A ViT and a BERT, each with a linear projection to the shared features."""
     hf = _transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
@@ -168,8 +178,8 @@ def vit_bert_towers(config: ModelConfig, arch: Architecture) -> tuple[ImageTower
     pixels = Pixels(size, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     image_head = nn.Linear(vision.config.hidden_size, dim, bias=False)
     text_head = nn.Linear(text.config.hidden_size, dim, bias=False)
-    image_body = Body(vision, _first_token, image_head)
-    return ImageTower(image_body, pixels), TextTower(Body(text, _first_token, text_head)), pixels
+    image = ImageTower(Body(vision, _first_token, image_head), pixels)
+    return Towers(image, TextTower(Body(text, _first_token, text_head)), pixels, None)
 
 
 def _first_token(output: Any) -> Tensor:
