@@ -167,8 +167,8 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
             raise DtypeError(f"negative_mask is a bool tensor, True where a negative is real, got {kind}: use .bool()")
         if mask.shape != negatives.shape[:-1]:
             raise ShapeError(
-                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, got {tuple(mask.shape)}. "
-                "Reshape it"
+                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, "
+                f"got {tuple(mask.shape)}. Reshape it"
             )
         _check.check_device(("negative_mask", "query"), mask, a)
     return negatives

@@ -30,6 +30,7 @@ ROW_SUM = tl.constexpr(8)
 MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
 BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
 WIDEST_SPAN = tl.constexpr(60.0)
+TINY_SCALE = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -41,6 +42,13 @@ def side(lse, zero, grad, at, ok, factor):
     if zero is not None:
         start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
     return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
+
+
+@triton.jit
+def outer_factor(factor):
+    """What every incoming gradient is multiplied by; a scale of exactly 0 is replaced, so that its gradient survives."""
+    f = tl.load(factor)
+    return tl.where(f == 0.0, TINY_SCALE, f)
 
 
 @triton.jit
@@ -120,7 +128,7 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
             suits = suits == 0
         tiles = tl.where(suits, tiles, 0)
     s = tl.load(scale)
-    f = tl.load(factor)
+    f = outer_factor(factor)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
@@ -182,3 +190,16 @@ def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, str
             tl.store(out + row[:, None] * out_stride + col[None, :], (value * f).to(out.dtype.element_ty), mask=ok)
     if DOT:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit(do_not_specialize=["count", "share"])
+def scale_kernel(dots, factor, out, count, share, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of the scale: the sum of all dots, the factor taken out again (or, not INVERSE, multiplied in)."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(dots + at, mask=at < count, other=0.0)
+    f = outer_factor(factor)
+    if INVERSE:
+        f = 1.0 / f
+    tl.store(out, tl.sum(total, 0) * f * share)

@@ -5,7 +5,7 @@
 
 Each tile writes t and its part of each row and column to a place of its own (no atomics); `merge_kernel` folds the parts
 in a fixed order into the running statistics, less the zeros. Where t is too far above a row for its sum to be an ordinary
-float32 number, `repair_kernel` does that tile again with the maximum of each row and column, and writes logarithms
+float32 number, the tile casts doubt, and `repair_kernel` does that tile again with the maximum of each row and column, and writes logarithms
 instead of sums, with t = +inf as the sign of it.
 """
 
@@ -48,7 +48,7 @@ def log1p(x):
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, n, m, first, ahead,
+                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
@@ -89,43 +89,49 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
             joined = tl.reduce(tl.exp2(-tl.abs(x)), 1, softplus_join)
             total = tl.sum(tl.maximum(x, 0.0), 1) * LN2 + log1p(joined)
             tl.store(row_part + tile_col * n + rows, tl.where(joined > 2.0**100, float("inf"), total), mask=ok_rows)
+            tl.store(doubt + rows * 0, 1, mask=ok_rows & (joined > 2.0**100))
         if (ROWS + COLS) & STATS:
             top = tl.max(tl.max(x, 1), 0)
             top = tl.where(top == float("-inf"), 0.0, top)
             # Rows past the end take part in column sums unless their shift is -inf.
             e = tl.exp2(x + tl.where(ok_rows, -top, float("-inf"))[:, None])
             if ROWS & STATS:
-                tl.store(row_part + tile_col * n + rows, tl.sum(e, 1), mask=ok_rows)
+                total = tl.sum(e, 1)
+                tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
+                tl.store(doubt + rows * 0, 1, mask=ok_rows & (total < SMALLEST_SUM))
             if COLS & STATS:
-                tl.store(col_part + tile_row * m + cols, column_sums(e, R, C), mask=ok_cols)
+                total = column_sums(e, R, C)
+                tl.store(col_part + tile_row * m + cols, total, mask=ok_cols)
+                tl.store(doubt + cols * 0, 1, mask=ok_cols & (total < SMALLEST_SUM))
             tl.store(tops + tile_row * col_tiles + tile_col, top)
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip,
-                  row_part, col_part, tops, n, m, first, ahead,
+                  row_part, col_part, tops, doubt, n, m, first, ahead,
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                   EXACT: tl.constexpr):  # fmt: skip
-    """Tiles whose sums cannot be trusted, again, each row and column with a maximum of its own."""
+    """Tiles whose sums cannot be trusted, again, each row and column with a maximum of its own. Mostly there are none."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
+    tiles = tl.where(tl.load(doubt) != 0, row_tiles * col_tiles, 0)
+    for tile in range(tl.program_id(0), tiles, PROGRAMS):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
         ok_rows, ok_cols = rows < n, cols < m
-        doubt = 0
+        again = 0
         if ROWS & STATS:
             total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=1.0)
-            doubt = tl.max((total < SMALLEST_SUM).to(tl.int32), 0)
+            again = tl.max((total < SMALLEST_SUM).to(tl.int32), 0)
         if COLS & STATS:
             total = tl.load(col_part + tile_row * m + cols, mask=ok_cols, other=1.0)
-            doubt = tl.maximum(doubt, tl.max((total < SMALLEST_SUM).to(tl.int32), 0))
+            again = tl.maximum(again, tl.max((total < SMALLEST_SUM).to(tl.int32), 0))
         if SOFTPLUS & STATS:
             total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=0.0)
-            doubt = tl.max((total == float("inf")).to(tl.int32), 0)
-        if doubt != 0:
+            again = tl.max((total == float("inf")).to(tl.int32), 0)
+        if again != 0:
             acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
             x = score_tile(
                 acc,

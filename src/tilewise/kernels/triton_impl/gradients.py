@@ -9,9 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
-from tilewise.kernels.triton_impl.launch import Call, launch, pieces, vector
+from tilewise.kernels.triton_impl.launch import Call, Prepared, pieces, vector
 
-TINY_SCALE = 1e-30  # stands for a scale of exactly 0, so that the scale's own gradient can be read off
 FINISH_ROWS = 16
 ONE_MACRO = 16384  # rows or columns
 SPAN_BLOCK = 1024
@@ -31,11 +30,10 @@ class Backward:
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
             size = incoming_size(grad).to(scale)
-            self.inside, self.per_scale = 1.0 / size, size
+            self.inside = 1.0 / size
             self.outside: Tensor | None = scale * size
         else:
-            self.inside = torch.where(scale == 0, TINY_SCALE, scale)
-            self.outside, self.per_scale = None, 1.0 / self.inside
+            self.inside, self.outside = scale, None
         row_in = vector(grad.row_softplus if self.spec.softplus else grad.row_lse)
         row_lse = vector(stats.row_lse)
         grad_pos = vector(grad.row_pos)
@@ -82,18 +80,9 @@ class Backward:
         if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
             return None
         out = self.pair.scale.new_empty(1)
-        values = {
-            "row_lse": call.by_row["row_lse"],
-            "row_zero": call.by_row["row_zero"],
-            "col_lse": call.by_col["col_lse"],
-            "col_zero": call.by_col["col_zero"],
-            "out": out,
-            "n": self.n,
-            "m": self.m,
-            "BLOCK": SPAN_BLOCK,
-            "device": call.a.device,
-        }
-        launch(backward.span_kernel, 1, values, (), 8, 2)
+        values = {"row_lse": call.by_row["row_lse"], "row_zero": call.by_row["row_zero"], "out": out, "n": self.n}
+        values |= {"col_lse": call.by_col["col_lse"], "col_zero": call.by_col["col_zero"], "m": self.m}
+        Prepared(backward.span_kernel, call.a.device, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
         return out
 
     def run(self) -> Grads:
@@ -113,11 +102,11 @@ class Backward:
                 g = g_all[: i.stop - i.start, : j.stop - j.start]
                 self._gradient(g, i, j, bias)
                 if grad_a is not None:
-                    grad_a.add(i, g, call.col_cuts[j.start, j.stop, self.sizes]["b"])
+                    grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
-                        grad_a.add(j, g.T, call.row_cuts[i.start, i.stop, self.sizes]["a"])
+                        grad_a.add(j, g.T, call.rows(i, self.sizes)["a"])
                 if grad_b is not None:
-                    grad_b.add(j, g.T, call.row_cuts[i.start, i.stop, self.sizes]["a"])
+                    grad_b.add(j, g.T, call.rows(i, self.sizes)["a"])
             if grad_a is not None and not sym:
                 grad_a.finish(i, call.a)
         del g_all
@@ -125,18 +114,25 @@ class Backward:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:
             grad_b.finish(slice(0, self.m), call.b)
+        source = grad_a if grad_a is not None else grad_b
         grad_scale = None
         if self.needs.scale:
-            source = grad_a if grad_a is not None else grad_b
             assert source is not None
-            dots = source.dots[0] if len(source.dots) == 1 else torch.cat(source.dots)
-            grad_scale = dots.sum() * self.per_scale * (0.5 if sym else 1.0)
+            grad_scale = self._take_out(torch.cat(source.dots) if len(source.dots) > 1 else source.dots[0])
         return Grads(
             a=grad_a.out if grad_a is not None and self.needs.a else None,
             b=None if grad_b is None else grad_b.out,
             scale=grad_scale,
             bias=None if bias is None else bias.finish(),
         )
+
+    def _take_out(self, dots: Tensor) -> Tensor:
+        """The sum of ``dots`` without the factor that G was multiplied by: (), and half of it if each pair came twice."""
+        out = self.pair.scale.new_empty(())
+        values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
+        values |= {"share": 0.5 if self.spec.symmetric else 1.0, "INVERSE": True, "BLOCK": SPAN_BLOCK}
+        Prepared(backward.scale_kernel, dots.device, 4, 2, ()).put(values).launch(1)
+        return out
 
     def _gradient(self, g: Tensor, i: slice, j: slice, bias: Bias | None) -> None:
         """G of the macro-tile (i, j)."""
@@ -195,10 +191,10 @@ class Bias:
 
     def finish(self) -> Tensor:
         """One number for each column. Columns that share one bias share its gradient: only their sum means anything."""
-        total = self.total * self.parent.per_scale
         if self.held is not None:
-            total = (total[:1] / self.parent.m).expand(self.parent.m).contiguous()
-        return total
+            return (self.parent._take_out(self.total[:1]) / self.parent.m).expand(self.parent.m).contiguous()
+        factor = self.parent.inside
+        return self.total / factor.masked_fill(factor == 0, backward.TINY_SCALE.value)
 
 
 class Sum:
@@ -244,7 +240,7 @@ class Sum:
         values = {
             "total": source,
             "features": features[i] if dot else None,
-            "factor": parent.outside if parent.outside is not None else parent.inside,
+            "factor": parent.outside,
             "out": self.out[i] if write else None,
             "dots": dots,
             "rows": rows,
@@ -257,11 +253,10 @@ class Sum:
             "DOT": dot,
             "BLOCK": FINISH_ROWS,
             "WIDTH": min(256, triton.next_power_of_2(parent.d)),
-            "device": features.device,
         }
         key = (parent.d, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
         aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
-        launch(backward.finish_kernel, programs, values, (*key, *aligned), 4, 2)
+        Prepared(backward.finish_kernel, features.device, 4, 2, (*key, *aligned)).put(values).launch(programs)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:

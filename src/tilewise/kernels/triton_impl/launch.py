@@ -1,8 +1,4 @@
-"""Launching kernels on macro-tiles with little work on the host.
-
-Triton looks at every argument of every launch to find the compiled kernel. Here all that a compiled kernel depends on is
-the same for all macro-tiles of a call, so it is looked up by a short key and launched directly.
-"""
+"""Launching kernels on macro-tiles with little work on the host."""
 
 from __future__ import annotations
 
@@ -24,18 +20,43 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, programs: int, values: dict[str, Any], key: tuple[Any, ...], warps: int, stages: int) -> None:
-    """Run a kernel; ``key`` holds all that its compiled form depends on, beside which arguments are None."""
-    args = [values.get(name) for name in kernel.arg_names]
-    if values["device"].type != "cuda":  # the interpreter
-        kernel[(programs,)](*args)
-        return
-    key = (kernel, values["device"], warps, stages, *key, *(arg is None for arg in args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(programs,)](*args, num_warps=warps, num_stages=stages)
-    else:
-        compiled[(programs, 1, 1)](*args)
+class Prepared:
+    """A kernel with the arguments that stay the same during a call, ready to be launched with the others.
+
+    Triton looks at every argument of every launch to find the compiled kernel. Here all that a compiled kernel depends
+    on (types, alignment, constants, which arguments are None) is the same for all launches, so it is looked up once.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, warps: int, stages: int, key: tuple[Any, ...]) -> None:
+        self.kernel, self.device, self.key = kernel, device, (kernel, device, warps, stages, *key)
+        self.options = {"num_warps": warps, "num_stages": stages}
+        self.places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self.args: list[Any] = [None] * len(self.places)
+        self.runners: dict[Any, Any] = {}
+
+    def put(self, values: dict[str, Any]) -> Prepared:
+        """Set arguments by name; names that the kernel does not have are passed over."""
+        places, args = self.places, self.args
+        for name, value in values.items():
+            place = places.get(name)
+            if place is not None:
+                args[place] = value
+        return self
+
+    def launch(self, programs: int) -> None:
+        """Run it with the arguments as they are now."""
+        if self.device.type != "cuda":  # the interpreter
+            self.kernel[(programs,)](*self.args)
+            return
+        absent = tuple(arg is None for arg in self.args)
+        runner = self.runners.get((programs, absent))
+        if runner is None:
+            key = (*self.key, absent)
+            if key not in _compiled:
+                _compiled[key] = self.kernel[(programs,)](*self.args, **self.options)
+                return
+            runner = self.runners[programs, absent] = _compiled[key][(programs, 1, 1)]
+        runner(*self.args)
 
 
 def readable(features: Tensor) -> Tensor:
@@ -84,6 +105,7 @@ class Call:
     by_row: dict[str, Tensor | None]
     by_col: dict[str, Tensor | None]
     fixed: dict[str, Any]
+    prepared: dict[Any, Prepared] = field(default_factory=dict)
     row_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
     col_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
@@ -114,6 +136,7 @@ class Call:
         if pair.row_skip is not None and pair.col_skip is not None:
             row_skip, col_skip = keys.dense_ranks(pair.row_skip, pair.col_skip)
         a = readable(pair.a)
+        b = a if spec.symmetric else readable(pair.b)
         precision = torch.get_float32_matmul_precision() if options.precision == "torch" else options.precision
         forward_sizes, gradient_sizes = sizes_for(pair.a.device, pair.a.dtype, a.shape[1])
         if spec.positive == "many" or skipping:
@@ -124,7 +147,7 @@ class Call:
             spec=spec,
             options=options,
             a=a,
-            b=a if spec.symmetric else readable(pair.b),
+            b=b,
             score_bits=bits,
             positive=positive,
             exact="ieee" if precision == "highest" else "tf32",
@@ -141,13 +164,12 @@ class Call:
             fixed={
                 "scale": pair.scale,
                 "softcap": spec.softcap,
-                "device": pair.a.device,
                 "D": a.shape[1],
                 "SCORE": bits,
                 "POSITIVE": positive,
                 "EXACT": "ieee" if precision == "highest" else "tf32",
                 "a_stride": a.stride(0),
-                "b_stride": a.stride(0),
+                "b_stride": b.stride(0),
             }
             | ({"bias": bias} if shared_bias else {}),
         )
@@ -155,39 +177,54 @@ class Call:
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
-        blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
-        given = self._given(i, j, sizes) | blocks | values
-        bits = (values.get("STATS"), values.get("TERMS"), values.get("WIDE"))
-        launch(kernel, programs, given, self._key(bits, sizes), sizes.warps, sizes.stages)
+        bits = values.get("STATS"), values.get("TERMS"), values.get("WIDE")
+        prepared = self.prepared.get((kernel, bits))
+        if prepared is None:
+            key = (*bits, self.score_bits, self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
+            blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
+            prepared = Prepared(kernel, self.a.device, sizes.warps, sizes.stages, key).put(self.fixed).put(blocks)
+            self.prepared[kernel, bits] = prepared
+        self._place(prepared, i, j, sizes).put(values).launch(programs)
 
     def run_positive(self, kernel: Any, i: slice, j: slice, **values: Any) -> None:
         """A kernel for the positives of the rows i that lie in the columns j."""
-        given = self._given(i, j, None) | {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32} | values
-        programs = triton.cdiv(i.stop - i.start, POSITIVE_ROWS)
-        launch(kernel, programs, given, self._key((values.get("TERMS"),), None), 4, 2)
+        prepared = self.prepared.get((kernel, None))
+        if prepared is None:
+            key = (values.get("TERMS"), self.score_bits, self.positive, self.exact, self.a.shape[1], self.a.dtype)
+            blocks = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
+            prepared = Prepared(kernel, self.a.device, 4, 2, key).put(self.fixed).put(blocks)
+            self.prepared[kernel, None] = prepared
+        self._place(prepared, i, j, None).put(values).launch(triton.cdiv(i.stop - i.start, POSITIVE_ROWS))
 
-    def _key(self, bits: tuple[Any, ...], sizes: Sizes | None) -> tuple[Any, ...]:
-        return (*bits, self.score_bits, self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
-
-    def _given(self, i: slice, j: slice, sizes: Sizes | None) -> dict[str, Any]:
-        """Arguments that depend on the place of the macro-tile."""
-        row_at, col_at = (i.start, i.stop, sizes), (j.start, j.stop, sizes)
-        if row_at not in self.row_cuts:
+    def rows(self, i: slice, sizes: Sizes | None) -> dict[str, Any]:
+        """What the rows i give to a kernel, cut once."""
+        at = i.start, i.stop, sizes is not None
+        here = self.row_cuts.get(at)
+        if here is None:
             here = {name: cut(value, i) for name, value in self.by_row.items()} | {
                 "a": self.a[i],
                 "n": i.stop - i.start,
             }
             if sizes is not None:
                 here["a_desc"] = TensorDescriptor.from_tensor(here["a"], [sizes.rows, sizes.depth])
-            self.row_cuts[row_at] = here
-        if col_at not in self.col_cuts:
+            self.row_cuts[at] = here
+        return here
+
+    def cols(self, j: slice, sizes: Sizes | None) -> dict[str, Any]:
+        """What the columns j give to a kernel, cut once."""
+        at = j.start, j.stop, sizes is not None
+        here = self.col_cuts.get(at)
+        if here is None:
             here = {name: cut(value, j) for name, value in self.by_col.items()} | {
                 "b": self.b[j],
                 "m": j.stop - j.start,
             }
             if sizes is not None:
                 here["b_desc"] = TensorDescriptor.from_tensor(here["b"], [sizes.cols, sizes.depth])
-            self.col_cuts[col_at] = here
-        first = self.pair.col_start + j.start
-        place = {"first": first, "ahead": self.pair.row_start + i.start - first, "b_stride": self.b.stride(0)}
-        return self.fixed | self.row_cuts[row_at] | self.col_cuts[col_at] | place
+            here["first"] = self.pair.col_start + j.start
+            self.col_cuts[at] = here
+        return here
+
+    def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
+        ahead = (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
+        return prepared.put(self.rows(i, sizes)).put(self.cols(j, sizes)).put({"ahead": ahead})

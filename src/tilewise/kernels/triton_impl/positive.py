@@ -7,7 +7,7 @@ diagonal of that product is what is wanted. n / P small products instead of a se
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.backward import COLS, MIRROR, ROW_SUM, ROWS, SOFTPLUS, side, sigmoid
+from tilewise.kernels.triton_impl.backward import COLS, MIRROR, ROW_SUM, ROWS, SOFTPLUS, outer_factor, side, sigmoid
 from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, tanh
 
 
@@ -57,7 +57,7 @@ def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zer
     rows = tl.program_id(0) * P + tl.arange(0, P)
     key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
     ok = key >= 0
-    f = tl.load(factor)
+    f = outer_factor(factor)
     from_zero = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
     x = from_zero
     if row_zero is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
-from tilewise.kernels.triton_impl.launch import Call, cut, launch, pieces
+from tilewise.kernels.triton_impl.launch import Call, Prepared, pieces
 
 MERGE_BLOCK = 64  # divides every tile
 
@@ -35,6 +37,8 @@ class Forward:
         self.pos_col_part = buffer(many and spec.symmetric, row_tiles * cols)
         self.sum_part = buffer(spec.row_sum, col_tiles * rows)
         self.tops = buffer(True, row_tiles * col_tiles)
+        self.doubt = torch.zeros(1, dtype=torch.int32, device=call.a.device)
+        self.merges: dict[Any, Prepared] = {}
 
     def _macro(self) -> tuple[int, int]:
         """Rows and columns of a macro-tile whose parts take at most half the workspace."""
@@ -42,7 +46,7 @@ class Forward:
         both = spec.col_lse or spec.symmetric
         rows, cols = min(self.n, 65536), min(self.m, 65536 if both else 2**20)
         if spec.symmetric:
-            rows = cols = min(8192, triton.cdiv(self.n, 512) * 256)
+            rows = cols = min(16384, max(2048, self.n // 6))  # small enough to leave most of the lower half out
         tall = 1 + (spec.positive == "many") + spec.row_sum
 
         def bytes_of(rows: int, cols: int) -> float:
@@ -92,7 +96,8 @@ class Forward:
         bits = forward.ROWS.value * spec.row_lse + forward.COLS.value * (spec.col_lse or mirrored)
         bits += forward.SOFTPLUS.value * spec.softplus + forward.ROW_SUM.value * spec.row_sum
         bits += forward.MIRROR.value * mirrored
-        parts = {"row_part": self.row_part, "col_part": self.col_part, "tops": self.tops}
+        parts = {"row_part": self.row_part, "col_part": self.col_part}
+        parts |= {"tops": self.tops, "doubt": self.doubt}
         more = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
         self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, **parts, **more)
         self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
@@ -125,26 +130,26 @@ class Forward:
         below = name if self.spec.symmetric else name + " of columns"
         row_first, col_first = (name, i.start) not in seen, (below, j.start) not in seen
         seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
-        call, block = self.call, min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
+        block = min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
         blocks = triton.cdiv(n, block) * (row_part is not None) + triton.cdiv(m, block) * (col_part is not None)
+        key = row_first, col_first, log
+        merge = self.merges.get(key)
+        if merge is None:
+            fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
+            fixed |= {"ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
+            merge = Prepared(forward.merge_kernel, self.call.a.device, 2, 2, (*key, self.sizes)).put(fixed)
+            self.merges[key] = merge
+        rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)
         values = {
             "row_part": row_part,
-            "row_zero": cut(call.by_row["row_zero"], i) if log else None,
-            "col_zero": cut(call.by_col["col_zero"], j) if log and col_part is not None else None,
-            "tops": self.tops,
+            "row_zero": rows["row_zero"] if log else None,
             "row_out": None if row_part is None or row_out is None else row_out[i],
             "n": n,
             "row_parts": triton.cdiv(m, self.sizes.cols),
             "col_part": col_part,
+            "col_zero": cols["col_zero"] if log and col_part is not None else None,
             "col_out": None if col_part is None or col_out is None else col_out[j],
             "m": m,
             "col_parts": triton.cdiv(n, self.sizes.rows),
-            "ROW_FIRST": row_first,
-            "COL_FIRST": col_first,
-            "LOG": log,
-            "R": self.sizes.rows,
-            "C": self.sizes.cols,
-            "BLOCK": block,
-            "device": call.a.device,
         }
-        launch(forward.merge_kernel, blocks, values, (row_first, col_first, log, self.sizes), 2, 2)
+        merge.put(values).launch(blocks)
