@@ -65,7 +65,7 @@ def dense_loss_bytes(rows: int, cols: int, width: int) -> int:
     """Stored scores in float32, features and gradients.
 
     >>> dense_loss_bytes(32_768, 32_768, 512) // MIB
-    16640
+    16641
     """
     return DENSE_MATRICES * 4 * rows * cols + tiled_loss_bytes(rows, cols, width, 0)
 

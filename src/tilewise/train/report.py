@@ -180,7 +180,11 @@ def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
         "Memory of the loss",
         [(own, memory["loss"], _mib(memory["loss"])), (dense, memory["dense_loss"], _mib(memory["dense_loss"]))],
     )
-    how = "measured on the device" if memory["measured"] else "added up from the sizes of what is kept"
+    how = (
+        "measured on the device"
+        if memory["measured"]
+        else "added up from the sizes of what is kept, with the loss's workspace at its limit"
+    )
     return (
         '<h2>Memory</h2><p class="soft">peak = data + max(loss, backbone). This run\'s figures are '
         f"{how}; the dense ones count the four score matrices that a stored loss holds in backward.</p>"
