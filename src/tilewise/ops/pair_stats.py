@@ -78,10 +78,7 @@ def pair_stats(
         keys.col_weight,
         encode(spec, options, group_name),
     )
-    if torch.compiler.is_compiling():
-        values = torch.ops.tilewise.pair_stats(*inputs)
-    else:
-        values = _Eager.apply(*inputs)
+    values = _Eager.apply(*inputs) if _holds_numbers(a) else torch.ops.tilewise.pair_stats(*inputs)
     wanted = wanted_stats(spec)
     return Stats(**{name: value for name, value in zip(NAMES, values, strict=True) if name in wanted})
 
@@ -264,7 +261,7 @@ def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return (None,) * 12
     needs = [bool(needed[0]), bool(needed[1]), bool(needed[2]), bool(needed[3])]
     # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
-    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
     compute: Any = _compute_grads if direct else torch.ops.tilewise.pair_grads
     values = compute(*saved, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
@@ -279,6 +276,11 @@ def _no_second(ctx: Any, *grads: Tensor | None) -> None:
 
 _pair_stats_op.register_autograd(_pull_back, setup_context=_save)
 _pair_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+
+def _holds_numbers(a: Tensor) -> bool:
+    """Whether this is no stand-in with which a compiler or an exporter traces: those see the registered operator."""
+    return not torch.compiler.is_compiling() and type(a) in (Tensor, torch.nn.Parameter)
 
 
 class _Eager(torch.autograd.Function):

@@ -1,0 +1,268 @@
+"""The one differentiable op: registered well, saves no tile, carries every setting, drops rows that do not count."""
+
+import copy
+import dataclasses
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.compare import assert_close
+from tests.kernels.pair_cases import CASES, dense_grads, incoming_gradients, leaves_of, make_case, stats_asked
+from tests.losses import loss_cases
+
+import tilewise as tw
+from tilewise.errors import BackendError
+from tilewise.kernels import select
+from tilewise.kernels.dense import dense_stats
+from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.tiled import TorchBackend
+from tilewise.ops.drop_rows import KeptRows
+from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.paired_scores import near_scores, own_scores
+from tilewise.ops.plan import decode, encode
+from tilewise.options import TileOptions
+
+OPTIONS = TileOptions()
+KEYS = [field.name for field in dataclasses.fields(PairKeys)]
+HERE = [name for name in CASES if "foreign" not in name and "slice" not in name and "position" not in name]
+# One case for each kind of statistic; blocks with offsets belong to the ring.
+TYPICAL = ("clip", "nt_xent", "supcon", "siglip", "cross_entropy_smoothed_and_capped", "ids_excluded")
+
+
+def call(pair, spec):
+    keys = PairKeys(**{name: getattr(pair, name) for name in KEYS})
+    b = None if spec.symmetric else pair.b
+    return pair_stats(pair.a, b, pair.scale, pair.bias, keys=keys, spec=spec, options=OPTIONS)
+
+
+def plain_inputs(pair, spec):
+    b = None if spec.symmetric else pair.b
+    return (pair.a, b, pair.scale, pair.bias, *(getattr(pair, name) for name in KEYS), encode(spec, OPTIONS, ""))
+
+
+@pytest.mark.usefixtures("small_tiles", "nan_filled_empty")
+@pytest.mark.parametrize("name", [name for name in HERE if not make_case(name, torch.float64)[0].row_start])
+def test_op_and_its_gradients(name):
+    pair, spec = make_case(name, torch.float64)
+    pair = leaves_of(dataclasses.replace(pair, row_start=0, col_start=0))
+    stats, want = call(pair, spec), dense_stats(pair, spec)
+    assert stats_asked(stats).keys() == stats_asked(want).keys()
+    grad = incoming_gradients(want)
+    named = {"a": pair.a, "scale": pair.scale}
+    named |= {} if spec.symmetric else {"b": pair.b}
+    named |= {} if pair.bias is None else {"bias": pair.bias}
+    asked = [key for key in vars(grad) if getattr(grad, key) is not None]
+    got = torch.autograd.grad(
+        [getattr(stats, key) for key in asked], list(named.values()), [getattr(grad, key) for key in asked]
+    )
+    right = dense_grads(pair, spec, grad)
+    for key, value in zip(named, got, strict=True):
+        assert_close(value, getattr(right, key), 1e-10 if key == "scale" else 1e-12, key)
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_registered_operators_pass_opcheck(name):
+    """Schema, fake tensors, autograd registration, and tracing, as torch.library checks them."""
+    pair, spec = make_case(name, torch.float32)
+    pair = leaves_of(pair)
+    inputs = plain_inputs(pair, spec)
+    torch.library.opcheck(torch.ops.tilewise.pair_stats.default, inputs)
+
+
+def test_eager_and_registered_operator_agree():
+    for name in TYPICAL:
+        pair, spec = make_case(name, torch.float64)
+        pair = leaves_of(pair)
+        eager = stats_asked(call(pair, spec))
+        registered = torch.ops.tilewise.pair_stats(*plain_inputs(pair, spec))
+        shown = dict(
+            zip(("row_lse", "row_pos", "row_hits", "row_softplus", "row_sum", "col_lse"), registered, strict=True)
+        )
+        for key, value in eager.items():
+            assert torch.equal(value, shown[key]), (name, key)
+
+
+@pytest.mark.parametrize("name", loss_cases.CASES)
+def test_nothing_of_the_size_of_the_scores_is_saved(name):
+    """Saved for backward: the arguments (shared with the caller) and vectors. Never a tile."""
+    n, d = 300, 4
+    made = loss_cases.problem(name, torch.float32, n=n, d=d)
+    given_storage = {leaf.untyped_storage().data_ptr() for leaf in made.leaves.values()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given_storage:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made.ours(SimpleNamespace(**made.leaves))
+    own_negatives = 8 * n * 4  # (n, k) of them, and only those
+    assert sum(saved.values()) <= 30 * 8 * n + 2 * own_negatives + 8 * n * d
+    assert max(saved.values(), default=0) < n * n
+
+
+SPECS = st.builds(
+    PairSpec,
+    **{field.name: st.booleans() for field in dataclasses.fields(PairSpec) if field.type == "bool"},
+    positive=st.sampled_from(["none", "one", "many"]),
+    softcap=st.floats(0.0, 1e6),
+)
+HOW = st.builds(
+    TileOptions,
+    backend=st.sampled_from(["auto", "triton", "torch"]),
+    workspace_mib=st.integers(1, 2**20),
+    deterministic=st.booleans(),
+    precision=st.sampled_from(["torch", "highest", "high"]),
+    filter_tolerance=st.floats(0.0, 0.99),
+    ring_gradients=st.sampled_from(["float32", "features"]),
+)
+
+
+@given(SPECS, HOW, st.sampled_from(["", "0", "7;odd,name"]))
+def test_a_plan_carries_every_setting(spec, options, group):
+    assert decode(encode(spec, options, group)) == (spec, options, group)
+
+
+def test_the_plan_test_knows_every_setting():
+    built = set(SPECS.wrapped_strategy.kwargs) | set(HOW.wrapped_strategy.kwargs)
+    known = {field.name for kind in (PairSpec, TileOptions) for field in dataclasses.fields(kind)}
+    assert built == known
+
+
+def test_rows_with_a_negative_key_are_dropped_before_any_product(monkeypatch):
+    seen = []
+    plain = TorchBackend.forward
+
+    def spy(self, pair, spec, options):
+        seen.append(pair.a.shape[0])
+        return plain(self, pair, spec, options)
+
+    monkeypatch.setattr(TorchBackend, "forward", spy)
+    hidden, classifier = torch.randn(10, 4, requires_grad=True), torch.randn(7, 4)
+    target = torch.tensor([1, -100, 2, -100, -100, 3, 4, -100, 5, 6])
+    tw.linear_cross_entropy(hidden, classifier, target)
+    assert seen == [6]
+
+
+def test_kept_rows():
+    pair, spec = make_case("cross_entropy", torch.float64)
+    assert KeptRows.find(pair, dataclasses.replace(spec, drop_rows=True)) is None
+    key = pair.row_key.clone()
+    key[[0, 5]] = -1
+    pair = dataclasses.replace(pair, row_key=key)
+    assert KeptRows.find(pair, spec) is None
+    kept = KeptRows.find(pair, dataclasses.replace(spec, drop_rows=True))
+    stats = kept.widen_stats(TorchBackend().forward(kept.of_pair(pair), spec, OPTIONS))
+    whole = dense_stats(pair, spec)
+    assert stats.row_lse[[0, 5]].tolist() == [0.0, 0.0]
+    assert_close(stats.row_lse[6:], whole.row_lse[6:], 1e-12)
+    assert torch.equal(kept.of_stats(stats).row_lse, stats.row_lse[key >= 0])
+
+
+def test_losses_run_in_several_threads_at_once():
+    made = loss_cases.problem("clip", torch.float32)
+    want, want_grads = loss_cases.solve(made.ours, made.leaves)
+    results = {}
+
+    def work(index):
+        options = TileOptions(workspace_mib=1 + index)
+        leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in made.leaves.items()}
+        results[index] = loss_cases.solve(made.ours, leaves, options=options)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for loss, grads in results.values():
+        assert_close(loss, want, 1e-6)
+        assert_close(grads["image"], want_grads["image"], 1e-6)
+    assert len(results) == 4
+
+
+def test_works_inside_of_activation_checkpointing():
+    made = loss_cases.problem("clip")
+    _, want = loss_cases.solve(made.ours, made.leaves)
+
+    def checkpointed(p):
+        return torch.utils.checkpoint.checkpoint(
+            lambda a, b, s: tw.clip_loss(a, b, s), p.image, p.text, p.scale, use_reentrant=False
+        )
+
+    _, got = loss_cases.solve(checkpointed, made.leaves)
+    assert all(torch.equal(got[leaf], want[leaf]) for leaf in want)
+
+
+def test_a_loss_can_be_exported():
+    image, text = torch.randn(6, 4), torch.randn(6, 4)
+    program = torch.export.export(tw.ClipLoss(), (image, text, torch.tensor(3.0)))
+    assert "tilewise.pair_stats" in str(program.graph)
+    assert_close(program.module()(image, text, torch.tensor(3.0)), tw.clip_loss(image, text, 3.0), 1e-6)
+
+
+def test_modules_and_options_can_be_copied_and_pickled(tmp_path):
+    module = tw.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)), options=TileOptions(workspace_mib=3))
+    twin = copy.deepcopy(module)
+    assert twin.options == module.options
+    assert twin.temperature is not module.temperature
+    torch.save(module, tmp_path / "loss.pt")
+    again = torch.load(tmp_path / "loss.pt", weights_only=False)
+    x = torch.randn(4, 3)
+    assert torch.equal(again(x, x), module(x, x))
+
+
+# Scores of given pairs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+def test_near_scores_are_near():
+    a, b = torch.randn(50, 8), torch.randn(60, 8)
+    scale = torch.tensor(3.0)
+    index = torch.arange(50).flip(0)
+    assert_close(near_scores(a, b[:50], scale), 3.0 * (a * b[:50]).sum(1), 1e-6)
+    assert_close(near_scores(a, b, scale, index), 3.0 * (a * b[index]).sum(1), 1e-6)
+    assert not near_scores(a.requires_grad_(), b[:50], scale).requires_grad
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("masked", [False, True])
+def test_own_scores(masked, monkeypatch):
+    monkeypatch.setattr("tilewise.ops.paired_scores.CHUNK_ELEMENTS", 100)
+    a = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    own = torch.randn(30, 5, 8, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(30, 5) > 0.5 if masked else None
+    assert torch.autograd.gradcheck(lambda a, own: own_scores(a, own, keep), (a, own))
+    want = torch.einsum("nd,nkd->nk", a, own)
+    assert_close(own_scores(a, own, keep), want if keep is None else want * keep, 1e-12)
+    torch.library.opcheck(torch.ops.tilewise.own_scores.default, (a, own, keep))
+
+
+# Which backend --------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_what_it_chose_and_why_not_the_others(caplog):
+    pair, spec = make_case("clip", torch.float32)
+    with caplog.at_level(logging.DEBUG, logger="tilewise"):
+        assert select.choose_backend(pair, spec, OPTIONS).name == "torch"
+    assert "triton not chosen: it needs a CUDA device" in caplog.text
+    assert "torch chosen" in caplog.text
+
+
+def test_an_explicit_choice_never_falls_back(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pair, spec = make_case("clip", torch.float32)
+    with pytest.raises(BackendError, match=r"triton.*needs a CUDA device.*auto"):
+        select.choose_backend(pair, spec, TileOptions(backend="triton"))
+    assert select.choose_backend(pair, spec, TileOptions(backend="torch")).name == "torch"
+
+
+def test_the_torch_backend_never_refuses():
+    for name in CASES:
+        for dtype in (torch.float64, torch.bfloat16):
+            assert TorchBackend().why_not(*make_case(name, dtype), OPTIONS) is None

@@ -1,0 +1,65 @@
+"""Linear memory costs no time on the CPU: the loss against dense PyTorch, in turns, in one run.
+
+One thread and processor time: what other processes do to the clock is not in it.
+"""
+
+import statistics
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+
+
+def unit(n, d):
+    return F.normalize(torch.randn(n, d), dim=1).requires_grad_()
+
+
+def dense_clip(a, b, scale):
+    scores, answer = scale * a @ b.T, torch.arange(len(a))
+    return (F.cross_entropy(scores, answer) + F.cross_entropy(scores.T, answer)) / 2
+
+
+def in_turns(*steps, turns=3):
+    """Processor seconds of each step: the median over turns of one after the other."""
+    seconds = [[] for _ in steps]
+    for _ in range(turns):
+        for step, taken in zip(steps, seconds, strict=True):
+            start = time.process_time()
+            step()
+            taken.append(time.process_time() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [14.0, 100.0])
+def test_clip_takes_less_time_than_dense(scale):
+    a, b = unit(8192, 256), unit(8192, 256)
+    ours, dense = in_turns(
+        lambda: torch.autograd.grad(tw.clip_loss(a, b, scale), [a, b]),
+        lambda: torch.autograd.grad(dense_clip(a, b, scale), [a, b]),
+    )
+    assert ours <= 0.90 * dense, f"{ours:.2f} s, dense {dense:.2f} s"
+
+
+@pytest.mark.slow
+def test_cross_entropy_takes_no_more_time_than_dense():
+    hidden, classifier = torch.randn(2048, 256, requires_grad=True), (torch.randn(32_000, 256) / 16).requires_grad_()
+    target = torch.randint(0, 32_000, (2048,))
+    ours, dense = in_turns(
+        lambda: torch.autograd.grad(tw.linear_cross_entropy(hidden, classifier, target), [hidden, classifier]),
+        lambda: torch.autograd.grad(F.cross_entropy(hidden @ classifier.T, target), [hidden, classifier]),
+    )
+    assert ours <= 1.05 * dense, f"{ours:.2f} s, dense {dense:.2f} s"
+
+
+@pytest.mark.slow
+def test_symmetric_scores_take_little_more_than_half():
+    a, b = unit(4096, 256), unit(4096, 256)
+    half, whole = in_turns(
+        lambda: torch.autograd.grad(tw.nt_xent(a, temperature=0.1), a),
+        lambda: torch.autograd.grad(tw.clip_loss(a, b, 10.0), [a, b]),
+    )
+    assert half <= 0.75 * whole, f"{half:.2f} s of {whole:.2f} s"
