@@ -72,7 +72,9 @@ class Backward:
             rows = triton.cdiv(self.n, tile) * tile
         elif self.m <= ONE_MACRO:
             return max(tile, budget * 3 // 4 // (cols * item) // tile * tile), cols
-        return rows, min(cols, max(tile, budget * 3 // 4 // (rows * item) // tile * tile), 65536)
+        # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
+        most = max(8192, budget * 3 // 4 // (rows * item) // 2)
+        return rows, min(cols, max(tile, min(most, budget * 3 // 4 // (rows * item)) // tile * tile), 65536)
 
     def _span(self) -> Tensor | None:
         """How far apart the log-sum-exps are, when both directions share an exponential."""

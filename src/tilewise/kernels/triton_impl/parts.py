@@ -11,6 +11,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SUM = tl.constexpr(2.0**-100)
+LARGEST_SUM = tl.constexpr(2.0**120)
 
 # What a score is made of beside its product (bits of SCORE)
 BIAS = tl.constexpr(1)  # one number for each column

@@ -14,7 +14,7 @@ from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTC
 @triton.jit
 def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
                D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """The score of each row with its own column, in units of log2; anything where key is -1."""
+    """The score of each row with its own column, in units of log2, anything where key is -1; and the largest score met."""
     acc = tl.zeros((P, P), dtype=tl.float32)
     row_at = a + rows.to(tl.int64)[:, None] * a_stride
     col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * b_stride
@@ -24,6 +24,7 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
         right = tl.load(col_at + at[None, :], mask=(key >= 0)[:, None] & (at < D)[None, :], other=0.0)
         acc = tl.dot(left, right.T, acc, input_precision=EXACT)
     place = tl.arange(0, P)
+    peak = tl.max(tl.max(acc * scale, 1), 0)
     x = tl.sum(tl.where(place[:, None] == place[None, :], acc, 0.0), 1) * scale
     if BIAS & SCORE:
         x += tl.load(bias + key, mask=key >= 0, other=0.0)
@@ -31,17 +32,23 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
         x += tl.load(bias)
     if SOFTCAP & SCORE:
         x = softcap * tanh(x / softcap)
-    return x * LOG2E
+        peak = tl.minimum(peak, softcap)
+    return x * LOG2E, peak * LOG2E
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "a_stride", "b_stride"])
-def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_zero, row_pos, row_hits, n, m, first, ahead,
+def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_zero, row_pos, row_hits, peaks, n, m, first, ahead,
                     D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not."""
+    """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not.
+
+    On the way it meets P * P pairs, and leaves the largest of their scores (in log2) in peaks: a sample of all scores.
+    """
     rows = tl.program_id(0) * P + tl.arange(0, P)
     key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
-    x = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
+    x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
+    if peaks is not None:
+        tl.store(peaks + tl.program_id(0), peak)
     if row_zero is not None:
         x -= tl.load(row_zero + rows, mask=rows < n, other=0.0) * LOG2E
     tl.store(row_pos + rows, tl.where(key >= 0, x * LN2, 0.0), mask=rows < n)

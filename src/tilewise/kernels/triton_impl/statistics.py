@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
-from tilewise.kernels.triton_impl.launch import Call, Prepared, pieces
+from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, pieces
 
 MERGE_BLOCK = 64  # divides every tile
 
@@ -38,6 +38,7 @@ class Forward:
         self.sum_part = buffer(spec.row_sum, col_tiles * rows)
         self.tops = buffer(True, row_tiles * col_tiles)
         self.doubt = torch.zeros(1, dtype=torch.int32, device=call.a.device)
+        self.peaks: Tensor | None = None
         self.merges: dict[Any, Prepared] = {}
 
     def _macro(self) -> tuple[int, int]:
@@ -67,6 +68,7 @@ class Forward:
         col = new(self.m) if spec.col_lse else None
         pos = new(self.n) if spec.positive != "none" and not spec.softplus else None
         total = new(self.n) if spec.row_sum else None
+        hits = self._positives(pos)
         seen: set[tuple[str, int]] = set()
         for i in pieces(self.n, self.row_step):
             for j in pieces(self.m, self.col_step):
@@ -87,7 +89,7 @@ class Forward:
             row_softplus=row if spec.softplus else None,
             col_lse=col,
             row_pos=pos,
-            row_hits=self._positives(pos),
+            row_hits=hits,
             row_sum=total,
         )
 
@@ -98,7 +100,8 @@ class Forward:
         bits += forward.MIRROR.value * mirrored
         parts = {"row_part": self.row_part, "col_part": self.col_part}
         parts |= {"tops": self.tops, "doubt": self.doubt}
-        more = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
+        more: dict[str, Any] = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
+        more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
         self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, **parts, **more)
         self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
 
@@ -109,7 +112,9 @@ class Forward:
         if self.spec.positive == "many":
             return keys.hits(self.call.pair, self.spec)
         hits, everything = torch.empty_like(pos), (slice(0, self.n), slice(0, self.m))
-        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits)
+        if self.call.a.element_size() == 2:  # float32 keeps the tile's own maximum, for its last digits
+            self.peaks = pos.new_empty(triton.cdiv(self.n, POSITIVE_ROWS))
+        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks)
         return hits
 
     def _merge(
