@@ -61,7 +61,7 @@ def info_nce(
     >>> round(info_nce(x, x, temperature=1.0).item(), 4)
     0.7437
     >>> round(info_nce(x, x, -x, temperature=1.0).item(), 4)
-    1.2205
+    1.2068
     """
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
