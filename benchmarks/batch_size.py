@@ -116,6 +116,7 @@ def train(data: Data, config: RunConfig, steps: int, device: torch.device) -> tu
 
 def table(args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
     """Recall for each batch size, as many seeds as the time allows."""
+    torch.set_float32_matmul_precision("high")
     icons = load_icons(args.icons)
     data = Data.load(icons, build_model(configure(args, BASE_BATCH, 0)), device)
     report |= {"pairs": len(data.ids), "held_out": len(data.held_out.texts), "epochs": args.epochs}
@@ -214,7 +215,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("icons", nargs="+", help="the icon file (table, curves) or results (plot)")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])  # fmt: skip
-    parser.add_argument("--epochs", type=float, default=20.0)
+    parser.add_argument("--epochs", type=float, default=12.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=1024)

@@ -46,6 +46,7 @@ class Bench:
     optimizer: torch.optim.Optimizer
     device: torch.device
     deadline: float
+    pair_bytes: int = 0
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -193,10 +194,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     per_pair = chunk_seconds(bench, args.chunk)
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "encoder_pairs_per_s": 1 / per_pair}
     print(f"encoders with the cache: {1 / per_pair:,.0f} pairs/s", flush=True)
-    pair_bytes = synthetic_batch(model, 8).bytes // 8
+    bench.pair_bytes = synthetic_batch(model, 8).bytes // 8
     results = {
         (batch, method): {
-            "batch": batch, "method": method, "data_bytes": 0 if "offload" in method else batch * pair_bytes,
+            "batch": batch, "method": method, "data_bytes": 0 if "offload" in method else batch * bench.pair_bytes,
             **attempt(bench, lambda b=batch, m=method: measure_loss(bench, m, b, 512)),
         }
         for batch in args.batches
@@ -217,7 +218,8 @@ def measure_whole_steps(bench: Bench, results: dict[tuple[int, str], dict[str, A
         data: Batch | None = None
         for method in sorted(args.methods, key=first.index):
             found = results[batch, method]
-            expected = 1.15 * found.get("step_s", 0.0)
+            making = 0.0 if data is not None else batch * bench.pair_bytes / 1.5e9  # seconds, at a slow copy
+            expected = 1.15 * found.get("step_s", 0.0) + making
             if found.get("oom") or expected > bench.left():
                 print(
                     f"{batch:>7} {method:<17} not run: {'out of memory' if found.get('oom') else 'no time left'}",
