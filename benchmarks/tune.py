@@ -120,7 +120,7 @@ def candidates() -> list[tuple[str, str, Sizes]]:
 def run_one(name: str, kind: str, sizes: Sizes, rows: int, width: int, dtype: torch.dtype, *, quick: bool) -> float:
     """Compile (quick) or time one candidate."""
     spec = SPECS[name]
-    pair = problem(spec, 4096 if quick else min(rows, 2**24 // width), width, dtype)
+    pair = problem(spec, 4096 if quick else min(rows, 2**24 // width // 256 * 256), width, dtype)
     launch = Call.of(pair, spec, TileOptions())
     if kind == "forward":
         launch = dataclasses.replace(launch, forward_sizes=sizes)

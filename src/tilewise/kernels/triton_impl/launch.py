@@ -138,7 +138,9 @@ class Call:
         a = readable(pair.a)
         b = a if spec.symmetric else readable(pair.b)
         precision = torch.get_float32_matmul_precision() if options.precision == "torch" else options.precision
-        forward_sizes, gradient_sizes = sizes_for(pair.a.device, pair.a.dtype, a.shape[1])
+        forward_sizes, gradient_sizes = sizes_for(
+            pair.a.device, pair.a.dtype, a.shape[1], columns=spec.col_lse or spec.symmetric
+        )
         if spec.positive == "many" or skipping:
             gradient_sizes = forward_sizes  # masks of a tile's size need room of their own
         col_zero = pair.row_zero if spec.symmetric else pair.col_zero

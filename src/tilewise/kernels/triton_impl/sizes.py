@@ -25,15 +25,19 @@ class Sizes:
     group: int  # row tiles that share their column tiles in the cache
 
 
-WIDE = 1024  # from this many features on, the product outweighs the exponentials and larger tiles pay
 # (major compute capability, bytes of the type) -> (forward, gradient)
 TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
     (8, 2): (Sizes(128, 128, 32, 4, 3, 2, 8), Sizes(128, 128, 32, 8, 3, 1, 8)),
     (8, 4): (Sizes(64, 64, 32, 4, 3, 2, 8), Sizes(64, 64, 32, 4, 3, 2, 8)),
-    (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 256, 64, 8, 3, 1, 16)),
+    (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 128, 32, 4, 4, 2, 8)),
     (9, 4): (Sizes(128, 64, 32, 4, 3, 2, 8), Sizes(128, 64, 32, 4, 3, 2, 8)),
     (10, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 128, 64, 4, 3, 2, 16)),
     (10, 4): (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
+}
+# From WIDE features on the product outweighs the exponentials, and larger tiles pay where no columns are summed.
+WIDE = 1024
+WIDE_TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
+    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 16), Sizes(128, 256, 64, 8, 3, 1, 8)),
 }
 SAFE = {
     2: (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
@@ -47,14 +51,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# The same, for at least WIDE features where that differs
-WIDE_TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
-    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 8), Sizes(128, 256, 64, 8, 3, 1, 8)),
-}
-
-
-def sizes_for(device: torch.device, dtype: torch.dtype, width: int) -> tuple[Sizes, Sizes]:
-    """The sizes of the forward and of the gradient kernel."""
+def sizes_for(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> tuple[Sizes, Sizes]:
+    """The sizes of the forward and of the gradient kernel; ``columns``: whether statistics of columns are wanted."""
     if device.type != "cuda":
         return INTERPRETED, INTERPRETED
     major, minor = torch.cuda.get_device_capability(device)
@@ -62,9 +60,11 @@ def sizes_for(device: torch.device, dtype: torch.dtype, width: int) -> tuple[Siz
     if small:
         return SAFE[dtype.itemsize]
     key = major, dtype.itemsize
+    forward, gradient = TABLE.get(key, SAFE[dtype.itemsize])
     if width >= WIDE and key in WIDE_TABLE:
-        return WIDE_TABLE[key]
-    return TABLE.get(key, SAFE[dtype.itemsize])
+        wide_forward, gradient = WIDE_TABLE[key]
+        forward = forward if columns else wide_forward
+    return forward, gradient
 
 
 @functools.cache
