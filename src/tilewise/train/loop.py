@@ -102,8 +102,9 @@ class Trainer:
         """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
         with self.folder.locked() if self.world.is_first else nullcontext():
             if self.world.is_first:
-                room = 2 * tensor_bytes(self.model.parameters()) * (2 if self.average else 1) + 2**20
-                check_room(self.folder.path, room, self.config.output.keep_last + 2)
+                copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
+                room = copies * tensor_bytes(self.model.parameters()) + 2**20
+                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # and the best, and a new one
             self.world.wait()
             self._continue()
             if self.world.is_first:
