@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.kernels import tile_softmax, tiled, tiles
 from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.tiled import TorchBackend
 from tilewise.options import TileOptions
 
@@ -191,3 +191,15 @@ def test_precision_is_set_for_the_call_and_put_back(monkeypatch):
     with pytest.raises(RuntimeError, match="no memory"):
         BACKEND.forward(pair, spec, TileOptions(precision="high"))
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_log_sum_exp_of_1000_is_not_rounded_to_float32():
+    """Scores are +-1000 exactly, so a row's probabilities are 1/6; a float32 log-sum-exp would be 3e-5 off."""
+    signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    pair = Pair(a=500.0 * signs, b=torch.ones(6, 2), scale=torch.tensor(1.0), row_zero=torch.tensor([1000.0, -1000.0]))
+    spec = PairSpec(row_lse=True, col_lse=True)
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    assert_close(stats.row_lse, torch.full((2,), math.log(6)), 1e-6)
+    grad = GradStats(row_lse=torch.tensor([1.0, 2.0]), col_lse=torch.zeros(6))
+    grads = BACKEND.backward(pair, stats, grad, Needs(), spec, OPTIONS)
+    assert_close(grads.a, torch.tensor([[1.0, 1.0], [2.0, 2.0]]), 1e-6)
