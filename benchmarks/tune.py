@@ -15,6 +15,7 @@ import sys
 import torch
 import torch.nn.functional as F
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.gradients import Backward
@@ -85,7 +86,8 @@ def gradient_call(launch: Call, spec: PairSpec):
     work = Backward(launch, stats, grad, Needs(), pair.a.dtype)
     i, j = slice(0, min(n, work.row_step)), slice(0, min(n, work.col_step))
     g = pair.a.new_empty((i.stop, j.stop))
-    return lambda: work._gradient(g, i, j, None), i.stop * j.stop
+    desc = TensorDescriptor.from_tensor(g, [work.sizes.rows, work.sizes.cols])
+    return lambda: work._gradient(g, desc, i, j, None), i.stop * j.stop
 
 
 def measure(call, scores: int, width: int) -> float:

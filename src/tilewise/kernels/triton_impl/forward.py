@@ -198,41 +198,45 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_sk
 
 
 @triton.jit
-def fold(
-    part, tops, top_step, zero, out, at, ok, size, parts, FIRST: tl.constexpr, LOG: tl.constexpr, BLOCK: tl.constexpr
-):
+def fold(part, tops, top_step, zero, out, at, ok, size, parts, FIRST: tl.constexpr, LOG: tl.constexpr,
+         MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold (parts, size) into out, in order: a log-sum-exp, of sums that lie t above zero, or a plain sum."""
+    start = tl.zeros((BLOCK,), tl.float32)
+    high = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     if LOG:
-        start = tl.zeros((BLOCK,), tl.float32)
         if zero is not None:
             start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
-        high = tl.full((BLOCK,), float("-inf"), tl.float32)
         if not FIRST:
             high = tl.load(out + at, mask=ok, other=float("-inf")) * LOG2E
         total = tl.where(high == float("-inf"), 0.0, 1.0)
-        for p in range(parts):
-            value = tl.load(part + p * size + at, mask=ok, other=0.0)
-            top = tl.load(tops + p * top_step)
-            value = tl.where(top == float("inf"), value - start, tl.log2(value) + (top - start))
-            higher = tl.maximum(high, value)
+    elif not FIRST:
+        total = tl.load(out + at, mask=ok, other=0.0)
+    for first in range(0, parts, MANY_PARTS):
+        p = first + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        value = tl.load(part + p.to(tl.int64)[:, None] * size + at[None, :], mask=here, other=0.0)
+        if LOG:
+            top = tl.load(tops + p * top_step, mask=p < parts, other=0.0)[:, None]
+            value = tl.where(top == float("inf"), value - start[None, :], tl.log2(value) + (top - start[None, :]))
+            value = tl.where(here, value, float("-inf"))
+            higher = tl.maximum(high, tl.max(value, 0))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(high - safe) + tl.exp2(value - safe)
+            total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(value - safe[None, :]), 0)
             # NaN in a part must survive the maximum.
-            high = tl.where(value != value, value, higher)
-        tl.store(out + at, (high + tl.log2(total)) * LN2, mask=ok)
-    else:
-        total = tl.zeros((BLOCK,), tl.float32)
-        if not FIRST:
-            total = tl.load(out + at, mask=ok, other=0.0)
-        for p in range(parts):
-            total += tl.load(part + p * size + at, mask=ok, other=0.0)
-        tl.store(out + at, total, mask=ok)
+            lost = tl.max((value != value).to(tl.int32), 0) > 0
+            high = tl.where(lost, float("nan"), higher)
+        else:
+            total += tl.sum(value, 0)
+    if LOG:
+        total = (high + tl.log2(total)) * LN2
+    tl.store(out + at, total, mask=ok)
 
 
 @triton.jit(do_not_specialize=["n", "row_parts", "m", "col_parts"])
 def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, col_out, m, col_parts, tops,
                  ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
+                 MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold the parts of the rows, and behind them those of the columns, into the running statistics."""
     program = tl.program_id(0)
     row_blocks = tl.cdiv(n, BLOCK) if row_part is not None else 0
@@ -241,7 +245,7 @@ def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, 
         if program < row_blocks:
             at = program * BLOCK + tl.arange(0, BLOCK)
             mine = tops + (program * BLOCK // R) * row_parts
-            fold(row_part, mine, 1, row_zero, row_out, at, at < n, n, row_parts, ROW_FIRST, LOG, BLOCK)
+            fold(row_part, mine, 1, row_zero, row_out, at, at < n, n, row_parts, ROW_FIRST, LOG, MANY_PARTS, BLOCK)
     if col_part is not None:
         if program >= row_blocks:
             first = (program - row_blocks) * BLOCK
@@ -258,5 +262,6 @@ def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, 
                 col_parts,
                 COL_FIRST,
                 LOG,
+                MANY_PARTS,
                 BLOCK,
             )

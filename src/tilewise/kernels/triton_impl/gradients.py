@@ -97,21 +97,27 @@ class Backward:
         grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1) if self.need_a else None
         grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1) if self.need_b else None
         bias = Bias(self) if self.needs.bias else None
+        views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
         for i in row_pieces:
             for j in col_pieces:
                 if sym and j.start < i.start:
                     continue
-                g = g_all[: i.stop - i.start, : j.stop - j.start]
-                self._gradient(g, i, j, bias)
+                shape = i.stop - i.start, j.stop - j.start
+                if shape not in views:
+                    g = g_all[: shape[0], : shape[1]]
+                    views[shape] = g, g.T, TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
+                g, g_t, desc = views[shape]
+                self._gradient(g, desc, i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
-                        grad_a.add(j, g.T, call.rows(i, self.sizes)["a"])
+                        grad_a.add(j, g_t, call.rows(i, self.sizes)["a"])
                 if grad_b is not None:
-                    grad_b.add(j, g.T, call.rows(i, self.sizes)["a"])
+                    grad_b.add(j, g_t, call.rows(i, self.sizes)["a"])
             if grad_a is not None and not sym:
                 grad_a.finish(i, call.a)
-        del g_all
+        del g_all, g, g_t, desc
+        views.clear()
         if grad_a is not None and sym:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:
@@ -136,10 +142,9 @@ class Backward:
         Prepared(backward.scale_kernel, dots.device, 4, 2, ()).put(values).launch(1)
         return out
 
-    def _gradient(self, g: Tensor, i: slice, j: slice, bias: Bias | None) -> None:
+    def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         """G of the macro-tile (i, j)."""
         call = self.call
-        desc = TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
         part = None if bias is None else bias.part(i, j)
         shared = {"factor": self.inside, "TERMS": self.bits}
         for wide in (False, True) if self.span is not None else (True,):
@@ -153,8 +158,7 @@ class Backward:
     def _meets(self, i: slice, j: slice) -> bool:
         """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
         if self.call.positive == parts.DIAGONAL.value:
-            ahead = self.pair.row_start - self.pair.col_start
-            return i.start + ahead < j.stop and j.start < i.stop + ahead
+            return self.call.meets_itself(i, j)
         return self.call.positive == parts.ONE.value
 
 

@@ -24,7 +24,7 @@ class Prepared:
     """A kernel with the arguments that stay the same during a call, ready to be launched with the others.
 
     Triton looks at every argument of every launch to find the compiled kernel. Here all that a compiled kernel depends
-    on (types, alignment, constants, which arguments are None) is the same for all launches, so it is looked up once.
+    on (types, alignment, constants, which arguments are None) is the same for all its launches, so it is looked up once.
     """
 
     def __init__(self, kernel: Any, device: torch.device, warps: int, stages: int, key: tuple[Any, ...]) -> None:
@@ -32,7 +32,9 @@ class Prepared:
         self.options = {"num_warps": warps, "num_stages": stages}
         self.places = {name: place for place, name in enumerate(kernel.arg_names)}
         self.args: list[Any] = [None] * len(self.places)
-        self.runners: dict[Any, Any] = {}
+        self.runners: dict[int, Any] = {}
+        self.rows: Any = None  # what was put last, so that it need not be put again
+        self.cols: Any = None
 
     def put(self, values: dict[str, Any]) -> Prepared:
         """Set arguments by name; names that the kernel does not have are passed over."""
@@ -48,14 +50,13 @@ class Prepared:
         if self.device.type != "cuda":  # the interpreter
             self.kernel[(programs,)](*self.args)
             return
-        absent = tuple(arg is None for arg in self.args)
-        runner = self.runners.get((programs, absent))
+        runner = self.runners.get(programs)
         if runner is None:
-            key = (*self.key, absent)
+            key = (*self.key, *(arg is None for arg in self.args))
             if key not in _compiled:
                 _compiled[key] = self.kernel[(programs,)](*self.args, **self.options)
                 return
-            runner = self.runners[programs, absent] = _compiled[key][(programs, 1, 1)]
+            runner = self.runners[programs] = _compiled[key][(programs, 1, 1)]
         runner(*self.args)
 
 
@@ -179,14 +180,20 @@ class Call:
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
-        bits = values.get("STATS"), values.get("TERMS"), values.get("WIDE")
-        prepared = self.prepared.get((kernel, bits))
+        score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~parts.ITSELF.value
+        switches = kernel, score, values.get("STATS"), values.get("TERMS"), values.get("WIDE")
+        prepared = self.prepared.get(switches)
         if prepared is None:
-            key = (*bits, self.score_bits, self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
+            key = (*switches[1:], self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
             blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
-            prepared = Prepared(kernel, self.a.device, sizes.warps, sizes.stages, key).put(self.fixed).put(blocks)
-            self.prepared[kernel, bits] = prepared
+            prepared = Prepared(kernel, self.a.device, sizes.warps, sizes.stages, key)
+            self.prepared[switches] = prepared.put(self.fixed).put(blocks).put({"SCORE": score})
         self._place(prepared, i, j, sizes).put(values).launch(programs)
+
+    def meets_itself(self, i: slice, j: slice) -> bool:
+        """Whether a row and a column of the macro-tile may have the same global index."""
+        ahead = self.pair.row_start - self.pair.col_start
+        return i.start + ahead < j.stop and j.start < i.stop + ahead
 
     def run_positive(self, kernel: Any, i: slice, j: slice, **values: Any) -> None:
         """A kernel for the positives of the rows i that lie in the columns j."""
@@ -228,5 +235,9 @@ class Call:
         return here
 
     def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
-        ahead = (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
-        return prepared.put(self.rows(i, sizes)).put(self.cols(j, sizes)).put({"ahead": ahead})
+        rows, cols = self.rows(i, sizes), self.cols(j, sizes)
+        if prepared.rows is not rows:
+            prepared.put(rows).rows = rows
+        if prepared.cols is not cols:
+            prepared.put(cols).cols = cols
+        return prepared.put({"ahead": (self.pair.row_start + i.start) - (self.pair.col_start + j.start)})

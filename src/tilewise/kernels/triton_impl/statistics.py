@@ -13,7 +13,8 @@ from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
 from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, pieces
 
-MERGE_BLOCK = 64  # divides every tile
+MERGE_BLOCK = 64  # rows of one program; divides every tile
+MERGE_PARTS = 16  # parts that it reads at once
 
 
 class Forward:
@@ -137,11 +138,11 @@ class Forward:
         seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
         block = min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
         blocks = triton.cdiv(n, block) * (row_part is not None) + triton.cdiv(m, block) * (col_part is not None)
-        key = row_first, col_first, log
+        key = row_first, col_first, log, row_part is None, col_part is None
         merge = self.merges.get(key)
         if merge is None:
             fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
-            fixed |= {"ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
+            fixed |= {"MANY_PARTS": MERGE_PARTS, "ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
             merge = Prepared(forward.merge_kernel, self.call.a.device, 2, 2, (*key, self.sizes)).put(fixed)
             self.merges[key] = merge
         rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)
