@@ -225,6 +225,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--curve-steps", type=int, default=200)
     parser.add_argument("--max-seconds", type=float, default=230.0)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     return parser.parse_args(argv)
 
 
@@ -236,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     suite = "batch-size" if args.what == "table" else "loss-curves"
     report = describe(suite, device, " ".join(sys.argv), args.seeds, args.max_seconds)
+    report["commit"] = report["commit"] or args.commit or "unknown"
     (table if args.what == "table" else curves)(args, device, report)
     path = args.out or RESULTS / f"{suite}-{slug(report['device'])}.json"
     write(path, report)

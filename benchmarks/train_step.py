@@ -191,6 +191,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model = build_model(config).to(device).train()
     bench = Bench(config, model, build_optimizer(model, config.optim), device, time.monotonic() + args.max_seconds)
     report = describe("train-step", device, " ".join(sys.argv), 1, args.max_seconds)
+    report["commit"] = report["commit"] or args.commit or "unknown"
     per_pair = chunk_seconds(bench, args.chunk)
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "encoder_pairs_per_s": 1 / per_pair}
     print(f"encoders with the cache: {1 / per_pair:,.0f} pairs/s", flush=True)
@@ -272,6 +273,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=0)
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     return parser.parse_args(argv)
 
 
