@@ -203,3 +203,17 @@ def test_a_log_sum_exp_of_1000_is_not_rounded_to_float32():
     grad = GradStats(row_lse=torch.tensor([1.0, 2.0]), col_lse=torch.zeros(6))
     grads = BACKEND.backward(pair, stats, grad, Needs(), spec, OPTIONS)
     assert_close(grads.a, torch.tensor([[1.0, 1.0], [2.0, 2.0]]), 1e-6)
+
+
+def test_incoming_gradients_near_the_smallest_float_keep_their_digits():
+    """G is computed for gradients of size 1 and multiplied afterwards: 2**-126 times a probability is denormal."""
+    make = torch.Generator().manual_seed(0)
+    a, b = 1e-3 * torch.randn(60, 8, generator=make), 1e3 * torch.randn(90, 8, generator=make)
+    pair = Pair(a=a, b=b, scale=torch.tensor(4.0))
+    spec = PairSpec(row_lse=True)
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    whole, tiny = (
+        BACKEND.backward(pair, stats, GradStats(row_lse=torch.full((60,), k)), Needs(), spec, OPTIONS).a
+        for k in (1.0, 2.0**-126)
+    )
+    assert_close(tiny.double() * 2.0**126, whole, 1e-6)

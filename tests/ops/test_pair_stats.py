@@ -165,6 +165,23 @@ def test_kept_rows():
     assert torch.equal(kept.of_stats(stats).row_lse, stats.row_lse[key >= 0])
 
 
+def test_a_statistic_that_nobody_asks_about_has_no_gradient(monkeypatch):
+    """Not zeros: None, so that backward leaves its terms out."""
+    seen = []
+    plain = TorchBackend.backward
+
+    def spy(self, pair, stats, grad, *rest, **more):
+        seen.append({name for name, value in vars(grad).items() if value is not None})
+        return plain(self, pair, stats, grad, *rest, **more)
+
+    monkeypatch.setattr(TorchBackend, "backward", spy)
+    pair, spec = make_case("clip", torch.float64)
+    stats = call(leaves_of(pair), spec)
+    stats.row_lse.sum().backward(retain_graph=True)
+    (stats.col_lse.sum() + stats.row_pos.sum()).backward()
+    assert seen == [{"row_lse"}, {"col_lse", "row_pos"}]
+
+
 def test_losses_run_in_several_threads_at_once():
     made = loss_cases.problem("clip", torch.float32)
     want, want_grads = loss_cases.solve(made.ours, made.leaves)
