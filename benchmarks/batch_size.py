@@ -236,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     args.icons = args.icons[0]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     suite = "batch-size" if args.what == "table" else "loss-curves"
-    report = describe(suite, device, " ".join(sys.argv), args.seeds, args.max_seconds)
+    report = describe(
+        suite, device, " ".join(["python -m benchmarks.batch_size", *sys.argv[1:]]), args.seeds, args.max_seconds
+    )
     report["commit"] = report["commit"] or args.commit or "unknown"
     (table if args.what == "table" else curves)(args, device, report)
     path = args.out or RESULTS / f"{suite}-{slug(report['device'])}.json"

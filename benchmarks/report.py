@@ -2,6 +2,7 @@
 
     python -m benchmarks.report                     every file in benchmarks/results
     python -m benchmarks.report results/cpu-x.json  that one
+    python -m benchmarks.report --readme            all, and the table in README.md (gpu suite first)
 
 Beside each x.json it writes x.md and, where matplotlib is installed and a loss was measured at several sizes,
 x-clip.png: time and memory against the batch, with a cross where a method ran out of memory.
@@ -23,8 +24,10 @@ Result = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Write the reports and return their paths."""
-    arguments = sys.argv[1:] if argv is None else argv
-    files = [Path(name) for name in arguments] or sorted(RESULTS.glob("*.json"))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    readme = "--readme" in arguments
+    named = [Path(name) for name in arguments if name != "--readme"]
+    files = named or [file for file in sorted(RESULTS.glob("*.json")) if file.name.startswith(("cpu-", "gpu-"))]
     if not files:
         raise SystemExit(f"no results in {RESULTS}. First run: python -m benchmarks.run cpu")
     written: list[Path] = []
@@ -34,9 +37,52 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
         page = file.with_suffix(".md")
         page.write_text(markdown(report, [image.name for image in images]))
         written += [page, *images]
+    if readme:
+        best = sorted(files, key=lambda file: not file.name.startswith("gpu-"))[0]
+        written.append(write_readme(json.loads(best.read_text()), best))
     for path in written:
         print(f"wrote {path}")
     return written
+
+
+def write_readme(report: dict[str, Any], source: Path, readme: Path = RESULTS.parent.parent / "README.md") -> Path:
+    """Put the CLIP rows of a suite between the markers of the README: ours beside everybody else."""
+    clip = [r for r in report["results"] if r["loss"] == "clip"]
+    rows = [r for r in clip if r["width"] == min(other["width"] for other in clip)]
+    methods = [
+        m
+        for m in dict.fromkeys(r["method"] for r in rows)
+        if any(r["method"] == m and r["status"] == "ok" for r in rows)
+    ]
+    found = {(r["rows"], r["method"]): r for r in rows}
+    width, dtype = rows[0]["width"], rows[0]["dtype"]
+    lines = [
+        f"`clip_loss`, forward and backward, d = {width}, {dtype}, {report['device']}: "
+        "milliseconds / MiB above the inputs.",
+        "",
+        "| batch | " + " | ".join(methods) + " |",
+        "|---:|" + "---:|" * len(methods),
+    ]
+    for size in sorted({r["rows"] for r in rows}):
+        lines.append(f"| {size:,} | " + " | ".join(_cell(found.get((size, method))) for method in methods) + " |")
+    link = source.resolve().relative_to(readme.parent).with_suffix(".md").as_posix()
+    lines += [
+        "",
+        f"`{report['command'].split(' --peers')[0]}`, torch {report['torch']}, commit {report['commit'][:10]}. "
+        f"All figures: [{link}]({link}).",
+    ]
+    begin, end = "<!-- results:begin -->", "<!-- results:end -->"
+    text = readme.read_text()
+    readme.write_text(text[: text.index(begin) + len(begin)] + "\n" + "\n".join(lines) + "\n" + text[text.index(end) :])
+    return readme
+
+
+def _cell(result: Result | None) -> str:
+    if result is None or result["status"] == "absent":
+        return ""
+    if result["status"] != "ok":
+        return "out of memory" if result["status"] == "oom" else "failed"
+    return f"{digits(result['median_ms'])} / {result['peak_bytes'] / 2**20:,.0f}"
 
 
 def markdown(report: dict[str, Any], images: Sequence[str] = ()) -> str:

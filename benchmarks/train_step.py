@@ -190,7 +190,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model(config).to(device).train()
     bench = Bench(config, model, build_optimizer(model, config.optim), device, time.monotonic() + args.max_seconds)
-    report = describe("train-step", device, " ".join(sys.argv), 1, args.max_seconds)
+    report = describe(
+        "train-step", device, " ".join(["python -m benchmarks.train_step", *sys.argv[1:]]), 1, args.max_seconds
+    )
     report["commit"] = report["commit"] or args.commit or "unknown"
     per_pair = chunk_seconds(bench, args.chunk)
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "encoder_pairs_per_s": 1 / per_pair}

@@ -15,7 +15,7 @@ from tilewise.losses.nt_xent import NTXentLoss, nt_xent
 from tilewise.losses.siglip import SigLipLoss, siglip_loss
 from tilewise.losses.supcon import SupConLoss, supcon_loss
 from tilewise.options import TileOptions
-from tilewise.retrieval import recall_at_k, retrieval_ranks
+from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "nt_xent",
     "recall_at_k",
     "retrieval_ranks",
+    "retrieval_ranks_both",
     "siglip_loss",
     "supcon_loss",
 ]

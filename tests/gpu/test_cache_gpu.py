@@ -161,7 +161,9 @@ def test_the_next_chunk_is_copied_while_this_one_is_in_work(monkeypatch):
         torch.cuda._sleep(500_000_000)  # some tenths of a second of work on this chunk
         total += chunk.sum(dtype=torch.float64).float()
         if index < 3:
-            time.sleep(0.05)
+            give_up = time.monotonic() + 0.15
+            while not copies[index + 1].query() and time.monotonic() < give_up:
+                time.sleep(0.005)
             assert copies[index + 1].query(), "the next chunk is there"
             assert not torch.cuda.current_stream().query(), "while this one is still in work"
         del chunk
