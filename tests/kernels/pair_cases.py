@@ -475,7 +475,11 @@ def check_forward(
         assert torch.equal(got[name].isfinite().cpu(), want[name].isfinite().cpu()), name
         mine, right = finite(got[name], want[name]), finite(want[name], want[name])
         if pair.a.dtype not in LOOSE or (hard and pair.a.dtype != torch.float64):
-            assert_no_worse(mine, finite(yardstick[name], want[name]), right, name)
+            dense_one = finite(yardstick[name], want[name])
+            if dense_one.isfinite().all():
+                assert_no_worse(mine, dense_one, right, name)
+            else:  # dense half types overflow or give NaN where ours do not
+                assert_close(mine, right, 1e-3, name)
         else:
             assert_close(mine, right, tolerance or LOOSE[pair.a.dtype][0], name)
     return stats
@@ -515,8 +519,8 @@ def check_backward(
         answer["scale"] = torch.stack([answer["scale"].double(), terms])
     if pair.a.dtype in LOOSE:
         limit = tolerance or LOOSE[pair.a.dtype][1]
-        if hard and pair.a.dtype == torch.float32:  # a score of 1,000 is known to 6e-5 only, and exp(x) no better
-            limit = max(limit, 2.0**-24 * largest_score(exact_pair, spec))
+        if hard:  # in float32 a score of 1,000 is known to 6e-5 only, and exp(x) no better
+            limit = max(limit, torch.finfo(pair.a.dtype).eps / 2 * largest_score(exact_pair, spec))
     for name in want:
         if pair.a.dtype in LOOSE:
             assert_close(got[name], want[name], limit, name)

@@ -30,7 +30,7 @@ def pairs(draw, dtype):
     d = draw(st.integers(1, 9))
     make = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     stat = stat_dtype(dtype)
-    length = draw(st.sampled_from([0.1, 1.0, 30.0] if dtype == torch.float64 else [0.1, 1.0]))
+    length = draw(st.sampled_from([0.1, 1.0, 10.0] if dtype == torch.float64 else [0.1, 1.0]))
 
     def normal(*shape):
         return torch.randn(*shape, generator=make, dtype=torch.float64)
@@ -45,7 +45,8 @@ def pairs(draw, dtype):
     b = a if symmetric else LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](normal(m, d).to(dtype))
     positive = draw(st.sampled_from(["none", "one", "many"]))
     softplus = draw(st.booleans()) and not symmetric
-    softcap = draw(st.sampled_from([0.0, 2.0, 20.0])) if length <= 1.0 else 0.0  # flat where scores are large
+    softcap = draw(st.sampled_from([0.0, 20.0])) if length <= 1.0 else 0.0
+    scale = 1.0 if softcap else draw(st.sampled_from([1.0, 7.5, -2.0]))  # a cap far below the scores leaves no slope
     row_start, col_start = (draw(st.integers(0, 50)) for _ in range(2))
     if symmetric:
         col_start = row_start
@@ -65,7 +66,7 @@ def pairs(draw, dtype):
     pair = Pair(
         a=a,
         b=b,
-        scale=torch.tensor(draw(st.sampled_from([1.0, 7.5, -2.0])), dtype=stat),
+        scale=torch.tensor(scale, dtype=stat),
         bias=None if symmetric else maybe(normal(m).to(stat)),
         row_key=None if positive == "none" else row_key,
         col_key=(row_key if symmetric else integers(m, high)) if positive == "many" else None,
@@ -96,11 +97,11 @@ def with_tiles(rows, cols, work):
         tiles.TILE_ROWS, tiles.TILE_COLS, tiles.SYMMETRIC_TILE = before
 
 
-def check(pair, spec, rows, cols, hard=False):
+def check(pair, spec, rows, cols):
     def both():
-        check_forward(BACKEND, pair, spec, hard=hard)
+        check_forward(BACKEND, pair, spec, hard=True)
         if any((spec.row_lse, spec.col_lse, spec.softplus, spec.row_sum, spec.positive != "none")):
-            check_backward(BACKEND, pair, spec, hard=hard)
+            check_backward(BACKEND, pair, spec, hard=True)
 
     with_tiles(rows, cols, both)
 
@@ -117,7 +118,7 @@ def test_float64(made, rows, cols):
 @settings(max_examples=100)
 @given(pairs(torch.float32), SIDES, SIDES)
 def test_float32(made, rows, cols):
-    check(*made, rows, cols, hard=True)
+    check(*made, rows, cols)
 
 
 @settings(max_examples=60)
