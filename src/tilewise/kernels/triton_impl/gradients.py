@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
-from tilewise.kernels.triton_impl.launch import Call, Prepared, pieces, vector
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 
 FINISH_ROWS = 16
 ONE_MACRO = 16384  # rows or columns
@@ -60,21 +60,24 @@ class Backward:
     def _macro(self) -> tuple[int, int]:
         """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
         budget, item = self.call.options.workspace_bytes, self.pair.a.element_size()
-        tile = max(self.sizes.rows, self.sizes.cols)
-        rows = min(8192, max(tile, budget // 4 // (4 * self.d) // tile * tile))
+        tile, entries = max(self.sizes.rows, self.sizes.cols), budget * 3 // 4 // item  # of G
+        block = max(tile, budget // 4 // (4 * self.d) // tile * tile)  # rows whose float32 gradients fit
+        rows = max(tile, min(8192, block, entries // tile) // tile * tile)
         if self.spec.symmetric:
-            while rows > tile and rows * rows * item > budget * 3 // 4:
-                rows = rows // 2
+            while rows > tile and rows * rows > entries:
+                rows = cdiv(rows // 2, tile) * tile
             return rows, rows
-        rows, cols = min(rows, triton.cdiv(self.n, tile) * tile), triton.cdiv(self.m, tile) * tile
+        all_rows, all_cols = cdiv(self.n, tile) * tile, cdiv(self.m, tile) * tile
+        rows = min(rows, all_rows)
         # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
-        if self.n <= ONE_MACRO:
-            rows = triton.cdiv(self.n, tile) * tile
-        elif self.m <= ONE_MACRO:
-            return max(tile, budget * 3 // 4 // (cols * item) // tile * tile), cols
+        if self.n <= ONE_MACRO and all_rows * tile <= entries:
+            rows = all_rows
+        elif self.m <= ONE_MACRO and all_cols * tile <= entries:
+            rows = entries // all_cols // tile * tile
+            return min(rows, block) if self.pair.a.dtype == torch.float16 else rows, all_cols
         # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
-        most = max(8192, budget * 3 // 4 // (rows * item) // 2)
-        return rows, min(cols, max(tile, min(most, budget * 3 // 4 // (rows * item)) // tile * tile), 65536)
+        most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
+        return rows, min(all_cols, max(tile, most), 65536)
 
     def _span(self) -> Tensor | None:
         """How far apart the log-sum-exps are, when both directions share an exponential."""
@@ -92,7 +95,7 @@ class Backward:
         call, pair, sym = self.call, self.pair, self.spec.symmetric
         row_pieces, col_pieces = pieces(self.n, self.row_step), pieces(self.m, self.col_step)
         item = pair.a.element_size()
-        width = triton.cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
+        width = cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
         g_all = pair.a.new_empty((min(self.n, self.row_step), width))
         grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1) if self.need_a else None
         grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1) if self.need_b else None
@@ -173,7 +176,7 @@ class Bias:
         """Where the kernel puts the sums of G over the rows of each tile."""
         if not self.parent.shared_bias:
             return None
-        tiles = triton.cdiv(j.stop - j.start, self.parent.sizes.cols)
+        tiles = cdiv(j.stop - j.start, self.parent.sizes.cols)
         self.held = self.total.new_empty(tiles * (i.stop - i.start))
         return self.held
 
@@ -241,7 +244,7 @@ class Sum:
             return
         rows = i.stop - i.start
         source = self.out[i] if self.total is None else self.total[:rows]
-        programs = triton.cdiv(rows, FINISH_ROWS)
+        programs = cdiv(rows, FINISH_ROWS)
         dots = parent.pair.scale.new_empty(programs) if dot else None
         values = {
             "total": source,

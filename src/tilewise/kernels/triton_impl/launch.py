@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -18,6 +17,12 @@ from tilewise.options import TileOptions
 
 POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 _compiled: dict[tuple[Any, ...], Any] = {}
+_places: dict[Any, dict[str, int]] = {}  # of the arguments of each kernel
+
+
+def cdiv(size: int, step: int) -> int:
+    """How many steps cover the size; Triton's own is slow on the host."""
+    return -(-size // step)
 
 
 class Prepared:
@@ -30,7 +35,9 @@ class Prepared:
     def __init__(self, kernel: Any, device: torch.device, warps: int, stages: int, key: tuple[Any, ...]) -> None:
         self.kernel, self.device, self.key = kernel, device, (kernel, device, warps, stages, *key)
         self.options = {"num_warps": warps, "num_stages": stages}
-        self.places = {name: place for place, name in enumerate(kernel.arg_names)}
+        if kernel not in _places:
+            _places[kernel] = {name: place for place, name in enumerate(kernel.arg_names)}
+        self.places = _places[kernel]
         self.args: list[Any] = [None] * len(self.places)
         self.runners: dict[int, Any] = {}
         self.rows: Any = None  # what was put last, so that it need not be put again
@@ -66,7 +73,7 @@ def readable(features: Tensor) -> Tensor:
     aligned = features.data_ptr() % 16 == 0 and features.stride(0) * item % 16 == 0
     if features.stride(1) == 1 and aligned and features.stride(0) >= features.shape[1]:
         return features
-    width = triton.cdiv(features.shape[1] * item, 16) * 16 // item
+    width = cdiv(features.shape[1] * item, 16) * 16 // item
     copy = features.new_zeros((features.shape[0], width))[:, : features.shape[1]]
     return copy.copy_(features)
 
@@ -203,7 +210,7 @@ class Call:
             blocks = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
             prepared = Prepared(kernel, self.a.device, 4, 2, key).put(self.fixed).put(blocks)
             self.prepared[kernel, None] = prepared
-        self._place(prepared, i, j, None).put(values).launch(triton.cdiv(i.stop - i.start, POSITIVE_ROWS))
+        self._place(prepared, i, j, None).put(values).launch(cdiv(i.stop - i.start, POSITIVE_ROWS))
 
     def rows(self, i: slice, sizes: Sizes | None) -> dict[str, Any]:
         """What the rows i give to a kernel, cut once."""

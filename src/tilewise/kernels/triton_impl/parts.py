@@ -63,12 +63,14 @@ def same_sample(rows, cols, ahead):
 
 
 @triton.jit
-def own_column(rows, n, m, row_key, first, ahead, POSITIVE: tl.constexpr):
+def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
     """The column of each row's only positive in this macro-tile, whose columns start at first; -1 if elsewhere."""
     if DIAGONAL == POSITIVE:
         key = rows.to(tl.int64) + ahead
     else:
         key = tl.load(row_key + rows, mask=rows < n, other=-1) - first
+    if ITSELF & SCORE:
+        key = tl.where(key == rows + ahead, -1, key)
     return tl.where((rows < n) & (key >= 0) & (key < m), key, -1).to(tl.int32)
 
 
@@ -80,7 +82,7 @@ def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.conste
         other = tl.load(col_key + cols, mask=cols < m, other=-3)
         hit = (key[:, None] == other[None, :]) & (key >= 0)[:, None]
     else:
-        hit = own_column(rows, n, m, row_key, first, ahead, POSITIVE)[:, None] == cols[None, :]
+        hit = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)[:, None] == cols[None, :]
     if ITSELF & SCORE:
         hit = hit & (same_sample(rows, cols, ahead) == 0)
     return hit
@@ -93,7 +95,7 @@ def any_here(
     """Whether the only positive of any of these rows lies in this tile."""
     if DIAGONAL == POSITIVE:
         return (first_row + ahead < first_col + C) & (first_row + ahead + R > first_col)
-    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
+    key = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE)
     return tl.max(((key >= first_col) & (key < first_col + C)).to(tl.int32), 0) > 0
 
 

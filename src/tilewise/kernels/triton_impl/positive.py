@@ -45,7 +45,7 @@ def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row
     On the way it meets P * P pairs, and leaves the largest of their scores (in log2) in peaks: a sample of all scores.
     """
     rows = tl.program_id(0) * P + tl.arange(0, P)
-    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
     if peaks is not None:
         tl.store(peaks + tl.program_id(0), peak)
@@ -62,7 +62,7 @@ def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zer
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there."""
     rows = tl.program_id(0) * P + tl.arange(0, P)
-    key = own_column(rows, n, m, row_key, first, ahead, POSITIVE)
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     ok = key >= 0
     f = outer_factor(factor)
     from_zero = tl.load(own + rows, mask=ok, other=0.0) * LOG2E

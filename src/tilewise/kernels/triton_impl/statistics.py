@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
-from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, pieces
+from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces
 
 MERGE_BLOCK = 64  # rows of one program; divides every tile
 MERGE_PARTS = 16  # parts that it reads at once
@@ -26,7 +25,7 @@ class Forward:
         spec = self.spec
         self.row_step, self.col_step = self._macro()
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
-        row_tiles, col_tiles = triton.cdiv(rows, self.sizes.rows), triton.cdiv(cols, self.sizes.cols)
+        row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
         many = spec.positive == "many"
 
         def buffer(wanted: bool, size: int) -> Tensor | None:
@@ -58,9 +57,9 @@ class Forward:
             if spec.symmetric:
                 rows = cols = rows // 2
             else:
-                rows, cols = (rows, triton.cdiv(cols, 2)) if cols >= rows else (triton.cdiv(rows, 2), cols)
+                rows, cols = (rows, cdiv(cols, 2)) if cols >= rows else (cdiv(rows, 2), cols)
         tile = max(sizes.rows, sizes.cols)
-        return triton.cdiv(rows, tile) * tile, triton.cdiv(cols, tile) * tile
+        return cdiv(rows, tile) * tile, cdiv(cols, tile) * tile
 
     def run(self) -> Stats:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
@@ -114,7 +113,7 @@ class Forward:
             return keys.hits(self.call.pair, self.spec)
         hits, everything = torch.empty_like(pos), (slice(0, self.n), slice(0, self.m))
         if self.call.a.element_size() == 2:  # float32 keeps the tile's own maximum, for its last digits
-            self.peaks = pos.new_empty(triton.cdiv(self.n, POSITIVE_ROWS))
+            self.peaks = pos.new_empty(cdiv(self.n, POSITIVE_ROWS))
         self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks)
         return hits
 
@@ -137,7 +136,7 @@ class Forward:
         row_first, col_first = (name, i.start) not in seen, (below, j.start) not in seen
         seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
         block = min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
-        blocks = triton.cdiv(n, block) * (row_part is not None) + triton.cdiv(m, block) * (col_part is not None)
+        blocks = cdiv(n, block) * (row_part is not None) + cdiv(m, block) * (col_part is not None)
         key = row_first, col_first, log, row_part is None, col_part is None
         merge = self.merges.get(key)
         if merge is None:
@@ -151,11 +150,11 @@ class Forward:
             "row_zero": rows["row_zero"] if log else None,
             "row_out": None if row_part is None or row_out is None else row_out[i],
             "n": n,
-            "row_parts": triton.cdiv(m, self.sizes.cols),
+            "row_parts": cdiv(m, self.sizes.cols),
             "col_part": col_part,
             "col_zero": cols["col_zero"] if log and col_part is not None else None,
             "col_out": None if col_part is None or col_out is None else col_out[j],
             "m": m,
-            "col_parts": triton.cdiv(n, self.sizes.rows),
+            "col_parts": cdiv(n, self.sizes.rows),
         }
         merge.put(values).launch(blocks)
