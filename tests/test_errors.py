@@ -338,9 +338,9 @@ BAD = {
     ),
     "group number": (lambda: tw.nt_xent(A, group=4), DtypeError, ("process group or None", "int", "group.WORLD")),
     "triton on the CPU": (
-        lambda: tw.nt_xent(A, options=OPTIONS(backend="triton")),
+        lambda: tw.nt_xent(A.double(), options=OPTIONS(backend="triton")),
         BackendError,
-        ("backend 'triton' cannot serve", r"float32 on cpu: it needs a CUDA", 'backend="auto"'),
+        ("backend 'triton' cannot serve", r"float64 on cpu: it (needs a CUDA|multiplies)", 'backend="auto"'),
     ),
     "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
     "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),
