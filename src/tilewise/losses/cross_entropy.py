@@ -170,7 +170,8 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
         if wrong.numel():
             raise RangeError(
                 f"targets are class indices in [0, {int(classes)}) or ignore_index={ignore_index}, "
-                f"got {wrong[0].item()} ({wrong.numel()} out of range). Set ignore_index to the value that marks padding"
+                f"got {wrong[0].item()} ({wrong.numel()} out of range). "
+                "Set ignore_index to the value that marks padding"
             )
     return y
 

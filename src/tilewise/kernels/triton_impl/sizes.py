@@ -31,7 +31,7 @@ TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
     (8, 4): (Sizes(64, 64, 32, 4, 3, 2, 8), Sizes(64, 64, 32, 4, 3, 2, 8)),
     (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 128, 32, 4, 4, 2, 8)),
     (9, 4): (Sizes(128, 64, 32, 4, 3, 2, 8), Sizes(128, 64, 32, 4, 3, 2, 8)),
-    (10, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 128, 64, 4, 3, 2, 16)),
+    (10, 2): (Sizes(128, 128, 64, 4, 2, 2, 16), Sizes(128, 128, 32, 4, 2, 2, 8)),
     (10, 4): (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
 }
 # From WIDE features on the product outweighs the exponentials, and larger tiles pay where no columns are summed.

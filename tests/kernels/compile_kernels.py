@@ -1,0 +1,121 @@
+"""Compile the Triton kernels for cards that are not here: `python -m tests.kernels.compile_kernels`.
+
+Triton needs no card to compile, only its own tools. Prints a line of JSON for each kernel and card: its shared memory.
+Run in a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.kernels.triton_impl import backward, forward, positive
+from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
+
+POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
+NUMBERS = {"softcap": "fp32"} | dict.fromkeys(
+    ("peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride"), "i32"
+)
+OPTIONAL = {
+    *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
+    *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
+    *("grad_pos", "row_hits"),
+}
+DIAGONAL, ONE, MANY = 1, 2, 3
+
+# loss -> (STATS, TERMS, SCORE, POSITIVE, WIDE, which optional arguments are there)
+LOSSES = {
+    "clip": (3, 3, 0, DIAGONAL, False, {"peaks", "span", "col_lse", "grad_col", "grad_pos"}),
+    "clip, wide": (3, 3, 0, DIAGONAL, True, {"peaks", "span", "col_lse", "grad_col", "grad_pos"}),
+    "siglip": (4, 36, 16, DIAGONAL, True, {"bias", "bias_part"}),
+    "cross entropy": (
+        9,
+        9,
+        3,
+        ONE,
+        True,
+        {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "grad_pos", "peaks"},
+    ),
+    "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
+    "supcon": (
+        *(19, 19, 8, MANY, False),
+        OPTIONAL - {"bias", "row_skip", "col_skip", "sum_part", "peaks", "bias_part", "grad_sum", "col_weight"},
+    ),
+    "info_nce with ids": (
+        3,
+        3,
+        4,
+        DIAGONAL,
+        False,
+        {"row_skip", "col_skip", "span", "col_lse", "grad_col", "grad_pos"},
+    ),
+}
+CARDS = {
+    "hopper": (90, TABLE[9, 2], "bf16", tuple(LOSSES)),
+    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy",)),
+    "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
+    "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),
+    "ada": (89, SAFE[2], "bf16", ("clip",)),
+    "blackwell": (100, TABLE[10, 2], "bf16", ("clip",)),
+}
+
+
+def compiled(kernel, constants, present, dtype, sizes, capability):
+    """The compiled kernel; arguments that are neither constants nor ``present`` are None."""
+    blocks = {}
+    if sizes is not None:
+        blocks = {
+            "a_desc": (sizes.rows, sizes.depth),
+            "b_desc": (sizes.cols, sizes.depth),
+            "g_desc": (sizes.rows, sizes.cols),
+        }
+    signature, values = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants or (name in OPTIONAL and name not in present):
+            signature[name], values[(place,)] = "constexpr", constants.get(name)
+        elif name in blocks:
+            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
+        elif name in ("a", "b", "g"):
+            signature[name] = f"*{dtype}"
+        elif name == "row_key" and constants["POSITIVE"] == MANY:
+            signature[name] = "*i32"
+        else:
+            signature[name] = NUMBERS.get(name) or POINTERS.get(name, "*fp32")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    warps, stages = (sizes.warps, sizes.stages) if sizes is not None else (4, 2)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+
+
+def main() -> None:
+    for card, (capability, (forward_sizes, gradient_sizes), dtype, losses) in CARDS.items():
+        for loss in losses:
+            stats, terms, score, kind, wide, present = LOSSES[loss]
+            shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": "tf32", "WIDE": wide, "PROGRAMS": 264}
+            masks = kind == MANY or bool(score & 4)
+            for kernel, sizes, bits in (
+                (forward.forward_kernel, forward_sizes, {"STATS": stats}),
+                (forward.repair_kernel, forward_sizes, {"STATS": stats}),
+                (backward.gradient_kernel, forward_sizes if masks else gradient_sizes, {"TERMS": terms}),
+                (positive.positive_kernel, None, {}),
+                (positive.positive_gradient_kernel, None, {"TERMS": terms}),
+            ):
+                if (sizes is None and (kind == MANY or card != "hopper")) or (
+                    kernel is forward.repair_kernel and loss != "clip"
+                ):
+                    continue
+                if sizes is None:
+                    blocks = {"P": 64, "K": 64}
+                else:
+                    blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group}
+                there = present | ({"row_hits"} if kernel is positive.positive_kernel else set())
+                result = compiled(kernel, shared | blocks | bits, there, dtype, sizes, capability)
+                programs = 1 if sizes is None else sizes.programs
+                line = {"card": card, "capability": capability, "loss": loss, "kernel": kernel.__name__}
+                print(json.dumps(line | {"shared": result.metadata.shared, "programs": programs}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
