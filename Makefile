@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # On a machine whose Python already holds a CUDA build of torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
+# Test processes side by side on one GPU (compiling keeps the CPU busy); all cores but two unless told.
+GPU_PROCESSES ?=
 
 .PHONY: install lint types check test bench test-gpu bench-gpu demo clean
 install: $(READY)
@@ -35,7 +37,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.report
 
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m tests.gpu.parallel $(GPU_PROCESSES)
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.run gpu

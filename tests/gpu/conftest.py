@@ -1,0 +1,52 @@
+"""Tests of a GPU machine, spread over processes: kernels compile on the CPU, several seconds for each.
+
+GPU_SHARD="i/n"   this process is number i of n. Alone it takes every n-th test.
+GPU_CLAIMS=folder the processes share the tests: each begins at a place of its own and takes what nobody has claimed,
+                  so that neighbours, which use the same kernels, mostly meet in one process.
+GPU_SEED=number   of the random inputs; otherwise they are fresh every time. The header tells it.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("GPU_SEED", str(time.time_ns() % 2**31))
+
+
+def pytest_report_header() -> str:
+    return f"GPU_SEED={os.environ['GPU_SEED']}"
+
+
+def shard() -> tuple[int, int]:
+    index, count = (int(part) for part in os.environ.get("GPU_SHARD", "0/1").split("/"))
+    assert 0 <= index < count, f"GPU_SHARD is i/n with 0 <= i < n, got {index}/{count}"
+    return index, count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    index, count = shard()
+    if "GPU_CLAIMS" in os.environ:
+        start = index * len(items) // count
+        items[:] = items[start:] + items[:start]
+    else:
+        items[:] = items[index::count]
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """True, "it has been taken care of", where another process has the test."""
+    claims = os.environ.get("GPU_CLAIMS")
+    if claims is None:
+        return None
+    name = item.nodeid.encode().hex()
+    try:
+        (Path(claims) / name[-200:]).open("x").close()
+    except FileExistsError:
+        return True
+    return None
+
+
+@pytest.fixture
+def seed() -> int:
+    return int(os.environ["GPU_SEED"])

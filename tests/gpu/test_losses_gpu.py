@@ -1,0 +1,61 @@
+"""Every loss on a CUDA device: accuracy, no waiting, torch.compile, CUDA graphs, autocast, streams."""
+
+import pytest
+import torch
+from tests.gpu import checks
+from tests.gpu.checks import Place
+from tests.losses.loss_cases import CASES, problem, solve
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = Place()
+FEW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids_of_negatives", "cross_entropy_everything", "logsumexp"]
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_bfloat16(name, seed):
+    checks.check_loss(GPU, name, torch.bfloat16, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", FEW)
+def test_float32(name, seed):
+    checks.check_loss(GPU, name, torch.float32, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "cross_entropy_everything"])
+def test_float16(name, seed):
+    checks.check_loss(GPU, name, torch.float16, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "cross_entropy_bias"])
+def test_torch_compile_makes_one_graph(name, seed):
+    checks.check_compiled(GPU, name, torch.bfloat16, n=600, d=72, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "cross_entropy_everything"])
+def test_cuda_graphs(name, seed):
+    checks.check_captured(name, torch.bfloat16, n=1003, d=72, seed=seed)
+
+
+def test_autocast():
+    checks.check_autocast(GPU, n=1003, d=72)
+
+
+def test_another_stream(seed):
+    """Launches go to the current stream: nothing waits for the default one."""
+    made = problem("clip", torch.bfloat16, n=1003, d=72, seed=seed, device="cuda")
+    want, want_grads = solve(made.ours, made.leaves, options=GPU.options())
+    busy = torch.randn(8192, 8192, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        busy = busy @ busy  # the default stream has much to do
+    with torch.cuda.stream(side):
+        loss, grads = solve(made.ours, made.leaves, options=GPU.options())
+        side.synchronize()
+        assert torch.equal(loss, want)
+        assert all(torch.equal(grads[leaf], want_grads[leaf]) for leaf in grads)
+        side.synchronize()
+    torch.cuda.synchronize()

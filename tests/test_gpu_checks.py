@@ -1,0 +1,105 @@
+"""The questions that tests/gpu asks, asked here of the torch backend on the CPU: a wrong question fails here first."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.gpu import checks, parallel, sanitize
+from tests.gpu.checks import Place
+
+CPU = Place("cpu", "torch")
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip", "cross_entropy"])
+def test_cases(name, dtype):
+    checks.check_case(CPU, name, dtype, 1, 3, workspace_mib=1)
+    checks.check_layout(CPU, name, dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["clip", "siglip", "supcon", "cross_entropy_everything"])
+def test_losses(name, dtype):
+    checks.check_loss(CPU, name, dtype, n=150, d=40, seed=5)
+
+
+def test_behaviour():
+    checks.check_same_twice(CPU, "clip", torch.bfloat16, 1, 3)
+    checks.check_frozen(CPU, torch.float32, n=90, d=12)
+    checks.check_autocast(CPU, n=90, d=12)
+    checks.check_tf32(CPU, n=100, d=32, seed=3)
+    checks.check_never_negative(CPU, torch.bfloat16, -1e-4, n=300, d=64)
+    checks.check_never_negative(CPU, torch.float32, -1e-5, n=300, d=64)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("n, m", [(300, 300), (700, 40), (40, 700)])
+def test_large_sizes_are_asked_in_chunks(n, m, columns, monkeypatch):
+    monkeypatch.setattr(checks, "CHUNK", 64)
+    checks.check_large(CPU, n, m, 16, torch.bfloat16, samples=20, columns=columns)
+    checks.check_large(CPU, n, m, 16, torch.float32, samples=20, columns=columns)
+
+
+@pytest.mark.parametrize("spoil", ["row_lse", "col_lse", "row_pos", "a", "b"])
+def test_a_wrong_answer_at_the_far_end_is_found(spoil, monkeypatch):
+    backend = checks.load_backend("torch")
+
+    class Wrong:
+        def forward(self, *args):
+            stats = backend.forward(*args)
+            if spoil in vars(stats):
+                getattr(stats, spoil)[-1] += 1.0
+            return stats
+
+        def backward(self, *args):
+            grads = backend.backward(*args)
+            if spoil in vars(grads):
+                getattr(grads, spoil)[-1] *= -1.0
+            return grads
+
+    monkeypatch.setattr(checks, "load_backend", lambda name: Wrong())
+    with pytest.raises(AssertionError, match="relative error"):
+        checks.check_large(CPU, 200, 180, 16, torch.float32, samples=10)
+
+
+def test_sanitize(capsys):
+    sanitize.main("cpu", "torch", torch.float32)
+    assert capsys.readouterr().out.count(":") == len(sanitize.CALLS)
+
+
+SOME_TESTS = """
+import pytest
+@pytest.mark.parametrize("i", range(9))
+def test_some(i):
+    assert i != 7
+def test_skipped():
+    pytest.skip("no reason")
+"""
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_processes_share_the_tests_and_one_summary_tells_of_all(processes, tmp_path):
+    """Every test runs once, whoever takes it; a failure is named and ends with 1."""
+    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "gpu" / "conftest.py").read_text())
+    (tmp_path / "test_some_of_many.py").write_text(SOME_TESTS)
+    command = [sys.executable, "-m", "tests.gpu.parallel", str(processes), "--json", str(tmp_path / "out" / "it.json")]
+    command += ["--commit", "abc", "--", str(tmp_path), "-c", str(tmp_path / "none.ini"), "--rootdir", str(tmp_path)]
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    done = subprocess.run(command, cwd=parallel.ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "it.json").read_text())
+    assert (summary["passed"], summary["failed"], summary["skipped"], summary["errors"]) == (8, 1, 1, 0)
+    assert summary["failures"] == ["test_some_of_many::test_some[7]"]
+    assert summary["commit"] == "abc"
+    assert summary["processes"] == processes
+    assert "assert 7 != 7" in done.stdout
+
+
+def test_a_process_that_dies_is_a_failure(tmp_path):
+    summary = parallel.merge(tmp_path, [0, -9])
+    assert summary["errors"] == 2  # neither left results
+    assert "process 1 ended with -9" in summary["failures"]
