@@ -6,6 +6,7 @@ GPU_CLAIMS=folder the processes share the tests: each begins at a place of its o
 GPU_SEED=number   of the random inputs; otherwise they are fresh every time. The header tells it.
 """
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -39,9 +40,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     claims = os.environ.get("GPU_CLAIMS")
     if claims is None:
         return None
-    name = item.nodeid.encode().hex()
     try:
-        (Path(claims) / name[-200:]).open("x").close()
+        (Path(claims) / hashlib.sha256(item.nodeid.encode()).hexdigest()).open("x").close()
     except FileExistsError:
         return True
     return None
