@@ -5,7 +5,7 @@
 
 Each tile writes t and its part of each row and column to a place of its own (no atomics); `merge_kernel` folds the parts
 in a fixed order into the running statistics, less the zeros. The maximum costs a tenth of the time; a guess does as well,
-since sums from 2**-100 to 2**120 are ordinary float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is
+since sums from 2**-80 to 2**120 are ordinary float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is
 too far from a row for that, the tile casts doubt, and `repair_kernel` does that tile again with the maximum of each row and column, and writes logarithms
 instead of sums, with t = +inf as the sign of it.
 """
