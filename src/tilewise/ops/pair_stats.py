@@ -40,6 +40,7 @@ class PairKeys:
 
 
 NO_KEYS = PairKeys()
+KEY_NAMES = tuple(field.name for field in dataclasses.fields(PairKeys))
 
 
 def pair_stats(
@@ -121,6 +122,19 @@ def _backward(
     return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
 
 
+def _pair(a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, *keys: Tensor | None) -> Pair:
+    """The tensors of an operator, without their graph; keys in the order of `PairKeys`."""
+    stat = stat_dtype(a.dtype)
+    named: dict[str, Any] = dict(zip(KEY_NAMES, keys, strict=True))
+    return Pair(
+        a=a.detach(),
+        b=(a if b is None else b).detach(),
+        scale=scale.detach().to(stat),
+        bias=None if bias is None else bias.detach().to(stat),
+        **named,
+    )
+
+
 def _compute_stats(
     a: Tensor,
     b: OptTensor,
@@ -136,19 +150,7 @@ def _compute_stats(
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     spec, options, group_name = decode(plan)
-    pair = Pair(
-        a=a.detach(),
-        b=(a if b is None else b).detach(),
-        scale=scale.detach().to(stat_dtype(a.dtype)),
-        bias=None if bias is None else bias.detach().to(stat_dtype(a.dtype)),
-        row_key=row_key,
-        col_key=col_key,
-        row_skip=row_skip,
-        col_skip=col_skip,
-        row_zero=row_zero,
-        col_zero=col_zero,
-        col_weight=col_weight,
-    )
+    pair = _pair(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
     with torch.autocast(a.device.type, enabled=False):
         stats = _forward(pair, spec, options, group_name)
     return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale)
@@ -198,20 +200,7 @@ def _compute_grads(
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec, options, group_name = decode(plan)
-    stat = stat_dtype(a.dtype)
-    pair = Pair(
-        a=a,
-        b=a if b is None else b,
-        scale=scale.to(stat),
-        bias=None if bias is None else bias.to(stat),
-        row_key=row_key,
-        col_key=col_key,
-        row_skip=row_skip,
-        col_skip=col_skip,
-        row_zero=row_zero,
-        col_zero=col_zero,
-        col_weight=col_weight,
-    )
+    pair = _pair(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
     stats = Stats(row_lse=row_lse if spec.row_lse else None, col_lse=col_lse if spec.col_lse else None)
     grad = GradStats(
         row_lse=grad_row_lse,
