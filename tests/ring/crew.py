@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -57,22 +58,21 @@ class Crew:
     """``world`` processes in one gloo group, with a sub-group of the first 1, 2, ... of them."""
 
     def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Large tensors get pages of their own, and new memory is filled with a value (0xfe, huge as a float): so
-        # resident memory is what is allocated, and what nobody wrote shows.
-        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
-        os.environ.setdefault("MALLOC_PERTURB_", "1")
+        # resident memory is what is allocated, and what nobody wrote shows. For the ranks alone: other tests measure.
+        theirs = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tilewise"])
         self.folder = tempfile.TemporaryDirectory()
         self.world, self.ranks = world, []
-        for rank in range(world):
-            here, there = context.Pipe()
-            args = (rank, world, os.path.join(self.folder.name, "store"), timeout_s, there)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            there.close()
-            self.ranks.append((process, here))
+        with mock.patch.dict(os.environ, theirs | dict(os.environ)):
+            for rank in range(world):
+                here, there = context.Pipe()
+                args = (rank, world, os.path.join(self.folder.name, "store"), timeout_s, there)
+                process = context.Process(target=_serve, args=args, daemon=True)
+                process.start()
+                there.close()
+                self.ranks.append((process, here))
         for _, pipe in self.ranks:
             assert pipe.poll(120)
             assert pipe.recv_bytes() == b"ready"
