@@ -17,6 +17,8 @@ from tilewise.options import DEFAULT_OPTIONS, TileOptions
 Reduction = Literal["none", "sum", "mean"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Asking torch which of them it knows stops torch.compile in torch 2.11.
+AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
 
 
 def check_reduction(reduction: str) -> None:
@@ -72,7 +74,7 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
 def autocast(features: Tensor) -> Tensor:
     """The features in the type of the active autocast region; float64 stays, as autocast leaves it."""
     kind = features.device.type
-    if features.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+    if features.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
         return features
     if torch.is_autocast_enabled(kind):
         return features.to(torch.get_autocast_dtype(kind))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 os.environ.setdefault("GPU_SEED", str(time.time_ns() % 2**31))
 
@@ -36,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """True, "it has been taken care of", where another process has the test."""
+    """True, "it has been taken care of": by another process that has the test, or here."""
     claims = os.environ.get("GPU_CLAIMS")
     if claims is None:
         return None
@@ -44,7 +45,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         (Path(claims) / hashlib.sha256(item.nodeid.encode()).hexdigest()).open("x").close()
     except FileExistsError:
         return True
-    return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=None)  # which test is next is not known yet: tear everything down
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.fixture
