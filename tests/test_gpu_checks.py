@@ -36,6 +36,10 @@ def test_behaviour():
     checks.check_never_negative(CPU, torch.float32, -1e-5, n=300, d=64)
 
 
+def test_ignored_rows(monkeypatch):
+    checks.check_ignored(CPU, torch.float32, n=90, d=12, seed=5, patch=monkeypatch)
+
+
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("n, m", [(300, 300), (700, 40), (40, 700)])
 def test_large_sizes_are_asked_in_chunks(n, m, columns, monkeypatch):

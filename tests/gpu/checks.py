@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.kernels.select import load_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.ops import drop_rows
 
 LOSS_FLOOR = 1e-5  # a rounded number may hit the truth by luck; nobody must be luckier
 GRAD_FLOOR = {torch.float32: 0.0, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of single numbers and of biases
@@ -181,6 +184,41 @@ def aligned(place: Place, n: int, d: int, dtype: torch.dtype, noise: float) -> t
     a = F.normalize(torch.randn(n, d, device=place.device, generator=generator), dim=1)
     more = torch.randn(n, d, device=place.device, generator=generator) * (noise / d**0.5)
     return a.to(dtype), F.normalize(a + more, dim=1).to(dtype), torch.tensor(30.0, device=place.device)
+
+
+def check_ignored(place: Place, dtype: torch.dtype, n: int, d: int, seed: int, patch: Any) -> None:
+    """Ignored rows meet no column, loss and gradients stay, and the host waits once: in forward, for their number."""
+    made = problem("cross_entropy_bias", dtype, n=n, d=d, seed=seed, device=place.device)
+    options, backend = place.options(), load_backend(place.backend)
+    patch.setattr(drop_rows, "may_look", lambda pair, spec: False)
+    want, want_grads = solve(made.ours, made.leaves, options=options)
+    patch.undo()
+    patch.setattr(drop_rows, "WORTH_WAITING", 0)
+    rows = []
+    for name in ("forward", "backward"):
+        patch.setattr(type(backend), name, _counting_rows(getattr(type(backend), name), rows))
+    loss, grads = solve(made.ours, made.leaves, options=options)
+    assert rows == [n - -(-n // 3)] * 2  # every third is ignored
+    assert_close(loss, want, 1e-6 if dtype != torch.float64 else 1e-14, "loss")
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], max(1e-5, GRAD_FLOOR[dtype]), leaf)
+    if place.device != "cuda":
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        value = made.ours(SimpleNamespace(**made.leaves), options=options)
+    assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) == 1
+    with place.no_waiting():
+        torch.autograd.grad(value, list(made.leaves.values()))
+
+
+def _counting_rows(call: Any, rows: list[int]) -> Any:
+    def counted(self: Any, pair: Pair, *rest: Any, **more: Any) -> Any:
+        rows.append(pair.a.shape[0])
+        return call(self, pair, *rest, **more)
+
+    return counted
 
 
 def check_never_negative(place: Place, dtype: torch.dtype, lowest: float, n: int, d: int, **settings: Any) -> None:

@@ -6,6 +6,8 @@ from tests.gpu import checks
 from tests.gpu.checks import Place
 from tests.losses.loss_cases import CASES, problem, solve
 
+import tilewise as tw
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
 FEW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids_of_negatives", "cross_entropy_everything", "logsumexp"]
@@ -37,6 +39,26 @@ def test_torch_compile_makes_one_graph(name, seed):
 @pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "cross_entropy_everything"])
 def test_cuda_graphs(name, seed):
     checks.check_captured(name, torch.bfloat16, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_ignored_rows_are_taken_out_where_that_pays(dtype, seed, monkeypatch):
+    checks.check_ignored(GPU, dtype, n=1003, d=72, seed=seed, patch=monkeypatch)
+
+
+def test_ignored_rows_stay_in_a_captured_graph(seed, monkeypatch):
+    monkeypatch.setattr("tilewise.ops.drop_rows.WORTH_WAITING", 0)
+    checks.check_captured("cross_entropy_bias", torch.bfloat16, n=1003, d=72, seed=seed)
+
+
+def test_all_rows_ignored(monkeypatch):
+    monkeypatch.setattr("tilewise.ops.drop_rows.WORTH_WAITING", 0)
+    hidden = torch.randn(50, 16, device="cuda", requires_grad=True)
+    target = torch.full((50,), -100, device="cuda")
+    loss = tw.linear_cross_entropy(hidden, torch.randn(70, 16, device="cuda"), target, reduction="sum")
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not hidden.grad.any()
 
 
 def test_autocast():

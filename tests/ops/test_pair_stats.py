@@ -18,8 +18,9 @@ import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import select
 from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.tiled import TorchBackend
+from tilewise.ops import drop_rows
 from tilewise.ops.drop_rows import KeptRows
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores, own_scores
@@ -163,6 +164,28 @@ def test_kept_rows():
     assert stats.row_lse[[0, 5]].tolist() == [0.0, 0.0]
     assert_close(stats.row_lse[6:], whole.row_lse[6:], 1e-12)
     assert torch.equal(kept.of_stats(stats).row_lse, stats.row_lse[key >= 0])
+
+
+@pytest.mark.parametrize("n, m, same_rows, looks", [
+    (8192, 256_000, False, True),
+    (8192, 10_000, False, False),
+    (8192, 256_000, True, False),  # over a group all ranks decide alike, whatever their slices
+    (65_536, 10, True, True),
+])  # fmt: skip
+def test_the_host_waits_for_the_number_of_rows_only_where_it_pays(n, m, same_rows, looks):
+    """Elsewhere than on the CPU, which a test can see without any device."""
+    pair = Pair(a=torch.empty(n, 256, device="meta"), b=torch.empty(m, 256, device="meta"), scale=None)
+    assert drop_rows.may_look(pair, PairSpec(drop_rows=True, same_rows=same_rows)) == looks
+
+
+def test_backward_takes_the_rows_that_forward_found(monkeypatch):
+    found, find = [], KeptRows.find
+    monkeypatch.setattr(KeptRows, "find", staticmethod(lambda *args: found.append(1) or find(*args)))
+    hidden = torch.randn(4, 3, requires_grad=True)
+    tw.linear_cross_entropy(hidden, torch.randn(7, 3), torch.tensor([1, -100, 2, 0])).backward()
+    assert len(found) == 1
+    assert not hidden.grad[1].any()
+    assert hidden.grad[[0, 2, 3]].any(1).all()
 
 
 def test_a_statistic_that_nobody_asks_about_has_no_gradient(monkeypatch):

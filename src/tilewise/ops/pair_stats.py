@@ -24,6 +24,7 @@ from tilewise.options import TileOptions
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 ROW_NAMES = ("row_lse", "row_pos", "row_hits", "row_softplus", "row_sum")
 NAMES = (*ROW_NAMES, "col_lse")
+GRAD_NAMES = tuple(name for name in NAMES if name != "row_hits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,8 @@ def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
     return tuple(name for name, on in zip(NAMES, asked, strict=True) if on)
 
 
-def _forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str) -> Stats:
-    if kept := KeptRows.find(pair, spec):
-        spec = dataclasses.replace(spec, drop_rows=False)
+def _forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str, kept: KeptRows | None = None) -> Stats:
+    if kept is not None:
         return kept.widen_stats(_forward(kept.of_pair(pair), spec, options, group_name))
     if group_name:
         from tilewise.ops.over_ring import ring_forward
@@ -110,9 +110,9 @@ def _backward(
     spec: PairSpec,
     options: TileOptions,
     group_name: str,
+    kept: KeptRows | None = None,
 ) -> Grads:
-    if kept := KeptRows.find(pair, spec):
-        spec = dataclasses.replace(spec, drop_rows=False)
+    if kept is not None:
         stats, grad = kept.of_stats(stats), kept.of_grad(grad)
         return kept.widen_grads(_backward(kept.of_pair(pair), stats, grad, needs, spec, options, group_name))
     if group_name:
@@ -149,11 +149,18 @@ def _compute_stats(
     col_weight: OptTensor,
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
+    return _stats_and_kept(*tensors, plan=plan)[0]
+
+
+def _stats_and_kept(*tensors: Any, plan: str) -> tuple[Any, KeptRows | None]:
+    """The statistics, and which rows were looked at, so that backward need not find out again."""
     spec, options, group_name = decode(plan)
-    pair = _pair(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    with torch.autocast(a.device.type, enabled=False):
-        stats = _forward(pair, spec, options, group_name)
-    return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale)
+    pair = _pair(*tensors)
+    with torch.autocast(pair.a.device.type, enabled=False):
+        kept = KeptRows.find(pair, spec)
+        stats = _forward(pair, spec, options, group_name, kept)
+    return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale), kept
 
 
 _pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats, mutates_args=())
@@ -199,19 +206,29 @@ def _compute_grads(
     needs: list[bool],
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
+    coming = (grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse)
+    kept = KeptRows.find(_pair(*tensors), decode(plan)[0])
+    return _grads_of_kept(tensors, (row_lse, col_lse), coming, needs, plan, kept)
+
+
+def _grads_of_kept(
+    tensors: tuple[Any, ...],
+    known: tuple[Tensor, Tensor],
+    coming: tuple[OptTensor, ...],
+    needs: list[bool],
+    plan: str,
+    kept: KeptRows | None,
+) -> Any:
+    """Gradients, when it is known which rows count."""
     spec, options, group_name = decode(plan)
-    pair = _pair(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    stats = Stats(row_lse=row_lse if spec.row_lse else None, col_lse=col_lse if spec.col_lse else None)
-    grad = GradStats(
-        row_lse=grad_row_lse,
-        row_pos=grad_row_pos,
-        row_softplus=grad_row_softplus,
-        row_sum=grad_row_sum,
-        col_lse=grad_col_lse,
-    )
+    pair = _pair(*tensors)
+    a, _, scale, bias = tensors[:4]
+    stats = Stats(row_lse=known[0] if spec.row_lse else None, col_lse=known[1] if spec.col_lse else None)
+    grad = GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with torch.autocast(a.device.type, enabled=False):
-        grads = _backward(pair, stats, grad, wanted, spec, options, group_name)
+        grads = _backward(pair, stats, grad, wanted, spec, options, group_name, kept)
     grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
     grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
     return _present(grads.a, grads.b, grad_scale, grad_bias, like=a)
@@ -244,15 +261,17 @@ def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad[:4]
     incoming = dict(zip(NAMES, grads, strict=True))
     wanted = wanted_stats(spec)
-    parts = [incoming[name] if name in wanted else None for name in NAMES if name != "row_hits"]
+    parts = [incoming[name] if name in wanted else None for name in GRAD_NAMES]
     # Over a group every rank takes part in backward, whatever reached this one.
     if not any(needed) or (all(part is None for part in parts) and not group_name):
         return (None,) * 12
     needs = [bool(needed[0]), bool(needed[1]), bool(needed[2]), bool(needed[3])]
     # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
     direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
-    compute: Any = _compute_grads if direct else torch.ops.tilewise.pair_grads
-    values = compute(*saved, *parts, needs, ctx.plan)
+    if direct and hasattr(ctx, "kept"):
+        values = _grads_of_kept(saved[:-2], saved[-2:], tuple(parts), needs, ctx.plan, ctx.kept)
+    else:
+        values = torch.ops.tilewise.pair_grads(*saved, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
 
 
@@ -277,7 +296,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _compute_stats(*inputs)
+        output, ctx.kept = _stats_and_kept(*inputs[:-1], plan=inputs[-1])
         _save(ctx, inputs, output)
         ctx.mark_non_differentiable(output[NAMES.index("row_hits")])
         return output
