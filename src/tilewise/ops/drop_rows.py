@@ -18,7 +18,7 @@ USUAL_SLICE = 2**15  # columns of one rank: slices may be uneven, and all ranks 
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
-    """Whether the host may read which rows count: on the CPU always, elsewhere where it pays and nothing is captured."""
+    """Whether the host may read which rows count: always on the CPU; elsewhere if it pays and nothing is captured."""
     if pair.a.device.type == "cpu":
         return True
     cols = USUAL_SLICE if spec.same_rows else pair.b.shape[0]
