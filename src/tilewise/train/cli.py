@@ -1,4 +1,4 @@
-"""The command line: ``tilewise train | evaluate | search | demo | config``.
+"""The command line: ``tilewise train | evaluate | search | demo | config | plan``.
 
 Heavy imports wait until a command needs them, so that ``tilewise --help`` is quick.
 """
@@ -11,10 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewise.train.plan_cli import plan_app
+
 app = typer.Typer(
     name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Train and try image-text models with exact contrastive losses whose memory is linear in the batch.",
 )  # fmt: skip
+app.add_typer(plan_app, name="plan")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings laid over the file: section.key=value")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
