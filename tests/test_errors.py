@@ -345,6 +345,7 @@ BAD = {
     "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
     "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),
     "travelling type": (lambda: OPTIONS(ring_gradients="half"), ConfigError, ("no type", "half", "choose one of")),
+    "gradients when": (lambda: OPTIONS(gradients="never"), ConfigError, ("no gradients", "never", "choose one of")),
     "workspace 0": (
         lambda: OPTIONS(workspace_mib=0),
         ConfigError,

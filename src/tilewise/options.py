@@ -10,6 +10,7 @@ from tilewise.errors import ConfigError
 BackendName = Literal["auto", "triton", "torch"]
 Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
+GradientsIn = Literal["auto", "forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ class TileOptions:
         ring_gradients: over a group, the type in which gradients of columns travel and are added up: "float32"
             (float64 for float64 features), or "features" for their own type, which halves the bytes of bfloat16
             at the price of one rounding per rank.
+        gradients: when the gradients of a scalar loss are formed. "backward" computes the scores a second time;
+            "forward" forms the gradients at once (three products instead of four, memory for a block of scores),
+            where the loss permits it: `linear_cross_entropy`, `info_nce` and `siglip_loss` with a mean or sum, in
+            one process. Elsewhere it changes nothing. "auto" does so where that memory fits the workspace.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'
@@ -40,6 +45,7 @@ class TileOptions:
     precision: Precision = "torch"
     filter_tolerance: float = 0.0
     ring_gradients: RingGradients = "float32"
+    gradients: GradientsIn = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(BackendName):
@@ -51,6 +57,8 @@ class TileOptions:
                 f"no type {self.ring_gradients!r} of travelling gradients; choose one of "
                 f"{', '.join(get_args(RingGradients))}"
             )
+        if self.gradients not in get_args(GradientsIn):
+            raise ConfigError(f"no gradients {self.gradients!r}; choose one of {', '.join(get_args(GradientsIn))}")
         if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
             raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}. Round it down")
         if self.workspace_mib < 1:

@@ -10,7 +10,7 @@ import functools
 from typing import cast, get_args
 
 from tilewise.kernels.spec import PairSpec, Positive
-from tilewise.options import BackendName, Precision, RingGradients, TileOptions
+from tilewise.options import BackendName, GradientsIn, Precision, RingGradients, TileOptions
 
 
 def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
@@ -22,7 +22,7 @@ def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
     )
     how = (
         f"{options.backend},{options.workspace_mib},{int(options.deterministic)},{options.precision},"
-        f"{options.filter_tolerance!r},{options.ring_gradients}"
+        f"{options.filter_tolerance!r},{options.ring_gradients},{options.gradients}"
     )
     return f"{what};{how};{group_name}"
 
@@ -36,7 +36,7 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
     """
     what, how, group = plan.split(";", 2)
     row, col, soft, total, positive, itself, symmetric, cap, drop, local, same = what.split(",")
-    backend, mib, exact, precision, tolerance, travelling = how.split(",")
+    backend, mib, exact, precision, tolerance, travelling, formed = how.split(",")
     assert positive in get_args(Positive)
     spec = PairSpec(
         row_lse=row == "1",
@@ -58,5 +58,6 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
         precision=cast(Precision, precision),
         filter_tolerance=float(tolerance),
         ring_gradients=cast(RingGradients, travelling),
+        gradients=cast(GradientsIn, formed),
     )
     return spec, options, group
