@@ -122,6 +122,7 @@ HOW = st.builds(
     precision=st.sampled_from(["torch", "highest", "high"]),
     filter_tolerance=st.floats(0.0, 0.99),
     ring_gradients=st.sampled_from(["float32", "features"]),
+    gradients=st.sampled_from(["auto", "forward", "backward"]),
 )
 
 
