@@ -7,6 +7,7 @@ Saved for backward: the features, the keys and the statistics. Never a tile.
 """
 
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -122,6 +123,14 @@ def _backward(
     return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
 
 
+def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Products here have types of their own. Outside of a region there is nothing to leave, which saves its cost."""
+    kind = features.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _pair(a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, *keys: Tensor | None) -> Pair:
     """The tensors of an operator, without their graph; keys in the order of `PairKeys`."""
     stat = stat_dtype(a.dtype)
@@ -150,17 +159,17 @@ def _compute_stats(
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    return _stats_and_kept(*tensors, plan=plan)[0]
+    return _present(*_stats_and_kept(*tensors, plan=plan)[0], like=a)
 
 
 def _stats_and_kept(*tensors: Any, plan: str) -> tuple[Any, KeptRows | None]:
     """The statistics, and which rows were looked at, so that backward need not find out again."""
     spec, options, group_name = decode(plan)
     pair = _pair(*tensors)
-    with torch.autocast(pair.a.device.type, enabled=False):
+    with without_autocast(pair.a):
         kept = KeptRows.find(pair, spec)
         stats = _forward(pair, spec, options, group_name, kept)
-    return _present(*(getattr(stats, name) for name in NAMES), like=pair.scale), kept
+    return tuple(getattr(stats, name) for name in NAMES), kept
 
 
 _pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats, mutates_args=())
@@ -168,7 +177,8 @@ _pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats,
 
 def _present(*values: Tensor | None, like: Tensor) -> Any:
     """The same values with an empty tensor for each None: an operator returns tensors only."""
-    return tuple(like.new_empty(0) if value is None else value for value in values)
+    dtype = stat_dtype(like.dtype)
+    return tuple(like.new_empty(0, dtype=dtype) if value is None else value for value in values)
 
 
 @_pair_stats_op.register_fake
@@ -209,12 +219,12 @@ def _compute_grads(
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
     coming = (grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse)
     kept = KeptRows.find(_pair(*tensors), decode(plan)[0])
-    return _grads_of_kept(tensors, (row_lse, col_lse), coming, needs, plan, kept)
+    return _present(*_grads_of_kept(tensors, (row_lse, col_lse), coming, needs, plan, kept), like=a)
 
 
 def _grads_of_kept(
     tensors: tuple[Any, ...],
-    known: tuple[Tensor, Tensor],
+    known: tuple[OptTensor, OptTensor],
     coming: tuple[OptTensor, ...],
     needs: list[bool],
     plan: str,
@@ -227,11 +237,11 @@ def _grads_of_kept(
     stats = Stats(row_lse=known[0] if spec.row_lse else None, col_lse=known[1] if spec.col_lse else None)
     grad = GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         grads = _backward(pair, stats, grad, wanted, spec, options, group_name, kept)
     grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
     grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
-    return _present(grads.a, grads.b, grad_scale, grad_bias, like=a)
+    return grads.a, grads.b, grad_scale, grad_bias
 
 
 _pair_grads_op = torch.library.custom_op("tilewise::pair_grads", _compute_grads, mutates_args=())
@@ -243,12 +253,13 @@ def _(  # type: ignore[no-untyped-def]
     grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse, needs, plan,
 ):  # fmt: skip
     def shaped(needed: bool, like: Tensor | None) -> Tensor:
-        return a.new_empty(0) if like is None or not needed else like.new_empty(like.shape)
+        return a.new_empty(0, dtype=dtype) if like is None or not needed else like.new_empty(like.shape)
 
+    dtype = stat_dtype(a.dtype)
     return shaped(needs[0], a), shaped(needs[1], b), shaped(needs[2], scale), shaped(needs[3], bias)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     ctx.set_materialize_grads(False)
     *tensors, plan = inputs
     ctx.plan = plan
@@ -271,7 +282,8 @@ def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     if direct and hasattr(ctx, "kept"):
         values = _grads_of_kept(saved[:-2], saved[-2:], tuple(parts), needs, ctx.plan, ctx.kept)
     else:
-        values = torch.ops.tilewise.pair_grads(*saved, *parts, needs, ctx.plan)
+        known = _present(*saved[-2:], like=saved[0])
+        values = torch.ops.tilewise.pair_grads(*saved[:-2], *known, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
 
 
@@ -298,7 +310,9 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         output, ctx.kept = _stats_and_kept(*inputs[:-1], plan=inputs[-1])
         _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[NAMES.index("row_hits")])
+        hits = output[NAMES.index("row_hits")]
+        if hits is not None:
+            ctx.mark_non_differentiable(hits)
         return output
 
     @staticmethod

@@ -11,19 +11,22 @@ last axis with a stride) are copied once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.gradients import Backward
+from tilewise.kernels.triton_impl.gradients import ONE_MACRO, Backward
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import interpreted
 from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
 from tilewise.options import TileOptions
 
+STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
+INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
 
@@ -56,7 +59,16 @@ class TritonBackend:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
         with on_device(pair.a), torch.no_grad():
-            return Forward(Call.of(pair, spec, options)).run()
+            if not small(pair):
+                return Forward(Call.of(pair, spec, options)).run()
+
+            def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
+                stats = Forward(Call.of(pair, spec, options, tape)).run()
+                return tuple(getattr(stats, name) for name in STATISTICS)
+
+            inputs = tensors_of(pair, spec)
+            values = taped(kind_of(("forward", *how(pair, spec, options)), inputs), inputs, run, pair.a.device)
+            return Stats(**dict(zip(STATISTICS, values, strict=True)))
 
     def backward(
         self,
@@ -70,13 +82,44 @@ class TritonBackend:
         grad_dtype: torch.dtype | None = None,
     ) -> Grads:
         """Gradients: G of a macro-tile, then two products."""
+        out_dtype = grad_dtype or pair.a.dtype
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            call = Call.of(pair, spec, options)
-            return Backward(call, stats, grad, needs, grad_dtype or pair.a.dtype).run()
+            if not small(pair):
+                return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype).run()
+
+            def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
+                call = Call.of(pair, spec, options, tape)
+                grads = Backward(call, stats, grad, needs, out_dtype).run()
+                return grads.a, grads.b, grads.scale, grads.bias
+
+            coming = [getattr(grad, name) for name in INCOMING]
+            inputs = [*tensors_of(pair, spec), stats.row_lse, stats.col_lse, *coming]
+            what = "backward", needs, out_dtype, *how(pair, spec, options)
+            a, b, scale, bias = taped(kind_of(what, inputs), inputs, run, pair.a.device)
+            return Grads(a=a, b=b, scale=scale, bias=bias)
 
 
-@contextlib.contextmanager
-def on_device(features: Tensor) -> Iterator[None]:
+def small(pair: Pair) -> bool:
+    """Whether the host's time counts: about what fits one macro-tile."""
+    return max(pair.a.shape[0], pair.b.shape[0]) <= ONE_MACRO
+
+
+def how(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:
+    """What the launches depend on beside the tensors."""
+    one_zero = pair.col_zero is pair.row_zero
+    return pair.row_start, pair.col_start, one_zero, spec, options, torch.get_float32_matmul_precision()
+
+
+def tensors_of(pair: Pair, spec: PairSpec) -> list[Tensor | None]:
+    """Every tensor of a pair once: with symmetric scores the columns are the rows, and both may share their zeros."""
+    b = None if spec.symmetric else pair.b
+    zeros = pair.row_zero, None if pair.col_zero is pair.row_zero else pair.col_zero
+    keys = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
+    return [pair.a, b, pair.scale, pair.bias, *keys, *zeros, pair.col_weight]
+
+
+def on_device(features: Tensor) -> contextlib.AbstractContextManager[object]:
     """Launches go to the device that holds the features."""
-    with torch.cuda.device(features.device) if features.is_cuda else contextlib.nullcontext():
-        yield
+    if not features.is_cuda or features.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(features.device)

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
-from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, vector
 
 FINISH_ROWS = 16
 ONE_MACRO = 16384  # rows or columns
@@ -51,7 +51,7 @@ class Backward:
         self.bits = bits
         self.span = self._span()
         if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
-            own = scale.new_empty(self.n)
+            own = call.empty(self.n)
             call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
             call.by_row["own"] = own
         call.row_cuts.clear()
@@ -84,10 +84,10 @@ class Backward:
         call = self.call
         if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
             return None
-        out = self.pair.scale.new_empty(1)
+        out = call.empty(1)
         values = {"row_lse": call.by_row["row_lse"], "row_zero": call.by_row["row_zero"], "out": out, "n": self.n}
         values |= {"col_lse": call.by_col["col_lse"], "col_zero": call.by_col["col_zero"], "m": self.m}
-        Prepared(backward.span_kernel, call.a.device, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
+        call.prepare(backward.span_kernel, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
         return out
 
     def run(self) -> Grads:
@@ -96,7 +96,7 @@ class Backward:
         row_pieces, col_pieces = pieces(self.n, self.row_step), pieces(self.m, self.col_step)
         item = pair.a.element_size()
         width = cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
-        g_all = pair.a.new_empty((min(self.n, self.row_step), width))
+        g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
         grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1) if self.need_a else None
         grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1) if self.need_b else None
         bias = Bias(self) if self.needs.bias else None
@@ -139,10 +139,10 @@ class Backward:
 
     def _take_out(self, dots: Tensor) -> Tensor:
         """The sum of ``dots`` without the factor that G was multiplied by: (), and half of it if each pair came twice."""
-        out = self.pair.scale.new_empty(())
+        out = self.call.empty()
         values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
         values |= {"share": 0.5 if self.spec.symmetric else 1.0, "INVERSE": True, "BLOCK": SPAN_BLOCK}
-        Prepared(backward.scale_kernel, dots.device, 4, 2, ()).put(values).launch(1)
+        self.call.prepare(backward.scale_kernel, 4, 2, ()).put(values).launch(1)
         return out
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
@@ -217,12 +217,12 @@ class Sum:
         self.parent, self.whole = parent, whole
         self.scaled = parent.outside is not None  # a factor is still to be multiplied in
         in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
-        like = parent.pair.a
+        new = parent.call.empty
         held = rows if whole else min(rows, parent.row_step)
         self.out: Tensor | None = None
         if in_place or not whole:
-            self.out = like.new_empty((rows, parent.d), dtype=parent.grad_dtype)
-        self.total = None if in_place else like.new_empty((held, parent.d), dtype=torch.float32)
+            self.out = new(rows, parent.d, dtype=parent.grad_dtype)
+        self.total = None if in_place else new(held, parent.d, dtype=torch.float32)
         self.started: set[int] = set()
         self.dots: list[Tensor] = []
 
@@ -232,20 +232,23 @@ class Sum:
         self.started.add(i.start)
         held = self.out if self.total is None else self.total
         assert held is not None
-        product(held[: i.stop - i.start] if self.total is not None and not self.whole else held[i], left, right, first)
+        target = held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
+        product(target, left, right, first)
+        if self.parent.call.tape is not None:
+            self.parent.call.tape.multiplied(product, target, left, right, first)
 
     def finish(self, i: slice, features: Tensor) -> None:
         """The final values of the rows ``i``, and their part of the scale's gradient."""
         parent, dot = self.parent, self.parent.needs.scale
         if self.out is None:
-            self.out = parent.pair.a.new_empty((i.stop, parent.d), dtype=parent.grad_dtype)
+            self.out = parent.call.empty(i.stop, parent.d, dtype=parent.grad_dtype)
         write = self.scaled or self.total is not None
         if not write and not dot:
             return
         rows = i.stop - i.start
         source = self.out[i] if self.total is None else self.total[:rows]
         programs = cdiv(rows, FINISH_ROWS)
-        dots = parent.pair.scale.new_empty(programs) if dot else None
+        dots = parent.call.empty(programs) if dot else None
         values = {
             "total": source,
             "features": features[i] if dot else None,
@@ -265,7 +268,7 @@ class Sum:
         }
         key = (parent.d, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
         aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
-        Prepared(backward.finish_kernel, features.device, 4, 2, (*key, *aligned)).put(values).launch(programs)
+        parent.call.prepare(backward.finish_kernel, 4, 2, (*key, *aligned)).put(values).launch(programs)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:

@@ -13,6 +13,7 @@ from tilewise.kernels import keys
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import parts
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors, sizes_for
+from tilewise.kernels.triton_impl.tape import Tape
 from tilewise.options import TileOptions
 
 POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
@@ -32,8 +33,16 @@ class Prepared:
     on (types, alignment, constants, which arguments are None) is the same for all its launches, so it is looked up once.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, warps: int, stages: int, key: tuple[Any, ...]) -> None:
-        self.kernel, self.device, self.key = kernel, device, (kernel, device, warps, stages, *key)
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        warps: int,
+        stages: int,
+        key: tuple[Any, ...],
+        tape: Tape | None = None,
+    ) -> None:
+        self.kernel, self.device, self.key, self.tape = kernel, device, (kernel, device, warps, stages, *key), tape
         self.options = {"num_warps": warps, "num_stages": stages}
         if kernel not in _places:
             _places[kernel] = {name: place for place, name in enumerate(kernel.arg_names)}
@@ -54,17 +63,21 @@ class Prepared:
 
     def launch(self, programs: int) -> None:
         """Run it with the arguments as they are now."""
-        if self.device.type != "cuda":  # the interpreter
-            self.kernel[(programs,)](*self.args)
-            return
         runner = self.runners.get(programs)
         if runner is None:
-            key = (*self.key, *(arg is None for arg in self.args))
-            if key not in _compiled:
-                _compiled[key] = self.kernel[(programs,)](*self.args, **self.options)
-                return
-            runner = self.runners[programs] = _compiled[key][(programs, 1, 1)]
+            runner = self.runners[programs] = self._runner(programs)
         runner(*self.args)
+        if self.tape is not None:
+            self.tape.launched(runner, self.args)
+
+    def _runner(self, programs: int) -> Any:
+        """The compiled kernel with its grid."""
+        if self.device.type != "cuda":  # the interpreter
+            return self.kernel[(programs,)]
+        key = (*self.key, *(arg is None for arg in self.args))
+        if key not in _compiled:
+            _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
+        return _compiled[key][(programs, 1, 1)]
 
 
 def readable(features: Tensor) -> Tensor:
@@ -113,12 +126,13 @@ class Call:
     by_row: dict[str, Tensor | None]
     by_col: dict[str, Tensor | None]
     fixed: dict[str, Any]
+    tape: Tape | None = None
     prepared: dict[Any, Prepared] = field(default_factory=dict)
     row_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
     col_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of(pair: Pair, spec: PairSpec, options: TileOptions) -> Call:
+    def of(pair: Pair, spec: PairSpec, options: TileOptions, tape: Tape | None = None) -> Call:
         """Choose sizes, switches and small keys."""
         bias = pair.bias
         # An expanded number (the bias of a sigmoid loss) need not be read, nor its gradient taken, column by column.
@@ -182,7 +196,19 @@ class Call:
                 "b_stride": b.stride(0),
             }
             | ({"bias": bias} if shared_bias else {}),
+            tape=tape,
         )
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None, zero: bool = False) -> Tensor:
+        """New memory, in the type of the statistics unless told."""
+        dtype = dtype or self.pair.scale.dtype
+        if self.tape is not None:
+            return self.tape.empty(self.a, shape, dtype, zero)
+        return self.a.new_zeros(shape, dtype=dtype) if zero else self.a.new_empty(shape, dtype=dtype)
+
+    def prepare(self, kernel: Any, warps: int, stages: int, key: tuple[Any, ...]) -> Prepared:
+        """A kernel whose launches are written down if this call leaves a tape."""
+        return Prepared(kernel, self.a.device, warps, stages, key, self.tape)
 
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""
@@ -193,7 +219,7 @@ class Call:
         if prepared is None:
             key = (*switches[1:], self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
             blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
-            prepared = Prepared(kernel, self.a.device, sizes.warps, sizes.stages, key)
+            prepared = self.prepare(kernel, sizes.warps, sizes.stages, key)
             self.prepared[switches] = prepared.put(self.fixed).put(blocks).put({"SCORE": score})
         self._place(prepared, i, j, sizes).put(values).launch(programs)
 
@@ -208,7 +234,7 @@ class Call:
         if prepared is None:
             key = (values.get("TERMS"), self.score_bits, self.positive, self.exact, self.a.shape[1], self.a.dtype)
             blocks = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
-            prepared = Prepared(kernel, self.a.device, 4, 2, key).put(self.fixed).put(blocks)
+            prepared = self.prepare(kernel, 4, 2, key).put(self.fixed).put(blocks)
             self.prepared[kernel, None] = prepared
         self._place(prepared, i, j, None).put(values).launch(cdiv(i.stop - i.start, POSITIVE_ROWS))
 

@@ -29,7 +29,7 @@ class Forward:
         many = spec.positive == "many"
 
         def buffer(wanted: bool, size: int) -> Tensor | None:
-            return call.pair.scale.new_empty(size) if wanted else None
+            return call.empty(size) if wanted else None
 
         self.row_part = buffer(spec.row_lse or spec.softplus, col_tiles * rows)
         self.col_part = buffer(spec.col_lse or (spec.symmetric and rows < self.n), row_tiles * cols)
@@ -37,7 +37,7 @@ class Forward:
         self.pos_col_part = buffer(many and spec.symmetric, row_tiles * cols)
         self.sum_part = buffer(spec.row_sum, col_tiles * rows)
         self.tops = buffer(True, row_tiles * col_tiles)
-        self.doubt = torch.zeros(1, dtype=torch.int32, device=call.a.device)
+        self.doubt = call.empty(1, dtype=torch.int32, zero=True)
         self.peaks: Tensor | None = None
         self.merges: dict[Any, Prepared] = {}
 
@@ -63,7 +63,7 @@ class Forward:
 
     def run(self) -> Stats:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
-        spec, new = self.spec, self.call.pair.scale.new_empty
+        spec, new = self.spec, self.call.empty
         row = new(self.n) if self.row_part is not None else None
         col = new(self.m) if spec.col_lse else None
         pos = new(self.n) if spec.positive != "none" and not spec.softplus else None
@@ -111,9 +111,9 @@ class Forward:
             return None
         if self.spec.positive == "many":
             return keys.hits(self.call.pair, self.spec)
-        hits, everything = torch.empty_like(pos), (slice(0, self.n), slice(0, self.m))
+        hits, everything = self.call.empty(self.n), (slice(0, self.n), slice(0, self.m))
         if self.call.a.element_size() == 2:  # float32 keeps the tile's own maximum, for its last digits
-            self.peaks = pos.new_empty(cdiv(self.n, POSITIVE_ROWS))
+            self.peaks = self.call.empty(cdiv(self.n, POSITIVE_ROWS))
         self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks)
         return hits
 
@@ -142,7 +142,7 @@ class Forward:
         if merge is None:
             fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
             fixed |= {"MANY_PARTS": MERGE_PARTS, "ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
-            merge = Prepared(forward.merge_kernel, self.call.a.device, 2, 2, (*key, self.sizes)).put(fixed)
+            merge = self.call.prepare(forward.merge_kernel, 2, 2, (*key, self.sizes)).put(fixed)
             self.merges[key] = merge
         rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)
         values = {

@@ -1,0 +1,140 @@
+"""Launches that were written down and are repeated with other tensors, in Triton's interpreter."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.kernels.pair_cases import all_needs, incoming_gradients
+from tests.kernels.quick_interpreter import make_quick
+
+from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.triton_impl import launch, tape
+from tilewise.kernels.triton_impl.backend import STATISTICS, TritonBackend
+from tilewise.options import TileOptions
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.usefixtures("nan_filled_empty"),
+]
+BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest")
+CLIP = PairSpec(row_lse=True, col_lse=True, positive="one")
+CLASSES = PairSpec(row_lse=True, positive="one")
+VIEWS = PairSpec(row_lse=True, positive="one", itself=True, symmetric=True)
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch):
+    make_quick(monkeypatch)
+    fresh = {}
+    monkeypatch.setattr(tape, "_tapes", fresh)
+    return fresh
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many calls were set up from the beginning."""
+    seen, plain = [], launch.Call.of
+
+    def counted(*args):
+        seen.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(launch.Call, "of", staticmethod(counted))
+    return seen
+
+
+def pair_of(spec: PairSpec, seed: int, n: int = 70, d: int = 24) -> Pair:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(n, d, generator=generator) for _ in range(2))
+    key = torch.randint(0, n, (n,), generator=generator) if spec is CLASSES else None
+    if spec is VIEWS:
+        key = (torch.arange(n) + n // 2) % n
+    return Pair(a=a, b=a.detach() if spec.symmetric else b, scale=torch.tensor(0.1 + seed), row_key=key)
+
+
+def everything(pair: Pair, spec: PairSpec, needs: Needs | None = None):
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    grad = incoming_gradients(stats)
+    grads = BACKEND.backward(
+        pair, stats, grad, needs or dataclasses.replace(all_needs(pair), bias=False), spec, OPTIONS
+    )
+    values = [getattr(stats, name) for name in STATISTICS] + [grads.a, grads.b, grads.scale]
+    return [value for value in values if value is not None]
+
+
+@pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS], ids=["clip", "classes", "views"])
+def test_a_replay_is_the_call(spec, tapes, made):
+    everything(pair_of(spec, 0), spec)
+    assert len(made) == 2
+    assert all(kept is not None for kept in tapes.values())
+    got = [everything(pair_of(spec, seed), spec) for seed in (1, 2)]
+    assert len(made) == 2, "the second and third call replay"
+    tapes.clear()
+    for seed, values in zip((1, 2), got, strict=True):
+        want = everything(pair_of(spec, seed), spec)
+        assert len(values) == len(want)
+        assert all(torch.equal(one, other) for one, other in zip(values, want, strict=True))
+        tapes.clear()
+
+
+def test_results_of_two_replays_are_apart():
+    everything(pair_of(CLIP, 0), CLIP)
+    first = everything(pair_of(CLIP, 1), CLIP)
+    copies = [value.clone() for value in first]
+    everything(pair_of(CLIP, 2), CLIP)
+    assert all(torch.equal(one, other) for one, other in zip(first, copies, strict=True))
+
+
+def test_what_a_tape_depends_on(tapes, made):
+    """Another shape, need, option or a shift of the rows is another tape; the same again is not."""
+    pair = pair_of(CLIP, 0)
+    calls = [
+        lambda: everything(pair, CLIP),
+        lambda: everything(pair_of(CLIP, 0, n=71), CLIP),
+        lambda: everything(pair, CLIP, Needs(a=True, b=False)),
+        lambda: everything(dataclasses.replace(pair, row_start=70), CLIP),
+        lambda: everything(dataclasses.replace(pair, row_key=torch.arange(70)), CLIP),
+    ]
+    for call in calls:
+        before = len(made)
+        call()
+        assert len(made) > before
+        before = len(made)
+        call()
+        assert len(made) == before
+
+
+@pytest.mark.parametrize("how", ["unaligned", "strided", "the same features twice", "overlapping"])
+def test_what_cannot_be_repeated_leaves_no_tape(how, tapes):
+    pair = pair_of(CLIP, 0)
+    if how == "unaligned":
+        pair = dataclasses.replace(pair, a=torch.cat([pair.a.flatten(), torch.zeros(1)])[1:].view(70, 24))
+    if how == "strided":
+        pair = dataclasses.replace(pair, a=pair.a.T.contiguous().T)
+    if how == "the same features twice":
+        pair = dataclasses.replace(pair, b=pair.a)
+    if how == "overlapping":
+        whole = torch.randn(72, 24)
+        pair = dataclasses.replace(pair, a=whole[:70], b=whole[2:])
+    first = everything(pair, CLIP)
+    assert all(kept is None for kept in tapes.values())
+    assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), first, strict=True))
+
+
+def test_memory_is_given_back_after_its_last_use(tapes):
+    everything(pair_of(CLIP, 0), CLIP)
+    backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]
+    kept = {where.slot for where in backward.outputs if where is not None}
+    for index, slot in enumerate(backward.slots[backward.inputs :], start=backward.inputs):
+        if slot.last >= 0 and slot.pool_at < 0:
+            assert any(index in made for made in backward.made_at)
+            assert any(index in done for done in backward.done_at) == (index not in kept)
+
+
+def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
+    monkeypatch.setattr(tape, "MOST_TAPES", 4)
+    for n in range(64, 71):
+        everything(pair_of(CLIP, 0, n=n), CLIP)
+        assert len(tapes) <= 4
