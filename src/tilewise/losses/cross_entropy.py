@@ -10,6 +10,7 @@ from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.columns import column_spread, column_sum
+from tilewise.ops.filtered import filtered_stats
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores
 from tilewise.options import TileOptions
@@ -91,7 +92,8 @@ def linear_cross_entropy(
     col_weight = None
     if smooth:
         col_weight = torch.ones(c.shape[0], dtype=stat, device=a.device) if weight is None else weight.to(stat)
-    stats = pair_stats(
+    compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
+    stats = compute(
         a,
         c,
         scale,

@@ -1,0 +1,193 @@
+"""Leaving out what carries no probability: which (row, tile) pairs backward may skip, and what stands in for them.
+
+Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) tiles, d features.
+
+    forward    order the columns by their mean score, largest first
+               M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of row i in tile t
+               row i drops the tiles of least mass, as many as together stay below the tolerance; never its positive's
+    backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    where (t, i) is kept
+               G_ij = g_i M_ti / W                       where it is dropped: the tile's mean stands in for its columns
+
+So each row of G has the sum that it has without filtering, and, with D_i <= tolerance the mass that row i drops,
+
+    sum_j |error of G_ij|  <=  2 |g_i| D_i
+    |error of dA_i|        <=  |scale g_i| D_i max_j |b_j - mean of its tile|
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.select import choose_backend
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.options import TileOptions
+
+KEPT = -1.0  # in the plan: this pair is computed
+WIDEST_TILE, NARROWEST_TILE = 256, 16
+FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is something to choose from
+MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
+HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
+DENSE_SHARE = 0.2  # of the pairs: with more of them kept, computing all is faster
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan:
+    """What forward leaves for backward."""
+
+    order: Tensor  # (m,) int32, the column at each place
+    mass: Tensor  # (T, n) in the features' type: KEPT, or what the row drops in the tile, over the tolerance
+    mean: Tensor  # (T, d) in the features' type: the mean column of each tile
+    kept: Tensor  # (T,) int32, the number of rows that keep the tile
+
+
+class Filter(Protocol):
+    """How a backend leaves out what it may."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+        """The statistics, all of them exact, and the plan."""
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+    ) -> Grads | None:
+        """Gradients from the pairs that are kept; None if there are too many of them, or nobody may count them."""
+
+
+def tile_width(m: int) -> int:
+    """Columns of a tile, from the number of all.
+
+    >>> [tile_width(m) for m in (100, 1000, 32064, 256000)]
+    [16, 16, 128, 256]
+    """
+    width = NARROWEST_TILE
+    while width < WIDEST_TILE and width * 2 * FEWEST_TILES <= m:
+        width *= 2
+    return width
+
+
+def tile_count(m: int) -> int:
+    """How many tiles m columns have."""
+    return -(-m // tile_width(m))
+
+
+def why_exact(n: int, m: int, dtype: torch.dtype, spec: PairSpec, options: TileOptions) -> str | None:
+    """Why nothing is left out of this call, or None if something may be."""
+    if options.filter_tolerance == 0.0:
+        return "the tolerance is 0"
+    if spec.row_sum:
+        return "a weighted sum of all scores (label smoothing) needs every entry"
+    if spec != PairSpec(row_lse=True, positive="one", softcap=spec.softcap, drop_rows=spec.drop_rows):
+        return "it is for log-sum-exps of rows with one positive each, and nothing else"
+    if n == 0 or m < 2 * tile_width(m):
+        return "there are no tiles to choose from"
+    if n * tile_count(m) * dtype.itemsize > options.workspace_bytes / 2:
+        return "the plan would not fit half the workspace"
+    return None
+
+
+def filter_for(pair: Pair, spec: PairSpec, options: TileOptions) -> Filter:
+    """The filter of the backend that serves this call."""
+    if choose_backend(pair, spec, options).name == "triton":
+        from tilewise.kernels.triton_impl.skipping_host import TritonFilter
+
+        return TritonFilter()
+    from tilewise.kernels.filter_tiled import TorchFilter
+
+    return TorchFilter()
+
+
+def order_columns(pair: Pair) -> Tensor:
+    """The columns by their mean score over the rows that have a positive, largest first: (m,) int32."""
+    assert pair.row_key is not None
+    counts = (pair.row_key >= 0).to(pair.a.dtype)
+    if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
+        total = torch.mm(counts[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
+    else:
+        total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)
+        for start in range(0, pair.a.shape[0], 4096):
+            part = slice(start, start + 4096)
+            total += counts[part].to(total.dtype) @ pair.a[part].to(total.dtype)
+    mean = (total / (pair.row_key >= 0).sum().clamp(min=1)).to(pair.a.dtype)
+    score = torch.mv(pair.b, mean).to(pair.stat_dtype) * pair.scale
+    if pair.bias is not None:
+        score = score + pair.bias
+    return torch.argsort(score, descending=True, stable=True).to(torch.int32)
+
+
+def places_of(order: Tensor, pair: Pair) -> Tensor:
+    """Where in the order the positive of each row is: (n,) int64, -1 for a row without one."""
+    assert pair.row_key is not None
+    m = order.shape[0]
+    place_m = torch.empty(m, dtype=torch.int64, device=order.device)
+    place_m[order.long()] = torch.arange(m, device=order.device)
+    own = pair.row_key - pair.col_start
+    return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
+
+
+def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
+    """How many columns each tile has, those with a bias of -inf left out: (T,) float32, at least 1."""
+    m, width = order.shape[0], tile_width(order.shape[0])
+    tiles = tile_count(m)
+    if bias is None:
+        count = torch.full((tiles,), float(width), device=order.device)
+        count[-1] = float(m - (tiles - 1) * width)
+        return count
+    live = torch.zeros(tiles * width, device=order.device)
+    live[:m] = (bias[order.long()] > -torch.inf).float()
+    return live.view(tiles, width).sum(1).clamp_(min=1.0)
+
+
+def row_steps(n: int, tiles: int, options: TileOptions) -> int:
+    """Rows at a time, such that the masses of all their tiles take a quarter of the workspace."""
+    return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles)) // 64 * 64)
+
+
+def choose(
+    part_tn: Tensor,
+    lse_n: Tensor,
+    place_n: Tensor,
+    valid_n: Tensor,
+    tolerance: float,
+    width: int,
+    *,
+    slope_tn: Tensor | None = None,
+) -> Tensor:
+    """What each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
+
+    The threshold of a row is found by halving: tiles of less mass are dropped, and together they stay below
+    ``tolerance``. It starts where no row can drop too much: every tile below tolerance / T.
+
+    Args:
+        part_tn: the log-sum-exp of each row in each tile.
+        lse_n: and in all of them.
+        place_n: where in the order the row's positive is, or -1.
+        valid_n: rows that count; the others drop everything, and nothing stands in for it.
+        slope_tn: what a dropped mass is multiplied by, in [0, 1] (the derivative of a soft cap).
+    """
+    tiles = part_tn.shape[0]
+    tile = torch.arange(tiles, device=part_tn.device)[:, None]
+    log_mass = part_tn - lse_n[None, :]
+    # NaN is not below anything: what is not a number is kept, and seen.
+    log_mass = torch.where(tile == (place_n // width)[None, :], torch.nan, log_mass)
+    mass = log_mass.exp()
+    usable = tolerance * MARGIN
+    low = torch.full_like(lse_n, math.log(usable / tiles))
+    high = torch.full_like(lse_n, math.log(usable))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        fits = torch.where(log_mass < middle, mass, 0.0).sum(0) <= usable
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    dropped = mass / tolerance if slope_tn is None else mass * slope_tn / tolerance
+    plan = torch.where(log_mass < low, dropped, KEPT)
+    return torch.where(valid_n[None, :], plan, 0.0)

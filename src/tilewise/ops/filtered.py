@@ -1,0 +1,285 @@
+"""Statistics of all pair scores as a differentiable operator whose backward leaves out what carries no probability.
+
+    forward    exact statistics, and a plan: which (row, tile) pairs matter         (`tilewise.kernels.filter`)
+    backward   only those pairs; or, when most of them matter, everything
+
+Saved for backward: the features, the keys, the log-sum-exps and the plan.
+"""
+
+# No `from __future__ import annotations` here: the operator's schema is read from the annotations.
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import filter as plans
+from tilewise.kernels.filter import FilterPlan, filter_for, why_exact
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
+from tilewise.ops.drop_rows import KeptRows
+from tilewise.ops.pair_stats import (
+    PairKeys,
+    _backward,
+    _holds_numbers,
+    _no_second,
+    _pair,
+    pair_stats,
+)
+from tilewise.ops.plan import decode, encode
+from tilewise.options import TileOptions
+
+OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
+STATS = ("row_lse", "row_pos", "row_hits")
+
+
+def filtered_stats(
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keys: PairKeys,
+    spec: PairSpec,
+    options: TileOptions,
+    group_name: str = "",
+) -> Stats:
+    """`pair_stats`, whose backward may leave out ``options.filter_tolerance`` of each row's probability.
+
+    The statistics are exact. Where nothing can be left out (`tilewise.kernels.filter.why_exact`), over a group, when no
+    gradient is asked for, or while a CUDA graph is captured, it is `pair_stats` itself.
+    """
+    wanted = [t for t in (a, b, scale, bias) if t is not None and t.requires_grad]
+    exact = group_name or not wanted or not torch.is_grad_enabled()
+    if exact or keys.row_key is None or why_exact(a.shape[0], b.shape[0], a.dtype, spec, options) or _capturing(a):
+        return pair_stats(a, b, scale, bias, keys=keys, spec=spec, options=options, group_name=group_name)
+    inputs = (a, b, scale, bias, keys.row_key, keys.row_zero, encode(spec, options, ""))
+    values = _Eager.apply(*inputs) if _holds_numbers(a) else torch.ops.tilewise.filtered_stats(*inputs)
+    return Stats(row_lse=values[0], row_pos=values[1], row_hits=values[2])
+
+
+def _capturing(a: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which the host may not look at numbers."""
+    return not torch.compiler.is_compiling() and a.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# What was left out --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FilterReport:
+    """What the calls inside of `record_filtering` left out of their backward. Reading it waits for the device.
+
+    Args:
+        kept_share: for each call, the share of its (row, tile) pairs that backward computes.
+        mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
+        dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
+    """
+
+    _plans: list[tuple[FilterPlan, Tensor, float]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def kept_share(self) -> list[float]:
+        """The share of the (row, tile) pairs of rows with a positive."""
+        return [int(plan.kept.sum()) / max(1, int(valid.sum()) * plan.mass.shape[0]) for plan, valid, _ in self._plans]
+
+    @property
+    def dense(self) -> list[bool]:
+        """Whether backward computes all pairs."""
+        return [int(plan.kept.sum()) > plans.DENSE_SHARE * plan.mass.numel() for plan, _, _ in self._plans]
+
+    @property
+    def mean_dropped(self) -> list[float]:
+        """The probability mass that a row drops, on average."""
+        return [dropped.mean().item() if dropped.numel() else 0.0 for dropped in self._dropped()]
+
+    @property
+    def largest_dropped(self) -> list[float]:
+        """And at most."""
+        return [dropped.max().item() if dropped.numel() else 0.0 for dropped in self._dropped()]
+
+    def _dropped(self) -> list[Tensor]:
+        """For each call the mass that its rows drop, those without a positive left out."""
+        out = []
+        for (plan, valid, tolerance), dense in zip(self._plans, self.dense, strict=True):
+            dropped = plan.mass[:, valid].double().clamp(min=0.0).sum(0) * tolerance
+            out.append(torch.zeros_like(dropped) if dense else dropped)
+        return out
+
+
+_reports: list[FilterReport] = []
+
+
+@contextlib.contextmanager
+def record_filtering() -> Iterator[FilterReport]:
+    """Record what `TileOptions.filter_tolerance` leaves out, call by call; costs nothing when nobody asks.
+
+    >>> import tilewise as tw
+    >>> from torch import randn
+    >>> hidden, classifier = randn(20, 8, requires_grad=True), randn(500, 8)
+    >>> with tw.record_filtering() as report:
+    ...     loss = tw.linear_cross_entropy(
+    ...         hidden, classifier, torch.arange(20), options=tw.TileOptions(filter_tolerance=1e-2)
+    ...     )
+    >>> len(report), report.largest_dropped[0] <= 1e-2
+    (1, True)
+    """
+    report = FilterReport()
+    _reports.append(report)
+    try:
+        yield report
+    finally:
+        _reports[:] = [other for other in _reports if other is not report]
+
+
+# The operator -------------------------------------------------------------------------------------------------------
+
+
+def _plan_forward(pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None) -> tuple[Stats, FilterPlan]:
+    """Statistics and plan; rows that do not count are taken out first, and drop everything."""
+    if kept is None:
+        return filter_for(pair, spec, options).forward(pair, spec, options)
+    if kept.index.shape[0] == 0:
+        n, m, tiles = pair.a.shape[0], pair.b.shape[0], plans.tile_count(pair.b.shape[0])
+        stats = Stats(**{name: pair.a.new_zeros(n, dtype=pair.stat_dtype) for name in STATS})
+        order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
+        mass, mean = pair.a.new_zeros((tiles, n)), pair.a.new_zeros((tiles, pair.b.shape[1]))
+        return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=order.new_zeros(tiles))
+    fewer = kept.of_pair(pair)
+    stats, plan = filter_for(fewer, spec, options).forward(fewer, spec, options)
+    mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, kept.index, plan.mass)
+    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass)
+
+
+def _plan_backward(
+    pair: Pair,
+    stats: Stats,
+    plan: FilterPlan,
+    grad: GradStats,
+    needs: Needs,
+    spec: PairSpec,
+    options: TileOptions,
+) -> Grads:
+    """Of the kept pairs, or of all if there are many."""
+    grads = filter_for(pair, spec, options).backward(pair, stats, plan, grad, needs, spec, options)
+    if grads is not None:
+        return grads
+    return _backward(pair, stats, grad, needs, spec, options, "", KeptRows.find(pair, spec))
+
+
+def _compute_stats(
+    a: Tensor, b: Tensor, scale: Tensor, bias: OptTensor, row_key: Tensor, row_zero: OptTensor, plan: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    spec, options, _ = decode(plan)
+    pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
+    with torch.autocast(a.device.type, enabled=False):
+        stats, made = _plan_forward(pair, spec, options, KeptRows.find(pair, spec))
+    for report in _reports:
+        report._plans.append((made, row_key >= 0, options.filter_tolerance))
+    assert stats.row_lse is not None
+    assert stats.row_pos is not None
+    assert stats.row_hits is not None
+    return stats.row_lse, stats.row_pos, stats.row_hits, made.order, made.mass, made.mean, made.kept
+
+
+_stats_op = torch.library.custom_op("tilewise::filtered_stats", _compute_stats, mutates_args=())
+
+
+@_stats_op.register_fake
+def _(a, b, scale, bias, row_key, row_zero, plan):  # type: ignore[no-untyped-def]
+    tiles = plans.tile_count(b.shape[0])
+    return (
+        *(a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype)) for _ in STATS),
+        a.new_empty(b.shape[0], dtype=torch.int32),
+        a.new_empty((tiles, a.shape[0])),
+        a.new_empty((tiles, a.shape[1])),
+        a.new_empty(tiles, dtype=torch.int32),
+    )
+
+
+def _compute_grads(
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    bias: OptTensor,
+    row_key: Tensor,
+    row_zero: OptTensor,
+    row_lse: Tensor,
+    order: Tensor,
+    mass: Tensor,
+    mean: Tensor,
+    kept: Tensor,
+    grad_row_lse: OptTensor,
+    grad_row_pos: OptTensor,
+    needs: list[bool],
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec, options, _ = decode(plan)
+    pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
+    grad = GradStats(row_lse=grad_row_lse, row_pos=grad_row_pos)
+    wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
+    made = FilterPlan(order=order, mass=mass, mean=mean, kept=kept)
+    with torch.autocast(a.device.type, enabled=False):
+        grads = _plan_backward(pair, Stats(row_lse=row_lse), made, grad, wanted, spec, options)
+    grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
+    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+    parts = (grads.a, grads.b, grad_scale, grad_bias)
+    # An operator returns tensors only: an empty one for each gradient that nobody needs.
+    first, second, third, fourth = (a.new_empty(0) if part is None else part for part in parts)
+    return first, second, third, fourth
+
+
+_grads_op = torch.library.custom_op("tilewise::filtered_grads", _compute_grads, mutates_args=())
+
+
+@_grads_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    a, b, scale, bias, row_key, row_zero, row_lse, order, mass, mean, kept, grad_row_lse, grad_row_pos, needs, plan
+):
+    def shaped(needed: bool, like: Tensor | None) -> Tensor:
+        return a.new_empty(0) if like is None or not needed else like.new_empty(like.shape)
+
+    return shaped(needs[0], a), shaped(needs[1], b), shaped(needs[2], scale), shaped(needs[3], bias)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.plan = inputs
+    ctx.save_for_backward(*tensors, output[0], *output[len(STATS) :])
+
+
+def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    needed = ctx.needs_input_grad[:4]
+    if not any(needed) or (grads[0] is None and grads[1] is None):
+        return (None,) * 7
+    needs = [bool(need) for need in needed]
+    saved = ctx.saved_tensors
+    # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
+    direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
+    compute: Any = _compute_grads if direct else torch.ops.tilewise.filtered_grads
+    values = compute(*saved, grads[0], grads[1], needs, ctx.plan)
+    return *(value if need else None for value, need in zip(values, needs, strict=True)), None, None, None
+
+
+_stats_op.register_autograd(_pull_back, setup_context=_save)
+_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+
+class _Eager(torch.autograd.Function):
+    """The same operator without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _compute_stats(*inputs)
+        _save(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[STATS.index("row_hits")])
+        return output[: len(STATS)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _pull_back(ctx, *grads)
