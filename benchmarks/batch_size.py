@@ -1,12 +1,15 @@
 """Recall against batch size on the large icon set, and the loss curves of dense and tilewise.
 
-    PYTHONPATH=src python3 -m benchmarks.batch_size table icons-large.zip --max-seconds 230
-    PYTHONPATH=src python3 -m benchmarks.batch_size curves icons-large.zip --max-seconds 60
-    python -m benchmarks.batch_size plot benchmarks/results/batch-size-*.json
+    PYTHONPATH=src python3 -m benchmarks.batch_size all icons-large.zip --max-seconds 240
+    PYTHONPATH=src python3 -m benchmarks.batch_size table icons-large.zip --max-seconds 200
+    PYTHONPATH=src python3 -m benchmarks.batch_size curves icons-large.zip
+    python -m benchmarks.batch_size plot benchmarks/results/batch-size-*.json benchmarks/results/loss-curves-*.json
 
 As in the paper's table S2, everything but the batch (and the learning rate, scaled with its root) stays the same: the
-data, the epochs, the model. As in its figure S2, the same seed and data give both losses' curves. Images and tokens
-live on the device, so that the time is that of the model.
+data, the epochs, the model. As many epochs are trained as the time allows for all batch sizes and seeds, at most
+--epochs. As in its figure S2, the same seed and data give both losses' curves; a third curve is the dense loss on the
+same batches with their rows in reverse, which is the same loss but for rounding. Everything lives on the device, and
+files are written after every row.
 
 Axes: N icons, n pairs of a batch, d features.
 """
@@ -32,147 +35,284 @@ from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data.icons import augment_icons
 from tilewise.train.data.open import EvalPairs, pairs_of_icons
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
-from tilewise.train.icons import IconSet, load_icons
+from tilewise.train.icons import load_icons
 from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.objective import pair_loss
 from tilewise.train.optim import build_optimizer, learning_rate, set_learning_rate
 
 RESULTS = Path(__file__).parent / "results"
 BASE_BATCH = 4096  # the batch whose learning rate is --lr
+CHUNK = 16_384  # pairs that the encoders see at once, and that are augmented at once
+SUITES = {"table": "batch-size", "curves": "loss-curves"}
+Tokens = dict[str, Tensor]
+Pairs = tuple[Tensor, Tokens, Tensor]
+Report = dict[str, Any]
+
+
+def tokenize(model: TwoTowers, texts: Sequence[str], device: torch.device) -> tuple[Tokens, dict[str, int]]:
+    """The tokens of every different text, and the row of each: icons of several styles share their texts."""
+    different = list(dict.fromkeys(texts))
+    tokens = {name: value.to(device) for name, value in model.tokenizer(different).items()}
+    return tokens, {text: row for row, text in enumerate(different)}
 
 
 @dataclass
 class Data:
-    """The training set on the device: images (N, 1, s, s), two texts of each icon, ids (N,)."""
+    """The data on the device: images (N, 1, s, s), tokens of all texts, rows (N, 2) of each icon's texts, ids (N,)."""
 
     images: Tensor
-    texts: list[dict[str, Tensor]]
+    tokens: Tokens
+    text_rows: Tensor
     ids: Tensor
     held_out: EvalPairs
+    held_out_tokens: Tokens
 
     @classmethod
-    def load(cls, icons: IconSet, model: TwoTowers, device: torch.device) -> Data:
-        train = icons.split("train")
+    def load(cls, path: str, model: TwoTowers, device: torch.device) -> Data:
+        start = time.monotonic()
+        icons = load_icons(path)
+        train, held_out = icons.split("train"), pairs_of_icons(icons.split("test"))
         with_tags = [" ".join([c, *t[:4]]) for c, t in zip(train.captions, train.tags, strict=True)]
-        texts = [
-            {name: value.to(device) for name, value in model.tokenizer(kind).items()}
-            for kind in (train.captions, with_tags)
-        ]
-        return cls(
-            train.images.unsqueeze(1).to(device), texts, train.name_ids.to(device), pairs_of_icons(icons.split("test"))
-        )
+        tokens, rows = tokenize(model, [*train.captions, *with_tags], device)
+        text_rows = torch.tensor([[rows[text] for text in texts] for texts in (train.captions, with_tags)]).T
+        own, own_rows = tokenize(model, held_out.texts, device)
+        held_out_rows = torch.tensor([own_rows[text] for text in held_out.texts], device=device)
+        data = cls(
+            train.images.unsqueeze(1).to(device), tokens, text_rows.contiguous().to(device), train.name_ids.to(device),
+            held_out, {name: value[held_out_rows] for name, value in own.items()},
+        )  # fmt: skip
+        print(f"{len(data):,} icons in {time.monotonic() - start:.1f} s", flush=True)
+        return data
 
-    def batches(self, size: int, steps: int, seed: int) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Shuffled, augmented batches; the same for the same seed."""
-        device = self.images.device
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batches(self, size: int, steps: int, seed: int) -> Iterator[Pairs]:
+        """Shuffled, augmented batches; the same for the same seed. Small ones are made many at a time.
+
+        Every icon is seen once before one is seen again; a batch may hold the end of one turn and the start of the
+        next.
+        """
+        device = self.ids.device
         generator = torch.Generator(device).manual_seed(seed)
-        order, place = torch.empty(0, dtype=torch.int64, device=device), 0
-        for _ in range(steps):
-            if place + size > len(order):
-                order, place = torch.randperm(len(self.ids), device=device, generator=generator), 0
-            keys = order[place : place + size]
-            place += size
-            noise = torch.rand(size, 8, device=device, generator=generator)
-            parts = zip(self.images[keys].split(8192), noise.split(8192), strict=True)
-            images = torch.cat([augment_icons(*part) for part in parts])
-            tagged = noise[:, 7:] < 0.5
-            tokens = {k: torch.where(tagged, self.texts[1][k][keys], self.texts[0][k][keys]) for k in self.texts[0]}
-            yield images, tokens, self.ids[keys]
+        many = max(1, CHUNK // size)
+        order = torch.empty(0, dtype=torch.int64, device=device)
+        for first in range(0, steps, many):
+            count = size * min(many, steps - first)
+            while len(order) < count:
+                order = torch.cat([order, torch.randperm(len(self), device=device, generator=generator)])
+            keys, order = order[:count], order[count:]
+            images, tokens = self._augmented(keys, torch.rand(count, 8, device=device, generator=generator))
+            for start in range(0, count, size):
+                rows = slice(start, start + size)
+                yield images[rows], {name: value[rows] for name, value in tokens.items()}, self.ids[keys[rows]]
+
+    def _augmented(self, keys: Tensor, noise: Tensor) -> tuple[Tensor, Tokens]:
+        parts = zip(keys.split(CHUNK), noise.split(CHUNK), strict=True)
+        images = torch.cat([augment_icons(self.images[part], own) for part, own in parts])
+        texts = self.text_rows[keys].gather(1, (noise[:, 7:] < 0.5).long()).squeeze(1)
+        return images, {name: value[texts] for name, value in self.tokens.items()}
+
+
+class KnownTexts(Encoders):
+    """Encoders whose texts are tokens on the device already."""
+
+    def __init__(self, model: TwoTowers, data: Data) -> None:
+        super().__init__(model, data.ids.device, chunk_size=CHUNK)
+        self.tokens = data.held_out_tokens
+
+    @torch.inference_mode()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        return self.model.text(**self.tokens).float()
+
+
+def evaluate(model: TwoTowers, data: Data) -> dict[str, float]:
+    return evaluate_retrieval(KnownTexts(model, data), data.held_out)
 
 
 def configure(args: argparse.Namespace, batch: int, seed: int, loss: str = "tilewise") -> RunConfig:
-    lr = min(args.lr * math.sqrt(batch / BASE_BATCH), 6 * args.lr)
     return load_config(
         None,
         [f"model.width={args.width}", f"model.depth={args.depth}", f"model.embed_dim={args.dim}",
-         f"loss.name={loss}", "loss.mask_same_id=true", f"optim.lr={lr}", "optim.weight_decay=0.05",
-         f"loop.batch_size={batch}", f"loop.chunk_size={min(batch, 8192)}", f"loop.seed={seed}"],
+         f"loss.name={loss}", "loss.mask_same_id=true", f"optim.lr={args.lr * math.sqrt(batch / BASE_BATCH)}",
+         "optim.weight_decay=0.05", f"loop.batch_size={batch}", f"loop.chunk_size={min(batch, CHUNK)}",
+         f"loop.seed={seed}"],
     )  # fmt: skip
 
 
-def train(data: Data, config: RunConfig, steps: int, device: torch.device) -> tuple[TwoTowers, list[float]]:
-    """The losses of all steps."""
-    torch.manual_seed(config.loop.seed)
-    model = build_model(config).to(device).train()
-    optimizer = build_optimizer(model, config.optim)
-    loss = pair_loss(config.loss)
-    cache = GradientCache(
-        [model.image, model.text],
-        lambda image, text, ids: loss(image, text, model.scale(), None, ids),
-        chunk_size=config.loop.chunk_size,
-    )
-    losses = []
-    warmup = max(1, steps // 20)
-    for step, (images, tokens, ids) in enumerate(data.batches(config.loop.batch_size, steps, config.loop.seed)):
-        share = min(1.0, (step + 1) / warmup)
-        set_learning_rate(optimizer, share * learning_rate(step, steps, config.optim))
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(cache(images, tokens, ids=ids))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.scale.clamp()
-    return model, torch.stack(losses).tolist()
+class Run:
+    """A model in training: one call is one step, and nothing in it waits for the device.
+
+    Args:
+        config: of the run.
+        steps: how many there will be.
+        warmup: of them, those with a rising learning rate.
+        low: take the loss on bfloat16 features.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, steps: int, warmup: int, low: bool) -> None:
+        torch.manual_seed(config.loop.seed)
+        with torch.device(device):
+            self.model = build_model(config).to(device).train()
+        self.config, self.steps, self.warmup, self.low = config, steps, warmup, low
+        self.optimizer = build_optimizer(self.model, config.optim)
+        for group in self.optimizer.param_groups:
+            group.update(fused=device.type == "cuda", foreach=False)
+        self.pair_loss = pair_loss(config.loss)
+        self.cache = GradientCache([self.model.image, self.model.text], self._loss, chunk_size=config.loop.chunk_size)
+        self.losses: list[Tensor] = []
+
+    def _loss(self, image: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        if self.low:
+            image, text = image.bfloat16(), text.bfloat16()
+        return self.pair_loss(image, text, self.model.scale(), None, ids)
+
+    def step(self, images: Tensor, tokens: Tokens, ids: Tensor) -> None:
+        done = len(self.losses)
+        share = min(1.0, (done + 1) / self.warmup)
+        set_learning_rate(self.optimizer, share * learning_rate(done, self.steps, self.config.optim))
+        self.optimizer.zero_grad(set_to_none=True)
+        if len(ids) <= self.config.loop.chunk_size:  # one chunk: the cache would only encode it twice
+            loss = self._loss(self.model.image(images), self.model.text(**tokens), ids)
+            loss.backward()
+        else:
+            loss = self.cache(images, tokens, ids=ids)
+        self.losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.model.scale.clamp()
 
 
-def table(args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
-    """Recall for each batch size, as many seeds as the time allows."""
-    torch.set_float32_matmul_precision("high")
-    icons = load_icons(args.icons)
-    data = Data.load(icons, build_model(configure(args, BASE_BATCH, 0)), device)
-    report |= {"pairs": len(data.ids), "held_out": len(data.held_out.texts), "epochs": args.epochs}
-    deadline, slowest = time.monotonic() + args.max_seconds, 0.0
-    for seed in range(args.seeds):
-        for batch in [b for b in args.batches if b <= len(data.ids)]:
-            if time.monotonic() + slowest > deadline:
-                print("no time left", flush=True)
-                return
+def start_run(data: Data, args: argparse.Namespace, batch: int, seed: int, epochs: float) -> Run:
+    """A run of the table: warm-up lasts --warmup-epochs."""
+    steps, warmup = (max(1, round(amount * len(data) / batch)) for amount in (epochs, args.warmup_epochs))
+    return Run(configure(args, batch, seed), data.ids.device, steps, warmup, low=args.loss_type == "bf16")
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def epoch_seconds(data: Data, args: argparse.Namespace, batch: int) -> float:
+    """Seconds of an epoch at this batch size, from a few steps after the first."""
+    steps = min(17, max(3, 2 * CHUNK // batch + 1))
+    run = start_run(data, args, batch, 0, steps * batch / len(data))
+    start = 0.0
+    for number, pairs in enumerate(data.batches(batch, steps, 0)):
+        if number == 1:
+            finish(data.ids.device)
             start = time.monotonic()
-            config, steps = configure(args, batch, seed), max(1, round(args.epochs * len(data.ids) / batch))
-            model, losses = train(data, config, steps, device)
-            found = evaluate_retrieval(Encoders(model, device, chunk_size=4096), data.held_out)
-            seconds = time.monotonic() - start
-            slowest = max(slowest, seconds)
-            row = {"batch": batch, "seed": seed, "steps": steps, "lr": config.optim.lr, "seconds": seconds,
-                   "last_loss": losses[-1], **found}  # fmt: skip
-            report["results"].append(row)
-            recalls = f"t2i@1 {found['t2i_r1']:.4f} @10 {found['t2i_r10']:.4f}"
-            print(f"batch {batch:>7} seed {seed}: {recalls} ({seconds:.1f} s)", flush=True)
+        run.step(*pairs)
+    finish(data.ids.device)
+    return (time.monotonic() - start) / (steps - 1) * len(data) / batch
 
 
-def curves(args: argparse.Namespace, device: torch.device, report: dict[str, Any]) -> None:
-    """Loss curves of dense and tilewise: same weights, same batches."""
-    icons = load_icons(args.icons)
-    data = Data.load(icons, build_model(configure(args, BASE_BATCH, 0)), device)
-    batch, steps = min(args.curve_batch, len(data.ids)), args.curve_steps
-    for name in ("dense", "tilewise"):
+def choose_epochs(data: Data, args: argparse.Namespace, batches: Sequence[int], left: float) -> float:
+    """The most whole epochs that all batch sizes and seeds can train in this time; at least one."""
+    start = time.monotonic()
+    seconds = {batch: epoch_seconds(data, args, batch) for batch in batches}
+    print("seconds of an epoch: " + ", ".join(f"{b}: {s:.2f}" for b, s in seconds.items()), flush=True)
+    left -= time.monotonic() - start + 0.7 * args.seeds * len(batches)  # building and evaluating a model
+    return float(max(1, min(args.epochs, math.floor(0.9 * left / (args.seeds * sum(seconds.values()))))))
+
+
+def table(data: Data, args: argparse.Namespace, report: Report, path: Path, deadline: float) -> None:
+    """Recall for each batch size and seed."""
+    torch.set_float32_matmul_precision("high")
+    batches = [b for b in args.batches if b <= len(data)]
+    epochs = choose_epochs(data, args, batches, deadline - time.monotonic())
+    report |= {"pairs": len(data), "held_out": len(data.held_out.texts), "epochs": epochs,
+               "warmup_epochs": args.warmup_epochs, "loss_type": args.loss_type}  # fmt: skip
+    print(f"{epochs:g} epochs, {args.seeds} seeds", flush=True)
+    took: dict[int, float] = {}
+    for seed in range(args.seeds):
+        for batch in batches:
+            if time.monotonic() + took.get(batch, 0.0) > deadline:
+                print(f"batch {batch:>7} seed {seed}: no time left", flush=True)
+                continue
+            start = time.monotonic()
+            run = start_run(data, args, batch, seed, epochs)
+            for pairs in data.batches(batch, run.steps, seed):
+                run.step(*pairs)
+            found, last = evaluate(run.model, data), run.losses[-1].item()
+            took[batch] = time.monotonic() - start
+            report["results"].append(
+                {"batch": batch, "seed": seed, "steps": run.steps, "lr": run.config.optim.lr, "last_loss": last,
+                 "seconds": took[batch], **found}
+            )  # fmt: skip
+            save(path, report)
+            recalls = f"t2i@1 {found['t2i_r1']:.4f} @10 {found['t2i_r10']:.4f} i2t@10 {found['i2t_r10']:.4f}"
+            print(f"batch {batch:>7} seed {seed}: {recalls}, loss {last:.3f} ({took[batch]:.1f} s)", flush=True)
+
+
+def curves(data: Data, args: argparse.Namespace, report: Report, path: Path, deadline: float) -> None:
+    """Loss curves of dense and tilewise, in float32 throughout: same weights, same batches."""
+    torch.set_float32_matmul_precision("highest")
+    batch, steps = min(args.curve_batch, len(data)), args.curve_steps
+    report |= {"pairs": len(data), "loss_type": "float32", "matmul_precision": "highest"}
+    for name in ("dense", "tilewise", "dense, rows reversed"):
         start = time.monotonic()
-        model, losses = train(data, configure(args, batch, 0, name), steps, device)
-        found = evaluate_retrieval(Encoders(model, device, chunk_size=4096), data.held_out)
-        report["results"].append({"loss": name, "batch": batch, "losses": losses, "seconds": time.monotonic() - start,
-                                  "t2i_r10": found["t2i_r10"]})  # fmt: skip
-    dense, ours = (torch.tensor(row["losses"], dtype=torch.float64) for row in report["results"])
-    report["largest_relative_difference"] = ((dense - ours).abs() / dense).max().item()
-    print(f"largest relative difference over {steps} steps: {report['largest_relative_difference']:.2e}", flush=True)
+        config = configure(args, batch, 0, name.split(",")[0])
+        run = Run(config, data.ids.device, steps, max(1, steps // 20), low=False)
+        for images, tokens, ids in data.batches(batch, steps, 0):
+            if "reversed" in name:
+                images, ids = images.flip(0), ids.flip(0)
+                tokens = {key: value.flip(0) for key, value in tokens.items()}
+            run.step(images, tokens, ids)
+            if len(run.losses) % 100 == 0:
+                print(f"{name} step {len(run.losses)}: loss {run.losses[-1].item():.4f}", flush=True)
+                if time.monotonic() > deadline:
+                    break
+        losses = torch.stack(run.losses).tolist()
+        report["results"].append({"loss": name, "batch": batch, "losses": losses, **evaluate(run.model, data)})
+        report["results"][-1]["seconds"] = time.monotonic() - start
+        compare_curves(report)
+        save(path, report)
+    for key in ("largest_relative_difference", "rounding_relative_difference"):
+        print(f"{key} over {steps} steps: {report.get(key, math.nan):.2e}", flush=True)
 
 
-def markdown(report: dict[str, Any]) -> str:
+def compare_curves(report: Report) -> None:
+    """How far tilewise is from dense at most, and how far dense is from itself in another order."""
+    losses = {row["loss"]: row["losses"] for row in report["results"]}
+    dense = losses["dense"]
+    for name, key in (("tilewise", "largest"), ("dense, rows reversed", "rounding")):
+        if name in losses:
+            apart = [abs(a - b) / abs(b) for a, b in zip(losses[name], dense, strict=False)]
+            report[f"{key}_relative_difference"] = max(apart)
+            report[f"{key}_relative_difference_of_10_steps"] = max(apart[:10])
+
+
+def save(path: Path, report: Report) -> None:
+    write(path, report)
+    if report["suite"] == SUITES["table"]:
+        path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+
+
+def markdown(report: Report) -> str:
     """Mean over seeds for each batch size."""
     lines = [
         f"{report['pairs']:,} pairs, {report['epochs']:g} epochs, {report['held_out']:,} held-out icons, on "
-        f"{report['device']}. Text to image; the mean over seeds.", "",
-        "| batch | steps | learning rate | recall at 1 | recall at 5 | recall at 10 | times chance | seeds |",
-        "|---|---|---|---|---|---|---|---|",
+        f"{report['device']}. Recall in %, the mean over seeds.", "",
+        "| batch | steps | learning rate | text to image: at 1 | at 5 | at 10 | image to text: at 1 | at 5 | at 10 | "
+        "text to image at 10, times chance | seeds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for batch in sorted({row["batch"] for row in report["results"]}):
         rows = [row for row in report["results"] if row["batch"] == batch]
-        r1, r5, r10, chance = (
-            sum(row[key] for row in rows) / len(rows) for key in ("t2i_r1", "t2i_r5", "t2i_r10", "t2i_chance10")
-        )
+        keys = [f"{side}_r{k}" for side in ("t2i", "i2t") for k in (1, 5, 10)]
+        recalls = [f"{100 * mean(rows, key):.1f}" for key in keys]
+        times = mean(rows, "t2i_r10") / mean(rows, "t2i_chance10")
         lines.append(
-            f"| {batch:,} | {rows[0]['steps']:,} | {rows[0]['lr']:.2g} | {100 * r1:.1f} % | {100 * r5:.1f} % | "
-            f"{100 * r10:.1f} % | {r10 / chance:.0f} | {len(rows)} |"
+            f"| {batch:,} | {rows[0]['steps']:,} | {rows[0]['lr']:.2g} | {' | '.join(recalls)} | {times:.0f} | "
+            f"{len(rows)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def mean(rows: Sequence[Report], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
 
 
 def plot(paths: Sequence[Path]) -> list[Path]:
@@ -185,46 +325,55 @@ def plot(paths: Sequence[Path]) -> list[Path]:
     made = []
     for path in paths:
         report = json.loads(path.read_text())
-        figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-        if report["suite"] == "loss-curves":
-            for row, style in zip(report["results"], ("-", "--"), strict=True):
+        if report["suite"] == SUITES["curves"]:
+            figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+            for row, style in zip(report["results"], ("-", "--", ":"), strict=False):
                 axes.plot(row["losses"], style, label=row["loss"])
             axes.set(xlabel="step", ylabel="loss", title=f"batch {report['results'][0]['batch']:,}: largest relative "
                      f"difference {report['largest_relative_difference']:.1e}")  # fmt: skip
             axes.legend()
         else:
-            for key, name in (("t2i_r1", "at 1"), ("t2i_r5", "at 5"), ("t2i_r10", "at 10")):
-                sizes = sorted({row["batch"] for row in report["results"]})
-                means = [
-                    100 * sum(r[key] for r in rows) / len(rows)
-                    for rows in ([r for r in report["results"] if r["batch"] == size] for size in sizes)
-                ]
-                axes.plot(sizes, means, "o-", label=name)
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="batch", ylabel="text-to-image recall, %", title=f"{report['pairs']:,} pairs")
-            axes.legend()
+            figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+            for axes, side, title in zip(panels, ("t2i", "i2t"), ("text to image", "image to text"), strict=True):
+                plot_recall(axes, report["results"], side)
+                axes.set(xlabel="batch", title=f"{title}, {report['epochs']:g} epochs of {report['pairs']:,} pairs")
+            panels[0].set_ylabel("recall, %")
+            panels[0].legend()
         made.append(path.with_suffix(".png"))
         figure.savefig(made[-1], dpi=150)
         pyplot.close(figure)
     return made
 
 
+def plot_recall(axes: Any, results: Sequence[Report], side: str) -> None:
+    """Recall at 1, 5 and 10 against the batch: the mean, and every seed as a dot."""
+    sizes = sorted({row["batch"] for row in results})
+    for k in (1, 5, 10):
+        key = f"{side}_r{k}"
+        means = [100 * mean([row for row in results if row["batch"] == size], key) for size in sizes]
+        (line,) = axes.plot(sizes, means, label=f"at {k}")
+        axes.plot([row["batch"] for row in results], [100 * row[key] for row in results], ".", color=line.get_color())
+    axes.set_xscale("log", base=2)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "curves", "plot"))
+    parser.add_argument("what", choices=("all", "table", "curves", "plot"), help="all: the curves, then the table")
     parser.add_argument("icons", nargs="+", help="the icon file (table, curves) or results (plot)")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])  # fmt: skip
-    parser.add_argument("--epochs", type=float, default=12.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=float, default=40.0, help="at most; fewer where the time is short")
+    parser.add_argument("--warmup-epochs", type=float, default=1.0)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-3, help=f"at a batch of {BASE_BATCH}; others by the root")
+    parser.add_argument("--loss-type", choices=("bf16", "float32"), default="bf16", help="of features, in the table")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--curve-batch", type=int, default=16384)
-    parser.add_argument("--curve-steps", type=int, default=200)
-    parser.add_argument("--max-seconds", type=float, default=230.0)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--curve-batch", type=int, default=4096)
+    parser.add_argument("--curve-steps", type=int, default=400)
+    parser.add_argument("--max-seconds", type=float, default=240.0, help="for everything, from the start")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     return parser.parse_args(argv)
 
@@ -233,20 +382,21 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     args = parse(argv)
     if args.what == "plot":
         return plot([Path(path) for path in args.icons])
-    args.icons = args.icons[0]
+    deadline = time.monotonic() + args.max_seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    suite = "batch-size" if args.what == "table" else "loss-curves"
-    report = describe(
-        suite, device, " ".join(["python -m benchmarks.batch_size", *sys.argv[1:]]), args.seeds, args.max_seconds
-    )
-    report["commit"] = report["commit"] or args.commit or "unknown"
-    (table if args.what == "table" else curves)(args, device, report)
-    path = args.out or RESULTS / f"{suite}-{slug(report['device'])}.json"
-    write(path, report)
-    if args.what == "table":
-        path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
-        print(markdown(report))
-    return [path]
+    data = Data.load(args.icons[0], build_model(configure(args, BASE_BATCH, 0)), device)
+    paths = []
+    for what, work in (("curves", curves), ("table", table)):
+        if args.what not in (what, "all"):
+            continue
+        command = " ".join(["python -m benchmarks.batch_size", *sys.argv[1:]])
+        report = describe(SUITES[what], device, command, args.seeds, args.max_seconds)
+        report["commit"] = report["commit"] or args.commit or "unknown"
+        paths.append(args.out / f"{SUITES[what]}-{slug(report['device'])}.json")
+        work(data, args, report, paths[-1], deadline)
+        if what == "table":
+            print(markdown(report))
+    return paths
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """A training step of ViT-B/16 CLIP at large batches: time and memory of each loss, as tables 1 and 4 of the paper.
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --max-seconds 540
+    PYTHONPATH=src python3 -m benchmarks.train_step --max-seconds 330
 
-For every batch size and loss the parts of equation 10 are measured by themselves (seconds in all), then whole steps
-through the gradient cache as long as the time lasts, small batches first. A step that did not fit the time is
-estimated from its parts and says so. Running out of memory is a result.
+First each loss by itself, beside the model and the batch that a step would hold: what does not fit there is out of
+memory. Then whole steps through the gradient cache while the time lasts: every loss at the smallest batch, there and
+back again so that a drift of the card cancels; every loss at the next; ours at the large ones; the baselines there.
+A step that did not fit the time is estimated from its parts and says so. The file is written after every step.
+
+Batches are random. On the device they are whole tensors, made before the clock starts; with offload a row of the
+batch is a row of a smaller pool in host memory, copied for every chunk as a row of a whole batch would be.
 
 Axes: n pairs of the batch, c pairs of a chunk, d features.
 """
@@ -15,16 +19,17 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.run import describe, slug, write
+from tilewise.cache import LazyBatch
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data import Batch, Position
 from tilewise.train.distributed import World
@@ -34,30 +39,34 @@ from tilewise.train.objective import AUTOCAST, Objective, pair_loss
 from tilewise.train.optim import build_optimizer
 
 RESULTS = Path(__file__).parent / "results"
-METHODS = ("dense", "local", "tilewise", "tilewise+offload")
+METHODS = ("dense", "tilewise", "local", "tilewise+offload")  # ours between the baselines that it is compared with
+BASELINES = ("dense", "local")
+POOL = 2048  # different images in host memory
+Row = dict[str, Any]
 
 
 @dataclass
 class Bench:
-    """What all measurements share: the model with its optimizer on the device, and the clock."""
+    """What all measurements share: the model with its optimizer on the device, the host's images, and the clock."""
 
     config: RunConfig
     model: TwoTowers
     optimizer: torch.optim.Optimizer
     device: torch.device
     deadline: float
-    pair_bytes: int = 0
+    pool: Tensor = field(default_factory=lambda: torch.empty(0))
+    pairs_per_s: float = 0.0
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
-
-    def world(self) -> World:
-        return World(0, 1, self.device)
 
     def with_method(self, method: str) -> RunConfig:
         offload = "true" if method.endswith("+offload") else "false"
         names = [f"loss.name={method.split('+')[0]}", f"loss.offload={offload}"]
         return load_config(None, [*settings(self.config), *names])
+
+    def expected_s(self, rows: int, found: Row) -> float:
+        return rows / self.pairs_per_s + found.get("loss_s", 0.0)
 
 
 def settings(config: RunConfig) -> list[str]:
@@ -68,17 +77,32 @@ def settings(config: RunConfig) -> list[str]:
     ]  # fmt: skip
 
 
-def synthetic_batch(model: TwoTowers, rows: int) -> Batch:
-    """Random uint8 images and tokens in host memory; a few thousand different ones, repeated."""
-    different = min(rows, 2048)
-    size, generator = model.pixels.size, torch.Generator().manual_seed(0)
-    few = torch.randint(0, 256, (different, 3, size, size), dtype=torch.uint8, generator=generator)
-    tokens = model.tokenizer([f"a picture of number {i}" for i in range(different)])
-    times = -(-rows // different)
-    images = few.repeat(times, 1, 1, 1)[:rows] if times > 1 else few
-    return Batch(
-        images, {k: v.repeat(times, 1)[:rows] for k, v in tokens.items()}, torch.arange(rows), {}, Position(), 0
-    )
+def random_images(rows: int, size: int, device: torch.device) -> Tensor:
+    """uint8 (rows, 3, size, size), eight bytes at a draw."""
+    generator = torch.Generator(device).manual_seed(0)
+    words = torch.empty(-(-rows * 3 * size * size // 8), dtype=torch.int64, device=device)
+    pixels = words.random_(-(2**63), None, generator=generator).view(torch.uint8)
+    return pixels[: rows * 3 * size * size].view(rows, 3, size, size)
+
+
+def synthetic_batch(bench: Bench, rows: int, offload: bool) -> Batch:
+    """A random batch: on the device, or in host memory and read chunk by chunk."""
+    size, on_cuda = bench.model.pixels.size, bench.device.type == "cuda"
+    tokens = bench.model.tokenizer([f"a picture of number {i}" for i in range(min(rows, POOL))])
+    tokens = {name: value.repeat(-(-rows // len(value)), 1)[:rows] for name, value in tokens.items()}
+    if not offload:
+        tokens = {name: value.to(bench.device) for name, value in tokens.items()}
+        images: Any = random_images(rows, size, bench.device)
+        return Batch(images, tokens, torch.arange(rows, device=bench.device), {}, Position(), 0)
+    if not len(bench.pool):
+        bench.pool = random_images(POOL, size, torch.device("cpu"))
+
+    def load(first: int, last: int) -> Tensor:
+        chunk = torch.empty(last - first, 3, size, size, dtype=torch.uint8, pin_memory=on_cuda)
+        return torch.index_select(bench.pool, 0, torch.arange(first, last) % len(bench.pool), out=chunk)
+
+    images = LazyBatch(rows, load, bench.device)
+    return Batch(images, tokens, torch.arange(rows), {}, Position(), 0)
 
 
 def empty_cache(device: torch.device) -> None:
@@ -87,7 +111,7 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def timed(device: torch.device, run: Any) -> float:
+def timed(device: torch.device, run: Callable[[], Any]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -97,10 +121,11 @@ def timed(device: torch.device, run: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure_step(bench: Bench, method: str, batch: Batch) -> dict[str, Any]:
-    """One whole step: encode, loss, encode again with gradients, optimizer."""
+def measure_step(bench: Bench, method: str, rows: int) -> Row:
+    """One whole step: encode, loss, encode again with gradients, clip, optimizer."""
     config = bench.with_method(method)
-    objective = Objective(config, bench.model, bench.world())
+    objective = Objective(config, bench.model, World(0, 1, bench.device))
+    batch = synthetic_batch(bench, rows, config.loss.offload)
     data = 0 if config.loss.offload else batch.bytes
     counter = CudaMemory(bench.device) if bench.device.type == "cuda" else None
 
@@ -110,28 +135,32 @@ def measure_step(bench: Bench, method: str, batch: Batch) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(bench.model.parameters(), 1.0)
         bench.optimizer.step()
 
+    bench.optimizer.zero_grad(set_to_none=True)
     if counter is not None:
         objective.watch = counter.watch
         counter.start()
-    seconds = timed(bench.device, step)
-    found: dict[str, Any] = {"step_s": seconds, "step_measured": True, "data_bytes": data}
+    found: Row = {"step_s": timed(bench.device, step), "data_bytes": data}
     if counter is not None:
-        memory = counter.finish(data, len(batch.ids), len(batch.ids), 512)
+        memory = counter.finish(data, rows, rows, 512)
         found |= {"loss_bytes": memory.loss, "backbone_bytes": memory.backbone, "peak_bytes": memory.peak}
         found["allocated_peak_bytes"] = counter.peak
     return found
 
 
-def measure_loss(bench: Bench, method: str, rows: int, width: int) -> dict[str, Any]:
-    """The loss alone, forward and backward, on random unit features in the encoders' precision."""
-    device, dtype = bench.device, AUTOCAST[bench.config.loop.precision]
-    loss = pair_loss(bench.with_method(method).loss)
+def measure_loss(bench: Bench, method: str, rows: int, width: int) -> Row:
+    """The loss alone, forward and backward, on random unit features in the encoders' precision.
+
+    The model and its optimizer are on the device, and so is the batch, unless it is offloaded: what is out of memory
+    here would be out of memory in a step.
+    """
+    device, config = bench.device, bench.with_method(method)
+    dtype, loss = AUTOCAST[config.loop.precision], pair_loss(config.loss)
+    held = None if config.loss.offload else synthetic_batch(bench, rows, False)
     generator = torch.Generator(device).manual_seed(0)
 
     def features() -> Tensor:
-        return (
-            F.normalize(torch.randn(rows, width, device=device, generator=generator), dim=1).to(dtype).requires_grad_()
-        )
+        drawn = torch.randn(rows, width, device=device, generator=generator)
+        return F.normalize(drawn, dim=1).to(dtype).requires_grad_()
 
     image, text = features(), features()
     scale = torch.tensor(14.3, device=device, requires_grad=True)
@@ -146,11 +175,10 @@ def measure_loss(bench: Bench, method: str, rows: int, width: int) -> dict[str, 
         image.grad = text.grad = scale.grad = None
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = min(timed(device, step) for _ in range(2))
-    found: dict[str, Any] = {"loss_s": seconds}
+    found: Row = {"loss_s": min(timed(device, step) for _ in range(2))}
     if device.type == "cuda":
-        own = tensor_bytes((image, text))
-        found["loss_bytes"] = torch.cuda.max_memory_allocated(device) - before + own
+        found["loss_bytes"] = torch.cuda.max_memory_allocated(device) - before + tensor_bytes((image, text))
+    del held
     return found
 
 
@@ -158,7 +186,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
-def attempt(bench: Bench, what: Any) -> dict[str, Any]:
+def attempt(bench: Bench, what: Callable[[], Row]) -> Row:
     """The measurement, or the fact that memory ran out."""
     try:
         return what()
@@ -171,97 +199,150 @@ def attempt(bench: Bench, what: Any) -> dict[str, Any]:
         empty_cache(bench.device)
 
 
-def chunk_seconds(bench: Bench, chunk: int) -> float:
-    """Seconds per pair of the encoders and the cache alone, from a step of 16 chunks."""
-    batch = synthetic_batch(bench.model, 16 * chunk)
-    attempt(bench, lambda: measure_step(bench, "tilewise", batch))  # warms up, makes the optimizer's state
-    found = attempt(bench, lambda: measure_step(bench, "tilewise", batch))
-    loss = measure_loss(bench, "tilewise", 16 * chunk, 512)["loss_s"]
-    return max(1e-9, found["step_s"] - loss) / (16 * chunk)
+def warm_up(bench: Bench, methods: Sequence[str], chunk: int) -> None:
+    """A few chunks with every loss choose kernels and make the optimizer's state; then a short step gives the rate."""
+    for method in methods:
+        attempt(bench, lambda m=method: measure_step(bench, m, 4 * chunk))
+    bench.pairs_per_s = 4 * chunk / measure_step(bench, methods[0], 4 * chunk)["step_s"]
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def compile_layers(bench: Bench, methods: Sequence[str], chunk: int) -> Row:
+    """Compile the transformers' layers (one graph serves all layers of a tower), if that works and is faster."""
+    layers = [layer for part in bench.model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    eager, start = bench.pairs_per_s, time.monotonic()
+    failure = ""
+    try:
+        for layer in layers:
+            layer.compile(dynamic=False)
+        warm_up(bench, methods[:1], chunk)
+    except Exception as error:  # a compiler that is absent or fails is no reason to measure nothing
+        failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    kept = not failure and bench.pairs_per_s > eager
+    found = {"compiled": kept, "eager_pairs_per_s": eager, "compiled_pairs_per_s": bench.pairs_per_s,
+             "compile_s": time.monotonic() - start}  # fmt: skip
+    if not kept:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        bench.pairs_per_s = eager
+        bench.optimizer.zero_grad(set_to_none=True)
+        empty_cache(bench.device)
+    print(f"compiled layers: {failure or found}", flush=True)
+    return found
+
+
+def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load_config(
         None,
         ["data.source=folder", "data.path=synthetic", f"model.name={args.model}", f"loop.chunk_size={args.chunk}",
          f"loop.batch_size={max(args.batches)}", "loop.precision=bf16", f"model.image_size={args.image_size}"],
     )  # fmt: skip
+    deadline = time.monotonic() + args.max_seconds
     torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True  # every chunk has the same shape
     model = build_model(config).to(device).train()
-    bench = Bench(config, model, build_optimizer(model, config.optim), device, time.monotonic() + args.max_seconds)
+    bench = Bench(config, model, build_optimizer(model, config.optim), device, deadline)
     report = describe(
         "train-step", device, " ".join(["python -m benchmarks.train_step", *sys.argv[1:]]), 1, args.max_seconds
     )
     report["commit"] = report["commit"] or args.commit or "unknown"
-    per_pair = chunk_seconds(bench, args.chunk)
-    report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "encoder_pairs_per_s": 1 / per_pair}
-    print(f"encoders with the cache: {1 / per_pair:,.0f} pairs/s", flush=True)
-    bench.pair_bytes = synthetic_batch(model, 8).bytes // 8
-    results = {
-        (batch, method): {
-            "batch": batch, "method": method, "data_bytes": 0 if "offload" in method else batch * bench.pair_bytes,
-            **attempt(bench, lambda b=batch, m=method: measure_loss(bench, m, b, 512)),
-        }
-        for batch in args.batches
-        for method in args.methods
-    }  # fmt: skip
-    for (batch, _), found in results.items():
-        if "loss_s" in found:
-            found |= {"step_s": batch * per_pair + found["loss_s"], "step_measured": False}
-    measure_whole_steps(bench, results, args)
+    report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": False}
+    methods = [method for method in METHODS if method in args.methods]
+    warm_up(bench, methods, args.chunk)
+    if args.compile:
+        report |= compile_layers(bench, methods, args.chunk)
+    report["encoder_pairs_per_s"] = bench.pairs_per_s
+    print(f"encoders with the cache: {bench.pairs_per_s:,.0f} pairs/s", flush=True)
+    pair_bytes = synthetic_batch(bench, 8, False).bytes // 8
+    results: dict[tuple[int, str], Row] = {}
+    for batch in args.batches:
+        for method in methods:
+            found = attempt(bench, lambda b=batch, m=method: measure_loss(bench, m, b, 512))
+            if not found.get("oom"):
+                found |= {"step_s": bench.expected_s(batch, found), "step_measured": False}
+            data = 0 if "offload" in method else batch * pair_bytes
+            results[batch, method] = {"batch": batch, "method": method, "data_bytes": data, **found}
     report["results"] = list(results.values())
+    save(report)
+    for batch, method in schedule(args.batches, methods):
+        take_step(bench, results, batch, method)
+        report["step_ratios"] = step_ratios(report["results"])
+        save(report)
     return report
 
 
-def measure_whole_steps(bench: Bench, results: dict[tuple[int, str], dict[str, Any]], args: argparse.Namespace) -> None:
-    """As many whole steps as the time allows; small batches first, and our losses before the baselines."""
-    first = ("tilewise", "tilewise+offload", "dense", "local")
-    for batch in sorted(args.batches):
-        data: Batch | None = None
-        for method in sorted(args.methods, key=first.index):
-            found = results[batch, method]
-            making = 0.0 if data is not None else batch * bench.pair_bytes / 1.5e9  # seconds, at a slow copy
-            expected = 1.15 * found.get("step_s", 0.0) + making
-            if found.get("oom") or expected > bench.left():
-                print(
-                    f"{batch:>7} {method:<17} not run: {'out of memory' if found.get('oom') else 'no time left'}",
-                    flush=True,
-                )
-                continue
-            data = data or synthetic_batch(bench.model, batch)
-            for _ in range(3 if batch <= 16384 else 1):  # the fastest: one slow step says little about a loss
-                again = attempt(bench, lambda d=data, m=method: measure_step(bench, m, d))
-                if again.get("oom") or not found["step_measured"] or again["step_s"] < found["step_s"]:
-                    found |= again
-            if found.get("oom"):
-                found |= {"step_s": None, "step_measured": False}
-            print(
-                f"{batch:>7} {method:<17} {found.get('step_s')} s, peak {found.get('peak_bytes', 0) / 2**30:.2f} GiB",
-                flush=True,
-            )
-        del data
-        gc.collect()
+def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, str]]:
+    """Whole steps in the order of their worth; the first batch there and back again, then the largest before others.
+
+    >>> schedule([8, 32], ["dense", "tilewise"])
+    [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (32, 'dense'), (32, 'tilewise')]
+    >>> schedule([8, 32, 64, 128], ["dense", "tilewise"])[6:]
+    [(128, 'tilewise'), (64, 'tilewise'), (128, 'dense'), (64, 'dense')]
+    """
+    first, *rest = sorted(batches)
+    ours = [method for method in methods if method not in BASELINES]
+    turns = [(first, method) for method in [*methods, *reversed(methods)]]
+    turns += [(batch, method) for batch in rest[:1] for method in methods]
+    theirs = [method for method in methods if method in BASELINES]
+    return turns + [(batch, method) for method in [*ours, *theirs] for batch in reversed(rest[1:])]
 
 
-def markdown(report: dict[str, Any]) -> str:
+def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, method: str) -> None:
+    """Measure one step, if there is time for it; several of a method are averaged."""
+    found = results[batch, method]
+    if found.get("oom") or 1.03 * bench.expected_s(batch, found) > bench.left():
+        why = "out of memory" if found.get("oom") else "no time left"
+        print(f"{batch:>7} {method:<17} not run: {why}", flush=True)
+        return
+    again = attempt(bench, lambda: measure_step(bench, method, batch))
+    if again.get("oom"):
+        found |= {"oom": True, "step_s": None, "step_measured": False}
+    else:
+        found["steps_s"] = [*found.get("steps_s", []), again["step_s"]]
+        found |= {**again, "step_s": sum(found["steps_s"]) / len(found["steps_s"]), "step_measured": True}
+        bench.pairs_per_s = batch / max(1e-9, again["step_s"] - found.get("loss_s", 0.0))
+    for other in results.values():  # what is still an estimate follows the latest rate
+        if not other.get("oom") and not other["step_measured"]:
+            other["step_s"] = bench.expected_s(other["batch"], other)
+    shown = "out of memory" if found.get("oom") else f"{again['step_s']:.3f} s"
+    print(f"{batch:>7} {method:<17} {shown}, peak {found.get('peak_bytes', 0) / 2**30:.2f} GiB, "
+          f"{bench.left():.0f} s left", flush=True)  # fmt: skip
+
+
+def step_ratios(results: Sequence[Row]) -> dict[str, float]:
+    """Our step divided by the fastest baseline's, for every batch where both were measured whole."""
+    ratios = {}
+    for batch in sorted({row["batch"] for row in results}):
+        whole = {row["method"]: row["step_s"] for row in results if row["batch"] == batch and row.get("step_measured")}
+        baselines = [whole[name] for name in BASELINES if name in whole]
+        if "tilewise" in whole and baselines:
+            ratios[str(batch)] = whole["tilewise"] / min(baselines)
+    return ratios
+
+
+def markdown(report: Row) -> str:
     """The result as a table."""
+    layers = ", compiled layers" if report.get("compiled") else ""
     lines = [
-        f"{report['model']}, chunks of {report['chunk']}, {report['precision']}, on {report['device']}.",
+        f"{report['model']}, chunks of {report['chunk']}, {report['precision']}{layers}, on {report['device']}.",
         "",
-        "| batch | loss | step s | loss s | M_data GiB | M_loss GiB | M_peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| batch | loss | step s | whole steps | loss s | M_data GiB | M_loss GiB | M_peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in report["results"]:
         gib = [
             f"{row[k] / 2**30:.2f}" if row.get(k) is not None else "-"
             for k in ("data_bytes", "loss_bytes", "peak_bytes")
         ]
+        name = f"| {row['batch']:,} | {row['method']} |"
         if row.get("oom"):
-            lines.append(f"| {row['batch']:,} | {row['method']} | out of memory | - | {gib[0]} | - | - |")
+            lines.append(f"{name} out of memory | 0 | - | {gib[0]} | - | - |")
             continue
         step = f"{row['step_s']:.2f}" + ("" if row["step_measured"] else " (from parts)")
-        lines.append(f"| {row['batch']:,} | {row['method']} | {step} | {row['loss_s']:.3f} | {' | '.join(gib)} |")
+        lines.append(f"{name} {step} | {len(row.get('steps_s', []))} | {row['loss_s']:.3f} | {' | '.join(gib)} |")
+    ratios = [f"{ratio:.3f} at {int(batch):,}" for batch, ratio in report.get("step_ratios", {}).items()]
+    if ratios:
+        lines += ["", f"Step time of tilewise divided by that of the faster baseline: {', '.join(ratios)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -273,6 +354,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--model", default="clip-vit-b-16")
     parser.add_argument("--image-size", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="compile the transformers' layers, if that is faster")
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
@@ -281,11 +363,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     args = parse(argv)
-    report = run(args)
-    path = args.out or RESULTS / f"train-step-{slug(report['device'])}.json"
-    write(path, report)
-    path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
-    print(markdown(report))
+    path = args.out
+
+    def save(report: Row) -> None:
+        nonlocal path
+        path = path or RESULTS / f"train-step-{slug(report['device'])}.json"
+        write(path, report)
+        path.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+
+    print(markdown(run(args, save)))
+    assert path is not None
     return path
 
 

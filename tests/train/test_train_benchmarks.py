@@ -3,75 +3,170 @@
 import json
 
 import pytest
+import torch
 from tests.train.small_icons import write_small_icons
+from torch import nn
 
 from benchmarks import batch_size, train_step
+
+TINY = ["--model", "clip-tiny", "--chunk", "8"]
+SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
 
 
 @pytest.mark.slow
 def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
-    sizes = ["--model", "clip-tiny", "--batches", "32", "--chunk", "8", "--max-seconds", "60"]
-    path = train_step.main([*sizes, "--out", str(tmp_path / "t.json")])
+    path = train_step.main([*TINY, "--batches", "32,64", "--max-seconds", "60", "--out", str(tmp_path / "t.json")])
     report = json.loads(path.read_text())
-    assert len(report["results"]) == 4
+    assert len(report["results"]) == 8
     assert all(row["step_measured"] and row["step_s"] > row["loss_s"] > 0 for row in report["results"])
-    offloaded = [row for row in report["results"] if row["method"] == "tilewise+offload"]
-    assert {row["data_bytes"] for row in offloaded} == {0}
-    assert "| 32 | dense |" in path.with_suffix(".md").read_text()
+    assert [len(row["steps_s"]) for row in report["results"]] == [2] * 4 + [1] * 4
+    assert all(row["step_s"] == pytest.approx(sum(row["steps_s"]) / len(row["steps_s"])) for row in report["results"])
+    pair_bytes = 3 * 32 * 32 + 2 * 16 * 8 + 8  # an image, two rows of tokens, an id
+    for row in report["results"]:
+        assert row["data_bytes"] == (0 if row["method"] == "tilewise+offload" else row["batch"] * pair_bytes)
+    assert set(report["step_ratios"]) == {"32", "64"}
+    text = path.with_suffix(".md").read_text()
+    assert "| 32 | dense |" in text
+    assert "divided by that of the faster baseline" in text
 
 
 def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):
-    sizes = ["--model", "clip-tiny", "--batches", "32", "--chunk", "16", "--max-seconds", "0", "--methods", "tilewise"]
-    report = json.loads(train_step.main([*sizes, "--out", str(tmp_path / "t.json")]).read_text())
+    small = [*TINY, "--batches", "32", "--max-seconds", "0", "--methods", "tilewise"]
+    report = json.loads(train_step.main([*small, "--out", str(tmp_path / "t.json")]).read_text())
     assert report["results"][0]["step_measured"] is False
     assert "from parts" in (tmp_path / "t.md").read_text()
+    assert "step_ratios" not in report or not report["step_ratios"]
 
 
-def test_running_out_of_memory_is_a_result():
-    bench = train_step.Bench(None, None, _NoOptimizer(), train_step.torch.device("cpu"), 0.0)  # type: ignore[arg-type]
+def tiny_bench():
+    settings = ["data.source=folder", "data.path=synthetic", "model.name=clip-tiny", "loop.chunk_size=8"]
+    config = train_step.load_config(None, [*settings, "loop.precision=bf16", "loop.batch_size=32"])
+    torch.manual_seed(0)
+    model = train_step.build_model(config)
+    optimizer = train_step.build_optimizer(model, config.optim)
+    return train_step.Bench(config, model, optimizer, torch.device("cpu"), 0.0)
+
+
+def test_an_offloaded_batch_gives_the_same_rows_again(monkeypatch):
+    monkeypatch.setattr(train_step, "POOL", 24)
+    bench = tiny_bench()
+    batch = train_step.synthetic_batch(bench, 40, offload=True)
+    assert batch.images.rows == len(batch.ids) == len(batch.tokens["input_ids"]) == 40
+    chunk = batch.images.load(slice(20, 36))
+    assert chunk.dtype == torch.uint8
+    assert torch.equal(chunk, batch.images.load(slice(20, 36)))
+    assert torch.equal(chunk, torch.cat([bench.pool[20:], bench.pool[:12]]))
+    assert len(bench.pool.flatten(1).unique(dim=0)) == 24
+    assert train_step.synthetic_batch(bench, 40, offload=False).images.shape == (40, 3, 32, 32)
+
+
+def test_random_pixels_are_spread_evenly():
+    pixels = train_step.random_images(16, 32, torch.device("cpu"))
+    counts = torch.bincount(pixels.flatten().long(), minlength=256)
+    assert 100 < counts.min() < 192 < counts.max() < 300
+    assert len(pixels.flatten(1).unique(dim=0)) == 16
+
+
+def test_running_out_of_memory_is_a_result(tmp_path):
+    bench = tiny_bench()
 
     def fails():
         raise RuntimeError("CUDA out of memory. Tried to allocate")
 
+    def other():
+        raise RuntimeError("other")
+
     assert train_step.attempt(bench, fails) == {"oom": True}
     with pytest.raises(RuntimeError, match="other"):
-        train_step.attempt(bench, _other)
+        train_step.attempt(bench, other)
 
 
-class _NoOptimizer:
-    def zero_grad(self, set_to_none):
-        pass
+def test_a_step_that_runs_out_of_memory_is_shown_so(monkeypatch, capsys):
+    bench = tiny_bench()
+    bench.deadline, bench.pairs_per_s = float("inf"), 100.0
+    row = {"batch": 32, "method": "dense", "data_bytes": 0, "loss_s": 0.1, "step_s": 0.5, "step_measured": False}
+    monkeypatch.setattr(train_step, "measure_step", lambda *_: (_ for _ in ()).throw(MemoryError("out of memory")))
+    train_step.take_step(bench, {(32, "dense"): row}, 32, "dense")
+    assert row["oom"]
+    assert not row["step_measured"]
+    assert "out of memory" in capsys.readouterr().out
 
 
-def _other():
-    raise RuntimeError("other")
+def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch, capsys):
+    bench = tiny_bench()
+    bench.pairs_per_s = 5.0
+
+    def compile_fails(self, **_):
+        self._compiled_call_impl = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no compiler here"))
+
+    monkeypatch.setattr(nn.Module, "compile", compile_fails)
+    found = train_step.compile_layers(bench, ["tilewise"], 8)
+    assert found["compiled"] is False
+    assert "no compiler here" in capsys.readouterr().out
+    assert bench.pairs_per_s == 5.0
+    assert train_step.measure_step(bench, "tilewise", 16)["step_s"] > 0
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory):
+    path = str(write_small_icons(tmp_path_factory.mktemp("icons") / "small.zip"))
+    args = batch_size.parse(["table", path, *SMALL])
+    model = batch_size.build_model(batch_size.configure(args, 64, 0))
+    return path, args, model, batch_size.Data.load(path, model, torch.device("cpu"))
+
+
+def test_every_icon_has_its_own_texts(small_data):
+    path, _, model, data = small_data
+    train = batch_size.load_icons(path).split("train")
+    for kind, texts in enumerate((train.captions, [" ".join([c, *t[:4]]) for c, t in zip(train.captions, train.tags)])):  # noqa: B905
+        want = model.tokenizer(texts)
+        assert all(torch.equal(data.tokens[name][data.text_rows[:, kind]], want[name]) for name in want)
+    want = model.tokenizer(data.held_out.texts)
+    assert all(torch.equal(data.held_out_tokens[name], want[name]) for name in want)
+    again = batch_size.evaluate_retrieval(batch_size.Encoders(model, torch.device("cpu")), data.held_out)
+    assert batch_size.evaluate(model, data) == again
+
+
+@pytest.mark.parametrize("size", [7, 64])
+def test_every_icon_is_seen_once_before_one_is_seen_again(small_data, monkeypatch, size):
+    data = small_data[3]
+    monkeypatch.setattr(batch_size, "CHUNK", 32)
+    steps = -(-len(data) // size)
+    marked = batch_size.Data(**{**vars(data), "ids": torch.arange(len(data))})
+    made = list(marked.batches(size, steps, 3))
+    assert [len(ids) for _, _, ids in made] == [len(images) for images, _, _ in made] == [size] * steps
+    seen = torch.cat([ids for _, _, ids in made])
+    assert seen[: len(data)].sort().values.equal(torch.arange(len(data)))
+    for images, tokens, ids in made[:3]:
+        either = [(tokens["parts"] == data.tokens["parts"][data.text_rows[ids, kind]]).all(1) for kind in (0, 1)]
+        assert (either[0] | either[1]).all()
+        assert images.dtype == torch.uint8
+    again = list(marked.batches(size, steps, 3))
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[2], b[2]) for a, b in zip(made, again, strict=True))
+    assert not torch.equal(made[0][2], next(iter(marked.batches(size, steps, 4)))[2])
+
+
+def test_epochs_fit_the_time(small_data, monkeypatch):
+    _, args, _, data = small_data
+    monkeypatch.setattr(batch_size, "epoch_seconds", lambda data, args, batch: 0.5 if batch == 64 else 1.5)
+    args.seeds, args.epochs = 2, 40.0
+    assert batch_size.choose_epochs(data, args, [64, 128], 2 * 2 * 0.7 + 40 / 0.9 + 0.1) == 10.0
+    assert batch_size.choose_epochs(data, args, [64, 128], 1e6) == 40.0
+    assert batch_size.choose_epochs(data, args, [64, 128], 0.0) == 1.0
 
 
 @pytest.mark.slow
-def test_batch_sizes_and_curves(tmp_path, capsys):
-    icons = str(write_small_icons(tmp_path / "small.zip"))
-    small = ["--width", "32", "--depth", "1", "--dim", "16"]
-    table = batch_size.main(
-        [
-            "table",
-            icons,
-            "--batches",
-            "64,128,9999",
-            "--epochs",
-            "2",
-            "--seeds",
-            "1",
-            *small,
-            "--out",
-            str(tmp_path / "b.json"),
-        ]
-    )
-    rows = json.loads(table[0].read_text())["results"]
+def test_batch_sizes_and_curves(tmp_path, capsys, small_data, monkeypatch):
+    monkeypatch.setattr(batch_size, "CHUNK", 64)  # so that a batch of 128 goes through the cache
+    options = ["--batches", "64,128,9999", "--epochs", "2", "--seeds", "1", "--curve-batch", "64", "--curve-steps", "6"]
+    curves, table = batch_size.main(["all", small_data[0], *SMALL, *options, "--out", str(tmp_path)])
+    rows = json.loads(table.read_text())["results"]
     assert [(row["batch"], row["steps"]) for row in rows] == [(64, 12), (128, 6)]
     assert rows[1]["lr"] == pytest.approx(rows[0]["lr"] * 2**0.5)
-    curves = batch_size.main(
-        ["curves", icons, "--curve-batch", "64", "--curve-steps", "6", *small, "--out", str(tmp_path / "c.json")]
-    )
-    assert json.loads(curves[0].read_text())["largest_relative_difference"] < 1e-4
-    for picture in batch_size.main(["plot", str(table[0]), str(curves[0])]):
+    assert "| 128 | 6 |" in table.with_suffix(".md").read_text()
+    report = json.loads(curves.read_text())
+    assert 0 < report["largest_relative_difference"] < 1e-4
+    assert 0 < report["rounding_relative_difference"] < 1e-4
+    assert [len(row["losses"]) for row in report["results"]] == [6] * 3
+    for picture in batch_size.main(["plot", str(table), str(curves)]):
         assert picture.stat().st_size > 5000
