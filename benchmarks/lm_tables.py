@@ -1,0 +1,328 @@
+"""Tables 1, A1 and A2 of "Cut Your Losses in Large-Vocabulary Language Models" on this machine, in one run.
+
+    python -m benchmarks.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
+    python -m benchmarks.lm_tables --small                               anywhere: does it run at all?
+    python -m benchmarks.lm_tables --only 'table 1,*'                    some blocks
+
+Writes benchmarks/results/lm-<device>.json and .md after every row. Within a block the methods warm up one after the
+other (then memory and gradient error are taken), and take turns for their times. A row that did not get its turn
+before --max-seconds says so; out of memory is a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import lm_cases, measure, peers, run
+from benchmarks.lm_cases import LmCase
+from benchmarks.report import digits
+
+Row = dict[str, Any]
+PARTS = ("loss", "gradient", "both")
+BASELINES = ("torch.compile", "torch.compile, filtered")
+
+
+@dataclass
+class Session:
+    """A run: where it writes, and how much time is left."""
+
+    report: dict[str, Any]
+    path: Path
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+    max_seconds: float
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def over(self) -> bool:
+        """The time is up."""
+        return time.perf_counter() - self.start > self.max_seconds
+
+    def save(self) -> None:
+        """Both files, whole at any time."""
+        self.report["seconds"] = round(time.perf_counter() - self.start, 1)
+        run.write(self.path, self.report)
+        self.path.with_suffix(".md").write_text(markdown(self.report))
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Measure, write, and return the path of the JSON file."""
+    arguments = parse(argv)
+    for folder in arguments.peers:
+        sys.path.insert(0, str(folder.resolve()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.small:
+        raise SystemExit("torch sees no CUDA device. The full sizes need one; --small runs anywhere")
+    chosen = choose(arguments.only, arguments.methods, arguments.small)
+    if not chosen:
+        raise SystemExit(f"no block is called like {arguments.only!r} with methods like {arguments.methods!r}")
+    command = arguments.command or shlex.join(["python", "-m", "benchmarks.lm_tables", *(argv or sys.argv[1:])])
+    report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds)
+    report["commit"] = report["commit"] or arguments.commit or "unknown"
+    name = f"lm-{'small-' if arguments.small else ''}{run.slug(report['device'])}.json"
+    session = Session(
+        report=report,
+        path=arguments.out or run.RESULTS / name,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        repeats=arguments.repeats,
+        max_seconds=arguments.max_seconds,
+    )
+    for case in chosen:
+        if session.over:
+            break
+        print(f"measuring {case.name}", file=sys.stderr, flush=True)
+        run_block(case, session)
+    report["not_reached"] = [case.name for case in chosen if case.name not in {r["case"] for r in report["results"]}]
+    session.save()
+    print(f"wrote {session.path}")
+    return session.path
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_tables", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--max-seconds", type=float, default=300.0, help="begin nothing after this long")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
+    parser.add_argument("--only", default="*", help="blocks whose name matches this pattern")
+    parser.add_argument("--methods", default="*", help="methods whose name matches this pattern")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, any machine")
+    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
+    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
+    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--command", help="the command to record, where it was another one that started this")
+    return parser.parse_args(argv)
+
+
+def choose(only: str, methods: str, small: bool) -> list[LmCase]:
+    """The blocks that were asked for, with the methods that were asked for."""
+    chosen = []
+    for case in lm_cases.all_cases():
+        kept = tuple(method for method in case.methods if fnmatch.fnmatchcase(method, methods))
+        if kept and fnmatch.fnmatchcase(case.name, only):
+            case = lm_cases.replace(case, methods=kept)
+            chosen.append(lm_cases.shrunk(case) if small else case)
+    return chosen
+
+
+def run_block(case: LmCase, session: Session) -> None:
+    """All methods of a case; its rows are in the report as soon as there is something to say."""
+    rate = measure.sustained_rate(session.device)
+    inputs = lm_cases.make_inputs(case, session.device, session.dtype)
+    want = lm_cases.exact_gradients(inputs)
+    rows: dict[str, Row] = {"lower bound": lower_bound(case, inputs, rate)}
+    session.report["results"].append(rows["lower bound"])
+    steps: dict[str, measure.Step] = {}
+    for method in case.methods:
+        row = rows[method] = describe_row(case, method, rate)
+        session.report["results"].append(row)
+        if session.over:
+            row |= {"status": "not reached", "reason": "the time was up"}
+            continue
+        try:
+            steps[method] = lm_cases.build_step(method, inputs)
+            row |= first_look(steps[method], session.device, want)
+        except Exception as error:
+            absent = isinstance(error, peers.PeerAbsent)
+            failure = measure.Failure("absent", str(error)) if absent else measure.failure_of(error)
+            row |= {"status": failure.status, "reason": failure.reason}
+            steps.pop(method, None)
+        session.save()
+    take_turns({method: (steps[method], rows[method]) for method in steps}, case, session)
+    del steps, inputs, want
+    gc.collect()
+    if session.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe_row(case: LmCase, method: str, rate: float) -> Row:
+    """What is known before anything runs."""
+    sizes = {name: value for name, value in asdict(case).items() if name != "methods"}
+    return {"case": case.name, "method": method, **sizes, "rate_tflops": rate / 1e12}
+
+
+def lower_bound(case: LmCase, inputs: peers.Inputs, rate: float) -> Row:
+    """The bytes of the two gradients; the time of three products at the machine's own rate."""
+    grads = sum(inputs[name].numel() * inputs[name].element_size() for name in ("a", "b"))
+    times = {f"{part}_ms": 1e3 * units * case.unit_flops / rate for part, units in zip(PARTS, (1, 2, 3), strict=True)}
+    memory = {"loss_bytes": 4, "gradient_bytes": grads, "both_bytes": grads}
+    return describe_row(case, "lower bound", rate) | {"status": "ok", **times, **memory}
+
+
+def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Tensor]) -> Row:
+    """Warm up; then the loss, the error of both gradients, and the memory."""
+    start = time.perf_counter()
+    step()
+    measure.synchronize(device)
+    row: Row = {"status": "warm", "first_s": round(time.perf_counter() - start, 2)}
+    row["loss_value"] = float(step.value) if step.value is not None else None
+    for name, leaf, exact in zip(("dE", "dC"), step.leaves, want, strict=True):
+        assert leaf.grad is not None
+        row[f"error_{name}"] = relative_error(leaf.grad, exact)
+    if device.type == "cuda":
+        row |= cuda_parts_bytes(step, device)
+    step.clear()
+    return row
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||, a block of rows at a time: the gradient of a large head has a float32 copy already."""
+    lost = whole = 0.0
+    for g, w in zip(got.split(16384), want.split(16384), strict=True):
+        lost += float((g.float() - w).double().square().sum())
+        whole += float(w.double().square().sum())
+    return float((lost / whole) ** 0.5)
+
+
+def cuda_parts_bytes(step: measure.Step, device: torch.device) -> Row:
+    """Peak memory: of the loss and of both above what was there before, of the gradient above what the loss left."""
+    step.clear()
+    gc.collect()
+    measure.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = step.forward()
+    measure.synchronize(device)
+    first, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    loss.backward()
+    measure.synchronize(device)
+    second = torch.cuda.max_memory_allocated(device)
+    return {"loss_bytes": first - before, "gradient_bytes": second - held, "both_bytes": max(first, second) - before}
+
+
+def timed_parts_ms(step: measure.Step, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of the loss and of its gradient, in one step, with the queue filled by a step before it."""
+    if device.type != "cuda":
+        step.clear()
+        times = [time.perf_counter()]
+        loss = step.forward()
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        return 1e3 * (times[1] - times[0]), 1e3 * (times[2] - times[1])
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    step()
+    step.clear()
+    marks[0].record()
+    loss = step.forward()
+    marks[1].record()
+    loss.backward()
+    marks[2].record()
+    measure.synchronize(device)
+    return float(marks[0].elapsed_time(marks[1])), float(marks[1].elapsed_time(marks[2]))
+
+
+def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session: Session) -> None:
+    """Times of all steps, a round at a time; medians are written after each round."""
+    samples: dict[str, list[tuple[float, float]]] = {method: [] for method in steps}
+    for _ in range(session.repeats):
+        for method, (step, row) in steps.items():
+            if row["status"] not in ("ok", "warm") or (session.over and samples[method]):
+                continue
+            try:
+                samples[method].append(timed_parts_ms(step, session.device))
+            except Exception as error:
+                failure = measure.failure_of(error)
+                row |= {"status": failure.status, "reason": failure.reason}
+                continue
+            finally:
+                step.clear()
+            row |= times_of(samples[method], case)
+        for row in (row for _, row in steps.values()):
+            base = next((steps[name][1] for name in BASELINES if name in steps and "both_ms" in steps[name][1]), None)
+            if base is not None and "both_ms" in row:
+                row["time_ratio"] = row["both_ms"] / base["both_ms"]
+        session.save()
+
+
+def times_of(samples: list[tuple[float, float]], case: LmCase) -> Row:
+    """Medians, the spread of the sum, and the rate if it were three products."""
+    both = [sum(sample) for sample in samples]
+    median = statistics.median(both)
+    return {
+        "status": "ok",
+        "loss_ms": statistics.median(sample[0] for sample in samples),
+        "gradient_ms": statistics.median(sample[1] for sample in samples),
+        "both_ms": median,
+        "low_ms": min(both),
+        "high_ms": max(both),
+        "repeats": len(samples),
+        "three_products_tflops": 3 * case.unit_flops / (1e-3 * median) / 1e12,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The page: a table for each block."""
+    commit = report["commit"][:10] + (" with local changes" if report["dirty"] else "")
+    lines = [
+        f"# The tables of Cut Cross-Entropy on {report['device']}",
+        "",
+        f"`{report['command']}`",
+        "",
+        f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
+        f"{report['python']}; {report.get('seconds', 0):.0f} s. Times in ms, medians of at most {report['repeats']} "
+        "turns; memory in MiB, peak above the inputs (of the gradient: above what the loss left). x: time divided by "
+        "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. 3u / R: "
+        "the rate, if three products were all that is done, over R, that of a plain 8192^3 product in the same minute. "
+        "Lower bound: the two gradients, and three products at R.",
+    ]
+    for name in dict.fromkeys(row["case"] for row in report["results"]):
+        rows = [row for row in report["results"] if row["case"] == name]
+        first = rows[0]
+        lines += [
+            "",
+            f"## {name[0].upper()}{name[1:]}",
+            "",
+            f"{first['tokens']:,} tokens, vocabulary {first['vocabulary']:,}, hidden {first['hidden']:,}; "
+            f"R = {first['rate_tflops']:.4g} TFLOP/s.",
+            "",
+            "| method | loss MiB | ms | gradient MiB | ms | both MiB | ms | x | dE % | dC % | 3u / R |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            *(row_line(row) for row in rows if row["status"] != "absent"),
+        ]
+        absent = [f"{row['method']} ({row['reason']})" for row in rows if row["status"] == "absent"]
+        if absent:
+            lines += ["", "Absent: " + "; ".join(absent) + "."]
+    if report.get("not_reached"):
+        lines += ["", "Not reached in the time: " + "; ".join(report["not_reached"]) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def row_line(row: Row) -> str:
+    """One row of a block."""
+    if row["status"] not in ("ok", "warm"):
+        words = {"oom": "out of memory", "not reached": "not reached"}
+        said = words.get(row["status"], f"failed: {row.get('reason', '')[:80]}").replace("|", "/")
+        return f"| {row['method']} | {said} |" + " |" * 9
+
+    def cell(name: str, unit: float, form: str) -> str:
+        return format(row[name] / unit, form) if row.get(name) is not None else ""
+
+    cells = []
+    for part in PARTS:
+        ms = row.get(f"{part}_ms")
+        cells += [cell(f"{part}_bytes", 2**20, ",.0f"), "" if ms is None else digits(ms)]
+    cells += [cell("time_ratio", 1, ".2f"), cell("error_dE", 1e-2, ".2g"), cell("error_dC", 1e-2, ".2g")]
+    share = row.get("three_products_tflops")
+    cells.append("" if share is None else f"{share / row['rate_tflops']:.2f}")
+    return f"| {row['method']} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The tables of the cross-entropy paper: what is measured, and that a run leaves what it measured."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compare import relative_error
+
+from benchmarks import lm_cases, lm_tables, measure, peers
+
+TINY = lm_cases.LmCase(table="1", model="tiny", vocabulary=301, hidden=24, tokens=64)
+
+
+@pytest.fixture(autouse=True)
+def known_rate(monkeypatch):
+    monkeypatch.setattr(measure, "sustained_rate", lambda device: 1e12)
+
+
+def tiny(**changes):
+    case = lm_cases.replace(TINY, **changes)
+    return case, lm_cases.make_inputs(case, torch.device("cpu"), torch.float64)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+@pytest.mark.parametrize("decay", [0.0, 1.8])
+def test_the_reference_is_the_gradient_of_the_mean(decay, ignored):
+    case, inputs = tiny(decay=decay, ignored=ignored)
+    assert (inputs["target"] != lm_cases.IGNORED).sum() == case.counted == (32 if ignored else 64)
+    loss = F.cross_entropy(inputs["a"] @ inputs["b"].T, inputs["target"])
+    want = torch.autograd.grad(loss, (inputs["a"], inputs["b"]))
+    for got, exact in zip(lm_cases.exact_gradients(inputs, rows=5), want, strict=True):
+        assert relative_error(got, exact) < 1e-5
+        assert lm_tables.relative_error(got, exact) < 1e-5
+        assert lm_tables.relative_error(torch.zeros_like(got), exact) == pytest.approx(1.0)
+
+
+def test_peaked_scores_are_as_described():
+    case, inputs = tiny(vocabulary=20_000, hidden=256, tokens=256, decay=1.8)
+    p = (inputs["a"] @ inputs["b"].T).softmax(1)
+    flat = lm_cases.make_inputs(lm_cases.replace(case, decay=0.0), torch.device("cpu"), torch.float64)
+    spread = (flat["a"] @ flat["b"].T).softmax(1)
+    assert (p > 2**-12).double().mean() < 0.01 < 0.02 < (spread > 2**-13).double().mean()
+    assert p.max(1).values.mean() > 0.3 > 0.01 > spread.max(1).values.mean()
+
+
+@pytest.mark.parametrize("method", ["tilewise", "torch.compile, filtered", "eager", "eager, filtered"])
+def test_methods_compute_the_same_loss_and_gradients(method, monkeypatch):
+    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)  # compiling is torch's own affair
+    _, inputs = tiny(ignored=0.5)
+    want = lm_cases.exact_gradients(inputs)
+    step = lm_cases.build_step(method, inputs)
+    step()
+    assert step.value.item() == pytest.approx(F.cross_entropy(inputs["a"] @ inputs["b"].T, inputs["target"]).item())
+    for leaf, exact in zip(step.leaves, want, strict=True):
+        assert relative_error(leaf.grad, exact) < 1e-5
+
+
+def test_an_option_that_is_not_there_is_absent():
+    with pytest.raises(peers.PeerAbsent, match=r"no TileOptions\(moonshine=\.\.\.\)"):
+        lm_cases.tilewise_forward({}, moonshine=True)
+
+
+def test_the_list_has_all_tables_and_the_important_ones_first():
+    cases = lm_cases.all_cases()
+    assert [case.name for case in cases[:2]] == ["table 1, Gemma 2 2B, a=1.8", "table 1, Gemma 2 2B, a=1.5"]
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.model for case in cases if case.table == "A2"} == set(lm_cases.MODELS) - {"Gemma 2 2B"}
+    assert {case.ignored for case in cases if case.table == "A1"} == {0.5, 0.9}
+    assert all(method in lm_cases.METHODS for case in cases for method in case.methods)
+
+
+def run_small(tmp_path, *more):
+    path = lm_tables.main(["--small", "--out", str(tmp_path / "lm.json"), "--only", "table 1, *a=1.8", *more])
+    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
+
+
+def test_a_run_writes_rows_and_a_page(tmp_path, monkeypatch):
+    def full(inputs):
+        raise torch.OutOfMemoryError("no 24 GB here")
+
+    monkeypatch.setitem(lm_cases.METHODS, "eager", full)
+    report, page = run_small(tmp_path, "--methods", "[!t]*", "--repeats", "2")
+    rows = {row["method"]: row for row in report["results"]}
+    assert set(rows) == {"lower bound", "CCE", "CCE exact", "Liger", "eager"}
+    assert rows["eager"]["status"] == "oom"
+    assert "| eager | out of memory |" in page
+    report, page = run_small(tmp_path, "--methods", "tilewise", "--repeats", "2")
+    lower, ours = report["results"]
+    assert ours["status"] == "ok"
+    assert ours["repeats"] == 2
+    assert ours["both_ms"] == pytest.approx((ours["low_ms"] + ours["high_ms"]) / 2)
+    assert max(ours["error_dE"], ours["error_dC"]) < 1e-5
+    assert lower["both_bytes"] == 4 * 36 * (128 + 1000)
+    assert lower["both_ms"] == pytest.approx(1e3 * 3 * 2 * 128 * 1000 * 36 / 1e12)
+    assert ours["three_products_tflops"] == pytest.approx(lower["both_ms"] / ours["both_ms"])
+    assert report["not_reached"] == []
+    assert "## Table 1, Gemma 2 2B, a=1.8" in page
+    assert "| tilewise |" in page
+
+
+def test_ratios_are_to_torch_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)
+    report, _ = run_small(tmp_path, "--methods", "t*")
+    rows = {row["method"]: row for row in report["results"]}
+    ours, base = rows["tilewise"], rows["torch.compile"]
+    assert ours["time_ratio"] == pytest.approx(ours["both_ms"] / base["both_ms"])
+    assert base["time_ratio"] == 1.0
+
+
+def test_what_the_time_did_not_allow_is_named(tmp_path, monkeypatch):
+    report, page = run_small(tmp_path, "--max-seconds", "0")
+    assert report["results"] == []
+    assert "Not reached in the time: table 1, Gemma 2 2B, a=1.8" in page
+    asked = iter([False, False, True])
+    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: next(asked, True)))
+    report, page = run_small(tmp_path, "--methods", "tilewise*")
+    by_method = {row["method"]: row["status"] for row in report["results"]}
+    assert by_method["tilewise"] == "ok"  # what was warmed up is measured
+    assert by_method["tilewise, filter 1e-2"] == "not reached"
+    assert "| tilewise, filter 1e-2 | not reached |" in page
+
+
+def test_full_sizes_are_refused_without_a_gpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="--small runs anywhere"):
+        lm_tables.main(["--out", str(tmp_path / "x.json")])
