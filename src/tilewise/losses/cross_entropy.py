@@ -10,6 +10,7 @@ from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.columns import column_spread, column_sum
+from tilewise.ops.direct import forms_early, pair_loss
 from tilewise.ops.filtered import filtered_stats
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores
@@ -92,28 +93,24 @@ def linear_cross_entropy(
     col_weight = None
     if smooth:
         col_weight = torch.ones(c.shape[0], dtype=stat, device=a.device) if weight is None else weight.to(stat)
+    target_weight = None if weight is None else column_sum(_pick(weight.to(stat), own), name)
+    keys = PairKeys(row_key=key, row_zero=zero, col_weight=col_weight)
+    spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
+    if reduction != "none" and forms_early(a, c, scale, bias, spec=spec, options=options, group_name=name):
+        each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
+        total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
+        share = torch.where(total == 0, 1.0, total).reciprocal()
+        square = z_loss * share * valid if z_loss else None
+        early = pair_loss(a, c, scale, bias, weight=each * share, square=square, keys=keys, spec=spec, options=options)
+        return early + torch.where(total == 0, torch.nan, 0.0)
     compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
-    stats = compute(
-        a,
-        c,
-        scale,
-        bias,
-        keys=PairKeys(
-            row_key=key,
-            row_zero=zero,
-            col_weight=col_weight,
-        ),
-        spec=PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name)),
-        options=options,
-        group_name=name,
-    )
+    stats = compute(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
     # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
     hits = torch.where(valid, stats.row_hits.detach(), 1.0)
     loss_n = stats.row_lse - stats.row_pos / hits
-    target_weight = None if weight is None else column_sum(_pick(weight.to(stat), own), name)
     if target_weight is not None:
         loss_n = target_weight * loss_n
     lse = stats.row_lse if zero is None else stats.row_lse + zero

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.ops.direct import forms_early, pair_loss
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores, own_scores
-from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
@@ -79,15 +80,12 @@ def info_nce(
     zero = near_scores(a, b, scale)
 
     if in_batch:
-        stats = pair_stats(
-            a,
-            b,
-            scale,
-            keys=PairKeys(row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero),
-            spec=PairSpec(row_lse=True, col_lse=symmetric, positive="one"),
-            options=options,
-            group_name=name,
-        )
+        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero)
+        spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
+        scalar = reduction != "none" and negatives is None
+        if scalar and forms_early(a, b, scale, None, spec=spec, options=options, group_name=name):
+            return pair_loss(a, b, scale, weight=row_weights(a, reduction), keys=keys, spec=spec, options=options)
+        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from tilewise.kernels.spec import stat_dtype
 
 
 def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
@@ -19,3 +22,9 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
 
         return reduce_over_group(loss_n, reduction, group_name)
     return loss_n.sum() if reduction == "sum" else loss_n.mean()
+
+
+def row_weights(a: Tensor, reduction: str) -> Tensor:
+    """What each row of ``a`` counts in a sum or a mean: (n,)."""
+    share = 1.0 if reduction == "sum" else 1.0 / max(a.shape[0], 1)
+    return torch.full((a.shape[0],), share, dtype=stat_dtype(a.dtype), device=a.device)

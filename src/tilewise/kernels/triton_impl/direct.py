@@ -1,0 +1,213 @@
+"""A scalar loss and its gradients in one pass over the scores, in the Triton backend.
+
+What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those rows
+and their partial sums, or afterwards float32 gradients of some of them (at most w together, one row of tiles at the
+least); and, if the rows need more than one block, one float32 accumulator for the column gradients (m x d). Sigmoid: as
+backward has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.direct import RowWeights
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl import direct_kernels, positive
+from tilewise.kernels.triton_impl.backend import on_device
+from tilewise.kernels.triton_impl.gradients import Backward, Bias, product
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.options import TileOptions
+
+START_BLOCK = 1024
+ROWS_BLOCK = 32  # rows of one program of the kernels that finish rows
+MANY_PARTS = 16
+WIDTH = 128
+BIAS_ROWS, BIAS_COLS = 32, 128
+MULTIPLY_BLOCK = 4096
+
+
+def why_not(pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
+    """Why these kernels do not serve a call that the backend serves."""
+    if not spec.softplus and pair.a.dtype == torch.float16:
+        return "exponentials without their sum leave the range of float16"
+    return None
+
+
+def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions) -> tuple[Tensor, Grads]:
+    """The loss and its gradients; see `tilewise.kernels.direct`."""
+    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+        call = Call.of(pair, spec, options)
+        if spec.softplus:
+            return Sigmoid(call, weights, needs).loss_and_grads()
+        return Softmax(call, weights, needs).run()
+
+
+def multiply_(values: Tensor, by: Tensor) -> None:
+    """values *= by, in place; contiguous values, a number on the same device."""
+    with on_device(values):
+        programs = 8 * multiprocessors(values.device)
+        key = values.dtype, by.dtype, values.data_ptr() % 16, by.data_ptr() % 16, values.numel() < 2**31
+        prepared = Prepared(direct_kernels.multiply_kernel, values.device, 4, 2, key)
+        prepared.put({"values": values, "by": by, "count": values.numel()})
+        prepared.put({"PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
+
+
+class Sigmoid(Backward):
+    """Backward of the sigmoid loss, whose kernel writes the loss too."""
+
+    def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
+        self.parts: list[Tensor] = []
+        super().__init__(call, Stats(), GradStats(row_softplus=weights.each), needs, call.pair.a.dtype)
+
+    def loss_and_grads(self) -> tuple[Tensor, Grads]:
+        """All macro-tiles."""
+        grads = self.run()
+        parts = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        return parts.sum(dtype=torch.float64).to(parts.dtype), grads
+
+    def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
+        call, sizes = self.call, self.sizes
+        tiles = cdiv(i.stop - i.start, sizes.rows) * cdiv(j.stop - j.start, sizes.cols)
+        self.parts.append(call.empty(tiles))
+        shared = {"factor": self.inside, "TERMS": self.bits}
+        more = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.parts[-1]}
+        call.run(direct_kernels.sigmoid_kernel, i, j, sizes, **more, **shared)
+        if self._meets(i, j):
+            call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
+        if bias is not None:
+            bias.add(g, i, j)
+
+
+class Softmax:
+    """Loss and gradients of a softmax loss, a block of rows after another."""
+
+    def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
+        self.call, self.needs, self.pair, self.sizes = call, needs, call.pair, call.gradient_sizes
+        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
+        self.need_a = needs.a or needs.scale
+        self.row_step, self.held_rows = self._blocks()
+        self.col_tiles = cdiv(self.m, self.sizes.cols)
+        self.all_cols = slice(0, self.m)
+        own, hits = call.empty(self.n), call.empty(self.n)
+        call.run_positive(
+            positive.positive_kernel, slice(0, self.n), self.all_cols, row_pos=own, row_hits=hits, peaks=None
+        )
+        self.doubt = call.empty(1, dtype=torch.int32)
+        rows = {"row_hits": hits, "weight": vector(weights.each), "square": vector(weights.square)}
+        rows |= {"own_at": call.empty(self.n), "shift": call.empty(self.n)}
+        values: dict[str, Any] = {"own": own, "row_zero": call.by_row["row_zero"], "doubt": self.doubt, "n": self.n}
+        start = call.prepare(direct_kernels.start_kernel, 4, 2, ())
+        start.put(rows).put(values).put({"BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
+        call.by_row |= rows
+        call.row_cuts.clear()
+        self.dots: list[Tensor] = []
+        self.losses: list[Tensor] = []
+
+    def _blocks(self) -> tuple[int, int]:
+        """Rows of a block, and how many of them have their float32 gradients held at once."""
+        budget, item = self.call.options.workspace_bytes, self.pair.a.element_size()
+        tile = self.sizes.rows
+        scores = self.m * item + 4 * cdiv(self.m, self.sizes.cols)
+        fits = max(tile, budget // (scores + self.d * item) // tile * tile)
+        blocks = cdiv(self.n, fits)
+        rows = min(fits, cdiv(cdiv(self.n, blocks), tile) * tile)
+        held = max(tile, (budget - rows * scores) // (4 * self.d) // tile * tile)
+        return rows, min(held, rows)
+
+    def run(self) -> tuple[Tensor, Grads]:
+        """All blocks."""
+        call, pair, needs = self.call, self.pair, self.needs
+        blocks = pieces(self.n, self.row_step)
+        item, rows = pair.a.element_size(), min(self.n, self.row_step)
+        width = cdiv(self.m * item, 16) * 16 // item
+        e_all = call.empty(rows, width, dtype=pair.a.dtype)
+        row_part = call.empty(self.col_tiles * rows)
+        grad_a = call.empty(self.n, self.d, dtype=pair.a.dtype) if needs.a else None
+        kept = pair.a.dtype if len(blocks) == 1 else torch.float32
+        total_b = call.empty(self.m, self.d, dtype=kept) if needs.b else None
+        bias = call.empty(self.m) if needs.bias else None
+        for i in blocks:
+            e = e_all[: i.stop - i.start, : self.m]
+            factor, scaled = self._exponentials(e, row_part, i)
+            first = i.start == 0
+            if total_b is not None:
+                assert scaled is not None
+                product(total_b, e.T, scaled, first)
+            del scaled
+            if self.need_a:
+                self._row_gradients(e, factor, grad_a, i)
+            if bias is not None:
+                values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": bias, "n": len(e), "m": self.m}
+                prepared = call.prepare(direct_kernels.bias_kernel, 4, 2, (first, pair.a.dtype)).put(values)
+                prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS})
+                prepared.launch(cdiv(self.m, BIAS_COLS))
+        del e_all, e, row_part
+        return _sum(self.losses), Grads(
+            a=grad_a,
+            b=None if total_b is None else total_b.to(pair.a.dtype),
+            scale=_sum(self.dots) if needs.scale else None,
+            bias=bias,
+        )
+
+    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice) -> tuple[Tensor, Tensor | None]:
+        """E of the rows i; f_i for each of them; and f_i a_i, if the columns want a gradient."""
+        call, n = self.call, i.stop - i.start
+        desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
+        shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt}
+        gated, maxima = direct_kernels.GATED.value, direct_kernels.MAXIMA.value
+        for terms in (0, gated + maxima, gated):
+            call.run(direct_kernels.exponent_kernel, i, self.all_cols, self.sizes, TERMS=terms, **shared)
+            if terms & maxima:
+                again = call.prepare(direct_kernels.shift_kernel, 4, 2, ())
+                again.put(call.rows(i, self.sizes)).put(shared).put({"parts": self.col_tiles})
+                again.put({"MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}).launch(cdiv(n, ROWS_BLOCK))
+        factor, programs = call.empty(n), cdiv(n, ROWS_BLOCK)
+        scaled = call.empty(n, self.d, dtype=self.pair.a.dtype) if self.needs.b else None
+        self.losses.append(call.empty(programs))
+        a = call.rows(i, self.sizes)["a"]
+        key = self.d, call.score_bits, call.positive, a.dtype, a.data_ptr() % 16
+        last = call.prepare(direct_kernels.rows_kernel, 4, 2, key)
+        last.put(call.fixed).put(call.rows(i, self.sizes)).put(call.cols(self.all_cols, self.sizes)).put(shared)
+        last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "factor": factor, "scaled": scaled})
+        last.put({"scaled_stride": self.d, "loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
+        last.put({"ahead": self.pair.row_start + i.start - self.pair.col_start, "WIDTH": WIDTH, "BLOCK": ROWS_BLOCK})
+        last.launch(programs)
+        return factor, scaled
+
+    def _row_gradients(self, e: Tensor, factor: Tensor, grad_a: Tensor | None, i: slice) -> None:
+        """scale f_i sum_j E_ij b_j for the rows i, some of them at a time, and their part of the scale's gradient."""
+        call, needs = self.call, self.needs
+        total = call.empty(min(len(e), self.held_rows), self.d, dtype=torch.float32)
+        for part in pieces(len(e), self.held_rows):
+            rows = part.stop - part.start
+            product(total[:rows], e[part], call.b, True)
+            here = slice(i.start + part.start, i.start + part.stop)
+            a, out = call.a[here], None if grad_a is None else grad_a[here]
+            programs = cdiv(rows, ROWS_BLOCK)
+            dots = call.empty(programs) if needs.scale else None
+            if dots is not None:
+                self.dots.append(dots)
+            values = {
+                "total": total,
+                "total_stride": self.d,
+                "factor": factor[part],
+                "scale": self.pair.scale,
+                "out": out,
+            }
+            values |= {"out_stride": self.d, "a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
+            aligned = a.data_ptr() % 16, 0 if out is None else out.data_ptr() % 16, factor[part].data_ptr() % 16
+            last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
+            last.put({"BLOCK": ROWS_BLOCK, "WIDTH": min(WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """The sum of many small numbers: ()."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.sum(dtype=torch.float64).to(whole.dtype)

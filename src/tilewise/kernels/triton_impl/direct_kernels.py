@@ -1,0 +1,258 @@
+"""Kernels for a scalar loss whose gradients are formed in forward: one fused product, then two plain ones.
+
+Softmax, a block of rows with all columns. With a shift t_i for each row,
+
+    e_ij = exp(x_ij - t_i)        S_i = sum_j e_ij        lse_i = t_i + log S_i        f_i = (w_i + 2 z_i lse_i) / S_i
+    G_ij = f_i (e_ij - [positive] S_i w_i / (w_i + 2 z_i lse_i)) = f_i E_ij
+    dA_i = f_i sum_j E_ij b_j     dB_j = sum_i E_ij (f_i a_i)
+
+`exponent_kernel` stores E in the type of the features as soon as a tile's product is there, when S is not yet known; no
+second pass over E is needed, since f_i is applied to the rows of A and of dA. `rows_kernel` overwrites the positive's
+entry, in float32 up to the same rounding: near the end of training e and S differ in their last digits only.
+
+The shift is the score of the row's positive, so that S_i = exp(loss_i) is never less than about 1. A loss above 55 (in
+nats) would leave the range in which E and its products are safe: then a tile casts doubt, and the block is done again
+with each row's maximum as its shift, without the host hearing of it.
+
+Sigmoid, a macro-tile: G is a function of the score alone, and the same exponential gives the loss.
+
+    softplus(x) = max(x, 0) + log(1 + e),   sigmoid(x) = 1 / (1 + e) or e / (1 + e),   e = exp(-|x|)
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.backward import BIAS_TOTAL, outer_factor
+from tilewise.kernels.triton_impl.forward import log1p, softplus_join
+from tilewise.kernels.triton_impl.parts import (
+    LN2,
+    LOG2E,
+    SOFTCAP,
+    any_here,
+    own_column,
+    positives,
+    score_tile,
+    tile_dot,
+    tile_place,
+)
+
+LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile, before doubt is cast
+SMALLEST_SHARE = tl.constexpr(2.0**-20)  # of w_i in w_i + 2 z_i lse_i: closer to 0 it is taken for this
+JOINED = tl.constexpr(64)  # factors 1 + e that are multiplied before a logarithm is taken: 2**64 at most
+
+# What exponent_kernel does (bits of TERMS)
+GATED = tl.constexpr(1)  # only if there is doubt
+MAXIMA = tl.constexpr(2)  # the maximum of each row in each tile, instead of exponentials
+
+
+@triton.jit(do_not_specialize=["n"])
+def start_kernel(own, row_zero, row_hits, weight, square, own_at, shift, doubt, n, BLOCK: tl.constexpr):
+    """The positive's score from 0, in log2; the shift of each row, +inf (all exponentials 0) for one that does not count."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < n
+    x = tl.load(own + at, mask=ok, other=0.0) * LOG2E
+    if row_zero is not None:
+        x += tl.load(row_zero + at, mask=ok, other=0.0) * LOG2E
+    counts = tl.load(weight + at, mask=ok, other=0.0) != 0.0
+    if square is not None:
+        counts = counts | (tl.load(square + at, mask=ok, other=0.0) != 0.0)
+    counts = counts & (tl.load(row_hits + at, mask=ok, other=0.0) > 0.0)
+    tl.store(own_at + at, x, mask=ok)
+    tl.store(shift + at, tl.where(counts, x, float("inf")), mask=ok)
+    tl.store(doubt + at * 0, 0, mask=at == 0)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def exponent_kernel(a_desc, b_desc, g_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, shift, row_part, doubt,
+                    n, m, first, ahead,
+                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """E of a block of n rows and all m columns, in the type of the features; row_part is (column tiles, n)."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if GATED & TERMS:
+        tiles = tl.where(tl.load(doubt) != 0, tiles, 0)
+    s = tl.load(scale)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        ok_rows = rows < n
+        x = score_tile(
+            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+        )
+        if MAXIMA & TERMS:
+            tl.store(row_part + tile_col * n + rows, tl.max(x, 1), mask=ok_rows)
+        else:
+            e = tl.exp2(x - tl.load(shift + rows, mask=ok_rows, other=float("inf"))[:, None])
+            total = tl.sum(e, 1)
+            tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
+            if not (GATED & TERMS):
+                tl.store(doubt + rows * 0, 1, mask=ok_rows & (total > LARGEST_SUM))
+            if SOFTCAP & SCORE:
+                ratio = x * (1.0 / (softcap * LOG2E))
+                e = e * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+            g_desc.store([tile_row * R, tile_col * C], e.to(g_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["n", "parts"])
+def shift_kernel(row_part, shift, doubt, n, parts, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """If there is doubt: the largest score of each row becomes its shift."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < n
+    high = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, tl.where(tl.load(doubt) != 0, parts, 0), MANY_PARTS):
+        p = start + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        part = tl.load(row_part + p.to(tl.int64)[:, None] * n + at[None, :], mask=here, other=float("-inf"))
+        high = tl.maximum(high, tl.max(part, 0))
+    before = tl.load(shift + at, mask=ok, other=0.0)
+    high = tl.where(high == float("-inf"), 0.0, high)
+    change = (before < float("inf")) & (tl.load(doubt) != 0)
+    tl.store(shift + at, tl.where(change, high, before), mask=ok)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "parts", "a_stride", "g_stride", "scaled_stride"])
+def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale, softcap, row_key, doubt, g, g_stride, a, a_stride,
+                scaled, scaled_stride, factor, loss_part, n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                MANY_PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """When all tiles of the rows are done: their loss, f_i, the positive's entry of E, and f_i a_i for the columns."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = rows < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, MANY_PARTS):
+        p = start + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        total += tl.sum(tl.load(row_part + p.to(tl.int64)[:, None] * n + rows[None, :], mask=here, other=0.0), 0)
+    t = tl.load(shift + rows, mask=ok, other=float("inf"))
+    counts = t < float("inf")
+    t = tl.where(counts, t, 0.0)
+    own = tl.load(own_at + rows, mask=ok, other=0.0)
+    w = tl.load(weight + rows, mask=ok, other=0.0)
+    level = tl.log2(tl.where(counts, total, 1.0))
+    away = own - t
+    loss = w * ((level - away) * LN2)
+    coming = w
+    missed = w != 0.0
+    if square is not None:
+        z = tl.load(square + rows, mask=ok, other=0.0)
+        lse = (level + t) * LN2
+        loss += z * lse * lse
+        coming += 2.0 * z * lse
+        missed = missed | (z != 0.0)
+    coming = tl.where(tl.abs(coming) < SMALLEST_SHARE * tl.abs(w), SMALLEST_SHARE * tl.abs(w), coming)
+    # A row that counts but whose positive is nowhere: a target out of range, and NaN says so.
+    missed = missed & (tl.load(row_hits + rows, mask=ok, other=1.0) == 0.0)
+    loss = tl.where(missed, float("nan"), tl.where(counts, loss, 0.0))
+    f = tl.where(missed, float("nan"), tl.where(counts, coming / total, 0.0))
+    tl.store(factor + rows, f, mask=ok)
+    tl.store(loss_part + tl.program_id(0), tl.sum(loss, 0))
+    tl.store(doubt + rows * 0, 0, mask=rows == 0)  # the next block starts without
+    share = w / tl.where(coming == 0.0, 1.0, coming)
+    entry = total * (tl.exp2(away - level) - share)
+    if SOFTCAP & SCORE:
+        ratio = own * (1.0 / (softcap * LOG2E))
+        entry = entry * (1.0 - ratio * ratio)
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    place = g + rows.to(tl.int64) * g_stride + key
+    tl.store(place, tl.where(counts, entry, 0.0).to(g.dtype.element_ty), mask=ok & (key >= 0))
+    if scaled is not None:
+        f = f * tl.load(scale)
+        at = rows.to(tl.int64)[:, None]
+        for k in range(0, D, WIDTH):
+            col = k + tl.arange(0, WIDTH)
+            here = ok[:, None] & (col < D)[None, :]
+            value = tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32) * f[:, None]
+            tl.store(scaled + at * scaled_stride + col[None, :], value.to(scaled.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["n", "total_stride", "out_stride", "a_stride"])
+def finish_rows_kernel(total, total_stride, factor, scale, out, out_stride, a, a_stride, dots, n, D: tl.constexpr,
+                       BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """out_i = scale f_i total_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at, ok = rows.to(tl.int64)[:, None], rows < n
+    f = tl.load(factor + rows, mask=ok, other=0.0)[:, None]
+    s = tl.load(scale)
+    dot = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for k in range(0, D, WIDTH):
+        col = k + tl.arange(0, WIDTH)
+        here = ok[:, None] & (col < D)[None, :]
+        value = f * tl.load(total + at * total_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
+        if dots is not None:
+            dot += value * tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
+        if out is not None:
+            tl.store(out + at * out_stride + col[None, :], (value * s).to(out.dtype.element_ty), mask=here)
+    if dots is not None:
+        tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit(do_not_specialize=["n", "m", "g_stride"])
+def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The gradient of the bias: sum_i f_i E_ij for each column."""
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    ok = cols < m
+    total = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for start in range(0, n, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        f = tl.load(factor + rows, mask=rows < n, other=0.0)
+        here = (rows < n)[:, None] & ok[None, :]
+        value = tl.load(g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :], mask=here, other=0.0)
+        total += value.to(tl.float32) * f[:, None]
+    sums = tl.sum(total, 0)
+    if not FIRST:
+        sums += tl.load(out + cols, mask=ok, other=0.0)
+    tl.store(out + cols, sums, mask=ok)
+
+
+@triton.jit(do_not_specialize=["count"])
+def multiply_kernel(values, by, count, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """values *= by, in place, in float32 up to the last rounding; nothing to do for the usual 1."""
+    f = tl.load(by).to(tl.float32)
+    blocks = tl.where(f == 1.0, 0, tl.cdiv(count, BLOCK))
+    for block in range(tl.program_id(0), blocks, PROGRAMS):
+        at = tl.full((BLOCK,), BLOCK, tl.int64) * block + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * f
+        tl.store(values + at, value.to(values.dtype.element_ty), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, bias_part,
+                   loss_part, n, m, first, ahead,
+                   D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                   EXACT: tl.constexpr):  # fmt: skip
+    """G of one macro-tile, an only positive left out, times ``factor``; and each tile's part of the loss, positives included."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s = tl.load(scale)
+    f = outer_factor(factor)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        x = score_tile(
+            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+        )
+        w = tl.load(grad_row + rows, mask=rows < n, other=0.0)
+        e = tl.exp2(-tl.abs(x))
+        high = tl.sum(tl.maximum(x, 0.0), 1)
+        # softplus(-x) = softplus(x) - x: where the sum is not zero but for x, other terms are far above its rounding.
+        if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
+            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            high -= tl.sum(tl.where(hit, x, 0.0), 1)
+        if C > JOINED:
+            logs = tl.sum(log1p(tl.reduce(tl.reshape(e, (R, C // JOINED, JOINED)), 2, softplus_join)), 1)
+        else:
+            logs = log1p(tl.reduce(e, 1, softplus_join))
+        tl.store(loss_part + tile, tl.sum(w * (high * LN2 + logs), 0))
+        share = 1.0 / (1.0 + e)
+        g = tl.where(x < 0, e * share, share) * (w * f)[:, None]
+        if SOFTCAP & SCORE:
+            ratio = x * (1.0 / (softcap * LOG2E))
+            g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        if BIAS_TOTAL & TERMS:
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+        g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
