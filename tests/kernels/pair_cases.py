@@ -19,7 +19,8 @@ from tilewise.kernels.dense import dense_scores, dense_stats
 from tilewise.kernels.spec import Backend, Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.options import TileOptions
 
-STATS = ("row_lse", "row_pos", "row_softplus", "row_sum", "col_lse")
+STATS = ("row_lse", "row_pos", "row_softplus", "row_sum", "row_entropy", "col_lse")
+CONSTANT = ("row_hits", "row_top", "row_top_col")  # have no gradient
 LOOSE = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 1e-5)}  # of statistics and of gradients
 
 
@@ -59,6 +60,7 @@ class Maker:
 Case = tuple[Pair, PairSpec]
 CASES: dict[str, Callable[[Maker], Case]] = {}
 HARD = {"scores_1000", "scores_far_below_zero", "rows_of_unlike_size", "aligned_scale_100", "temperature_0.01"}
+HARD |= {"tokens_surely_known"}
 
 
 def case(make: Callable[[Maker], Case]) -> Callable[[Maker], Case]:
@@ -174,6 +176,39 @@ def cross_entropy_of_a_slice(make: Maker) -> Case:
     pair, spec = cross_entropy(make)
     assert pair.row_key is not None
     return dataclasses.replace(pair, row_key=pair.row_key * 3 - 50, col_start=20), spec
+
+
+@case
+def tokens(make: Maker) -> Case:
+    """What a language model's user asks for beside the loss: entropy, largest score."""
+    pair, spec = cross_entropy(make)
+    assert pair.bias is not None
+    return pair, dataclasses.replace(spec, row_entropy=True, row_top=True)
+
+
+@case
+def tokens_capped_and_masked(make: Maker) -> Case:
+    """A slice of the vocabulary, without positives: columns that a bias of -inf takes out, equal scores at the cap."""
+    pair, spec = tokens(make)
+    assert pair.bias is not None
+    bias = pair.bias.clone()
+    bias[::3] = -torch.inf
+    bias[5::7] = 1000.0
+    pair = dataclasses.replace(pair, bias=bias, row_key=None, row_zero=None, col_start=20)
+    return pair, dataclasses.replace(spec, positive="none", softcap=30.0)
+
+
+@case
+def tokens_surely_known(make: Maker) -> Case:
+    """Scores of hundreds, entropies from 1e-9 to 1: what is small must not be a difference of what is large."""
+    n, m = make.rows(67), make.rows(150)
+    pair = Pair(
+        a=make.features(n, 24, 8.0),
+        b=make.features(m, 24, 8.0),
+        scale=make.number(12.0),
+        row_key=make.integers(m, n),
+    )
+    return pair, PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one")
 
 
 @case
@@ -430,7 +465,7 @@ def all_needs(pair: Pair) -> Needs:
 
 
 def stats_asked(stats: Stats) -> dict[str, Tensor]:
-    return {name: getattr(stats, name) for name in (*STATS, "row_hits") if getattr(stats, name) is not None}
+    return {name: getattr(stats, name) for name in (*STATS, *CONSTANT) if getattr(stats, name) is not None}
 
 
 def grads_asked(grads: Grads) -> dict[str, Tensor]:
@@ -441,6 +476,9 @@ def comparable(stats: Stats, pair: Pair) -> dict[str, Tensor]:
     """Statistics as numbers of a meaningful size: a positive that was measured from its own score is all rounding,
     so it is compared as a score, and against its row's log-sum-exp."""
     named = stats_asked(stats)
+    named.pop("row_top_col", None)  # see `check_top`
+    if stats.row_top is not None and pair.row_zero is not None:
+        named["row_top"] = stats.row_top + pair.row_zero
     for name in ("row_lse", "col_lse"):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
         if name in named:
             named[name] = torch.cat([named[name], torch.ones_like(named[name])])
@@ -468,7 +506,10 @@ def check_forward(
     """Statistics against the oracle in float64; ``hard`` and half types against what dense makes of them."""
     stats = backend.forward(pair, spec, options or TileOptions())
     exact, dense = dense_stats(leaves_of(pair, torch.float64), spec), dense_stats(pair, spec)
-    assert all(value.dtype == pair.stat_dtype for value in stats_asked(stats).values())
+    types = {name: value.dtype for name, value in stats_asked(stats).items()}
+    assert types.pop("row_top_col", torch.int64) == torch.int64
+    assert set(types.values()) == {pair.stat_dtype}
+    check_top(stats, pair, spec)
     got, want, yardstick = (comparable(answer, pair) for answer in (stats, exact, dense))
     assert got.keys() == want.keys()
     for name in want:
@@ -483,6 +524,20 @@ def check_forward(
         else:
             assert_close(mine, right, tolerance or LOOSE[pair.a.dtype][0], name)
     return stats
+
+
+def check_top(stats: Stats, pair: Pair, spec: PairSpec) -> None:
+    """The column has the largest score, up to the rounding of scores, and none before it has the same."""
+    if stats.row_top_col is None:
+        return
+    x_nm = dense_scores(leaves_of(pair, torch.float64), spec)[0].detach()
+    index = stats.row_top_col - pair.col_start
+    found = x_nm.gather(1, index[:, None]).squeeze(1)
+    best = x_nm.max(1)
+    assert (best.values - found <= 1e-5 * (1.0 + best.values.abs())).all()
+    same = found == best.values
+    assert torch.equal(index[same], best.indices[same])
+    assert same.double().mean() > 0.9
 
 
 def check_backward(

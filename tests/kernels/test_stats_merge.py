@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -54,7 +55,11 @@ def some_stats(seed: int) -> Stats:
     lse = vector()
     lse[2:4] = -torch.inf
     return Stats(
-        row_lse=lse, row_pos=vector(), row_hits=vector(), row_softplus=vector(), row_sum=vector(), col_lse=vector()
+        **{name: vector() for name in ("row_pos", "row_hits", "row_softplus", "row_sum", "col_lse")},
+        row_lse=lse,
+        row_entropy=torch.where(lse == -torch.inf, 0.0, vector().abs() / 100),
+        row_top=lse.round(decimals=-2),  # some are equal
+        row_top_col=torch.randint(0, 9, (7,), generator=generator),
     )
 
 
@@ -73,8 +78,26 @@ def test_merge_keeps_the_maximum():
     assert torch.equal(high.merge(low).row_lse, torch.tensor([1000.0, 1000.0, -torch.inf]))
 
 
+def test_entropy_of_far_apart_and_of_equal_parts():
+    """Two halves of the same weight have a bit more; one that weighs nothing changes nothing."""
+    lse = torch.tensor([5.0, 1000.0, -torch.inf, -torch.inf], dtype=torch.float64)
+    other = torch.tensor([5.0, -1000.0, 3.0, -torch.inf], dtype=torch.float64)
+    one = Stats(row_lse=lse, row_entropy=torch.tensor([1.0, 1e-9, 0.0, 0.0], dtype=torch.float64))
+    two = Stats(row_lse=other, row_entropy=torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64))
+    want = torch.tensor([1.0 + math.log(2), 1e-9, 0.5, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(one.merge(two).row_entropy, want, rtol=1e-15, atol=0.0)
+
+
+def test_of_equal_largest_scores_the_lower_column_wins():
+    one = Stats(row_top=torch.tensor([1.0, 2.0, 3.0]), row_top_col=torch.tensor([7, 7, 7]))
+    two = Stats(row_top=torch.tensor([1.0, 1.0, 4.0]), row_top_col=torch.tensor([3, 3, 9]))
+    for merged in (one.merge(two), two.merge(one)):
+        assert merged.row_top.tolist() == [1.0, 2.0, 4.0]
+        assert merged.row_top_col.tolist() == [3, 7, 9]
+
+
 def test_rows_takes_only_rows():
-    assert stats_asked(some_stats(0).rows()).keys() == {"row_lse", "row_pos", "row_hits", "row_softplus", "row_sum"}
+    assert stats_asked(some_stats(0).rows()).keys() == stats_asked(some_stats(0)).keys() - {"col_lse"}
 
 
 def rows_only(name):
@@ -100,7 +123,8 @@ def test_gradients_of_blocks_give_the_whole(name):
     needs = Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
     total_a, total_scale, columns, biases = 0.0, 0.0, [], []
     for part in column_blocks(pair):
-        own = Stats(row_lse=stats.row_lse, col_lse=None if stats.col_lse is None else stats.col_lse[part])
+        rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
+        own = Stats(**rows, col_lse=None if stats.col_lse is None else stats.col_lse[part])
         incoming = dataclasses.replace(grad, col_lse=None if grad.col_lse is None else grad.col_lse[part])
         grads = BACKEND.backward(column_block(pair, part), own, incoming, needs, spec, OPTIONS)
         total_a, total_scale = total_a + grads.a, total_scale + grads.scale

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.errors import GroupError
 from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.spec import Pair, PairSpec, Stats
-from tilewise.ops.pair_stats import PairKeys, pair_stats, wanted_stats
+from tilewise.ops.pair_stats import CONSTANT, PairKeys, pair_stats, wanted_stats
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 from tilewise.ring.virtual import run_virtual
 
@@ -26,6 +26,7 @@ SPECS = {
     "columns": PairSpec(col_lse=True),
     "capped": PairSpec(row_lse=True, col_lse=True, positive="many", softcap=5.0),
     "sum": PairSpec(row_lse=True, row_sum=True),
+    "tokens": PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one", softcap=9.0),
     "softplus": PairSpec(softplus=True, positive="one"),
     "symmetric-one": PairSpec(row_lse=True, positive="one", itself=True, symmetric=True),
     "symmetric-many": PairSpec(row_lse=True, positive="many", itself=True, symmetric=True),
@@ -78,7 +79,7 @@ def stats_and_gradients(pair: Pair, spec: PairSpec, stats_of: Any, incoming: dic
         leaves["b"] = leaves["a"]
     stats = stats_of(dataclasses.replace(pair, **leaves))
     found = {name: getattr(stats, name) for name in wanted_stats(spec)}
-    loss = sum((found[name] * incoming[name]).nan_to_num(neginf=0.0).sum() for name in found if name != "row_hits")
+    loss = sum((found[name] * incoming[name]).nan_to_num(neginf=0.0).sum() for name in found if name not in CONSTANT)
     if spec.symmetric:
         del leaves["b"]
     grads = torch.autograd.grad(loss, list(leaves.values()))

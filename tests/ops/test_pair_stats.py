@@ -22,7 +22,7 @@ from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.tiled import TorchBackend
 from tilewise.ops import drop_rows
 from tilewise.ops.drop_rows import KeptRows
-from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.pair_stats import NAMES, PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores, own_scores
 from tilewise.ops.plan import decode, encode
 from tilewise.options import TileOptions
@@ -31,7 +31,7 @@ OPTIONS = TileOptions()
 KEYS = [field.name for field in dataclasses.fields(PairKeys)]
 HERE = [name for name in CASES if "foreign" not in name and "slice" not in name and "position" not in name]
 # One case for each kind of statistic; blocks with offsets belong to the ring.
-TYPICAL = ("clip", "nt_xent", "supcon", "siglip", "cross_entropy_smoothed_and_capped", "ids_excluded")
+TYPICAL = ("clip", "nt_xent", "supcon", "siglip", "cross_entropy_smoothed_and_capped", "ids_excluded", "tokens")
 
 
 def call(pair, spec):
@@ -80,9 +80,7 @@ def test_eager_and_registered_operator_agree():
         pair = leaves_of(pair)
         eager = stats_asked(call(pair, spec))
         registered = torch.ops.tilewise.pair_stats(*plain_inputs(pair, spec))
-        shown = dict(
-            zip(("row_lse", "row_pos", "row_hits", "row_softplus", "row_sum", "col_lse"), registered, strict=True)
-        )
+        shown = dict(zip(NAMES, registered, strict=True))
         for key, value in eager.items():
             assert torch.equal(value, shown[key]), (name, key)
 

@@ -43,11 +43,23 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
     row_pos = torch.where(positive, x_nm - row_zero, torch.zeros_like(x_nm)).sum(1)
     signed = torch.where(positive, -x_nm, x_nm)
     has_pos = spec.positive != "none" and not spec.softplus
+    top = x_nm.max(1) if spec.row_top else None  # the first of equal ones
     return Stats(
         row_lse=torch.logsumexp(x_nm - row_zero, 1) if spec.row_lse else None,
         row_pos=row_pos if has_pos else None,
         row_hits=positive.sum(1).to(x_nm.dtype) if has_pos else None,
         row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
         row_sum=None if pair.col_weight is None else x_nm @ pair.col_weight.to(x_nm.dtype),
+        row_entropy=_entropy(x_nm) if spec.row_entropy else None,
+        row_top=None if top is None else (top.values - (0 if pair.row_zero is None else pair.row_zero)).detach(),
+        row_top_col=None if top is None else top.indices + pair.col_start,
         col_lse=torch.logsumexp(x_nm - col_zero, 0) if spec.col_lse else None,
     )
+
+
+def _entropy(x_nm: Tensor) -> Tensor:
+    """-sum_j p_ij log p_ij of p = softmax(x): (n,), 0 for a row in which nothing meets."""
+    nothing = (x_nm == -torch.inf).all(1, keepdim=True)
+    log_p = torch.log_softmax(x_nm.masked_fill(nothing, 0.0), 1)
+    terms = log_p.exp() * torch.where(log_p == -torch.inf, 0.0, log_p)
+    return -terms.masked_fill(nothing, 0.0).sum(1)

@@ -36,6 +36,9 @@ class PairSpec:
         row_lse, col_lse: the log-sum-exp of each row / each column.
         softplus: for each row, the sum of softplus(x_ij), with -x_ij at the positive.
         row_sum: for each row, the sum of col_weight_j * x_ij.
+        row_entropy: the entropy of each row's softmax, sum_j p_ij (row_lse_i - x_ij), p_ij = exp(x_ij - row_lse_i).
+        row_top: the largest score of each row and the global index of its column (the lowest, if several are equal).
+            Both need ``row_lse`` and go with statistics of rows only, not with ``symmetric`` or ``softplus``.
         positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
             the row's own; ``col_key`` is not used), or any number (equal keys).
         itself: a row and a column of equal global index are the same sample and never meet.
@@ -53,6 +56,8 @@ class PairSpec:
     col_lse: bool = False
     softplus: bool = False
     row_sum: bool = False
+    row_entropy: bool = False
+    row_top: bool = False
     positive: Positive = "none"
     itself: bool = False
     symmetric: bool = False
@@ -60,6 +65,11 @@ class PairSpec:
     drop_rows: bool = False
     local_keys: bool = False
     same_rows: bool = False
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the entropy or the largest score of a row is asked for, as of the tokens of a language model."""
+        return self.row_entropy or self.row_top
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +119,9 @@ class Stats:
     row_hits: Tensor | None = None  # (n,) number of positives
     row_softplus: Tensor | None = None  # (n,)
     row_sum: Tensor | None = None  # (n,)
+    row_entropy: Tensor | None = None  # (n,)
+    row_top: Tensor | None = None  # (n,) the largest score; no gradient
+    row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
     col_lse: Tensor | None = None  # (m,)
 
     def merge(self, other: Stats) -> Stats:
@@ -120,21 +133,58 @@ class Stats:
                 return theirs if mine is None else mine
             return torch.logaddexp(mine, theirs) if name.endswith("lse") else mine + theirs
 
-        return Stats(**{field.name: join(field.name) for field in fields(self)})
+        joined = {field.name: join(field.name) for field in fields(self)}
+        if self.row_entropy is not None and other.row_entropy is not None:
+            assert self.row_lse is not None
+            assert other.row_lse is not None
+            joined["row_entropy"] = merged_entropy(
+                (self.row_lse, self.row_entropy), (other.row_lse, other.row_entropy), joined["row_lse"]
+            )
+        if self.row_top is not None and other.row_top is not None:
+            assert self.row_top_col is not None
+            assert other.row_top_col is not None
+            joined["row_top"], joined["row_top_col"] = merged_top(
+                (self.row_top, self.row_top_col), (other.row_top, other.row_top_col)
+            )
+        return Stats(**joined)
 
     def rows(self) -> Stats:
         """Only what belongs to the rows."""
         return Stats(**{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("row")})
 
 
+def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse: Tensor | None) -> Tensor:
+    """The entropy over both parts, each given as (log-sum-exp, entropy), ``lse`` being that of both:
+
+    H = w_1 (H_1 + lse - lse_1) + w_2 (H_2 + lse - lse_2),   w_k = exp(lse_k - lse).
+
+    No term is negative, so that nothing cancels.
+    """
+    assert lse is not None
+
+    def share(part_lse: Tensor, entropy: Tensor) -> Tensor:
+        above = lse - part_lse
+        return torch.where(part_lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above))
+
+    return share(*one) + share(*other)
+
+
+def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The larger of two scores and its column, each given as (score, column); of equal ones the lower column."""
+    (x, i), (y, j) = one, other
+    col = torch.where(x == y, torch.minimum(i, j), torch.where(y > x, j, i))
+    return torch.maximum(x, y), col
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradStats:
-    """The incoming gradient of each statistic; None where nobody asks. Hits have none."""
+    """The incoming gradient of each statistic; None where nobody asks. Hits and largest scores have none."""
 
     row_lse: Tensor | None = None
     row_pos: Tensor | None = None
     row_softplus: Tensor | None = None
     row_sum: Tensor | None = None
+    row_entropy: Tensor | None = None
     col_lse: Tensor | None = None
 
 
@@ -180,9 +230,10 @@ class Backend(Protocol):
         *,
         grad_dtype: torch.dtype | None = None,
     ) -> Grads:
-        """Gradients, given the statistics over ALL blocks (``row_lse``, ``col_lse``).
+        """Gradients, given the statistics over ALL blocks (``row_lse``, ``row_entropy``, ``col_lse``).
 
-        G_ij = g_lse_i exp(x_ij - row_lse_i) + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...
+        G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
+               + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
         dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
         ``grad_dtype`` is the type of the feature gradients, by default that of the features; a ring, which adds

@@ -24,6 +24,7 @@ SAFE_SCORE = 60.0  # exp(+-60) and sums of 1e9 of them are ordinary float32 numb
 # What exp flushes to zero is below 2**-126: of a sum of this size, over the columns of a tile, less than 1e-9.
 SMALLEST_SUM = 2.0**-80
 LARGEST_EXPONENT = 60.0
+NO_SHARE = -1000.0  # exp of it is 0 in every type
 
 
 def tile_log_sums(x_rc: Tensor, spare: Tensor, *, rows: bool, cols: bool, bounded: bool) -> tuple[Tensor, Tensor]:
@@ -58,6 +59,23 @@ def _log_sum(x_rc: Tensor, dim: int, spare: Tensor) -> Tensor:
     return total.double().log() + shift.squeeze(dim).double()
 
 
+def tile_entropies(x_rc: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and entropy of the softmax of each row of the tile: (r,), float64. Scores are destroyed.
+
+    With the row's largest score t as the shift, e_j = exp(x_j - t) and S = sum_j e_j >= 1, nothing cancels in
+
+        lse = t + log S        entropy = log S + sum_j e_j (t - x_j) / S
+    """
+    top = x_rc.amax(1, keepdim=True)
+    shift = torch.where(top == -torch.inf, 0.0, top)
+    e_rc = torch.exp(x_rc.sub_(shift), out=spare)
+    total = e_rc.sum(1).double()
+    below = e_rc.mul_(x_rc.clamp_(min=NO_SHARE)).sum(1).double()  # 0 times -inf would be NaN
+    log_total = total.log()
+    entropy = torch.where(log_total == -torch.inf, 0.0, log_total - below / total)
+    return log_total + shift.squeeze(1).double(), entropy
+
+
 class SideWeights:
     """What one direction of the softmax gradient needs: its log-sum-exp and its incoming gradient, float64."""
 
@@ -76,11 +94,31 @@ class SideWeights:
 
     def softmax_(self, x_rc: Tensor, part: slice, dim: int) -> None:
         """x := grad * exp(x - lse), in place, ``dim`` being the axis that the sum ran over."""
-        lse, grad = self.lse[part].unsqueeze(dim), self.grad[part].unsqueeze(dim)
+        self.below_(x_rc, part, dim).exp_().mul_(self.grad[part].unsqueeze(dim).to(x_rc.dtype))
+
+    def below_(self, x_rc: Tensor, part: slice, dim: int = 1) -> Tensor:
+        """x := x - lse, in place."""
+        lse = self.lse[part].unsqueeze(dim)
         # Subtract in two steps: the part of lse that x's type can hold, then the rest.
         coarse = lse.to(x_rc.dtype)
         rest = torch.where(lse.isfinite(), lse - coarse, 0.0)
-        x_rc.sub_(coarse).sub_(rest.to(x_rc.dtype)).exp_().mul_(grad.to(x_rc.dtype))
+        return x_rc.sub_(coarse).sub_(rest.to(x_rc.dtype))
+
+
+def tile_entropy_gradient_(
+    x_rc: Tensor, spare: Tensor, i: slice, rows: SideWeights, entropy: Tensor, grad_entropy: Tensor
+) -> Tensor:
+    """p_ij (g_i + h_i (row_lse_i - x_ij - entropy_i)), p_ij = exp(x_ij - row_lse_i), in place of the scores.
+
+    Args:
+        rows: the log-sum-exps and their incoming gradient g.
+        entropy, grad_entropy: (n,), of all rows: the entropies and their incoming gradient h, float64.
+    """
+    rows.below_(x_rc, i)
+    p_rc = torch.exp(x_rc, out=spare)
+    coming = grad_entropy[i, None]
+    level = (rows.grad[i, None] - coming * entropy[i, None]).to(x_rc.dtype)
+    return x_rc.clamp_(min=NO_SHARE).mul_(-coming.to(x_rc.dtype)).add_(level).mul_(p_rc)
 
 
 def tile_softmax_(

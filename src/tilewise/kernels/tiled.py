@@ -12,8 +12,25 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
-from tilewise.kernels.tile_softmax import SAFE_SCORE, SideWeights, tile_log_sums, tile_softmax_
+from tilewise.kernels.spec import (
+    Grads,
+    GradStats,
+    Needs,
+    Pair,
+    PairSpec,
+    Stats,
+    incoming_size,
+    merged_entropy,
+    merged_top,
+)
+from tilewise.kernels.tile_softmax import (
+    SAFE_SCORE,
+    SideWeights,
+    tile_entropies,
+    tile_entropy_gradient_,
+    tile_log_sums,
+    tile_softmax_,
+)
 from tilewise.kernels.tiles import Tiles, score_bound
 from tilewise.options import TileOptions
 
@@ -81,7 +98,11 @@ class _RunningStats:
         self.row_pos = vector(spec.positive != "none" and not spec.softplus, n, 0.0)
         self.row_softplus = vector(spec.softplus, n, 0.0)
         self.row_sum = vector(spec.row_sum, n, 0.0)
-        self.bounded = (spec.row_lse or spec.col_lse) and _bounded(pair, spec)
+        assert not spec.of_tokens or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
+        self.row_entropy = vector(spec.row_entropy, n, 0.0)
+        self.row_top = vector(spec.row_top, n, -torch.inf)
+        self.row_top_col = pair.a.new_full((n,), pair.col_start, dtype=torch.int64) if spec.row_top else None
+        self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_entropy and _bounded(pair, spec)
 
     def add(self, tiles: Tiles, i: slice, j: slice) -> None:
         """One more tile."""
@@ -98,7 +119,16 @@ class _RunningStats:
         if self.row_softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
             self.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=spare).sum(1)
-        if self.row_lse is not None or self.col_lse is not None:
+        if self.row_top is not None and self.row_top_col is not None and x_rc.shape[1]:
+            here = x_rc.max(1)  # the first of equal ones
+            there = here.values.double(), here.indices + (self.pair.col_start + j.start)
+            self.row_top[i], self.row_top_col[i] = merged_top((self.row_top[i], self.row_top_col[i]), there)
+        if self.row_entropy is not None and self.row_lse is not None:
+            held, there = (self.row_lse[i], self.row_entropy[i]), tile_entropies(x_rc, spare)
+            both = torch.logaddexp(held[0], there[0])
+            self.row_entropy[i] = merged_entropy(held, there, both)
+            self.row_lse[i] = both
+        elif self.row_lse is not None or self.col_lse is not None:
             self._add_exponentials(x_rc, spare, i, j)
 
     def _add_exponentials(self, x_rc: Tensor, spare: Tensor, i: slice, j: slice) -> None:
@@ -127,6 +157,9 @@ class _RunningStats:
             row_hits=None if self.row_pos is None else tiles.keys.hits(),
             row_softplus=out(self.row_softplus),
             row_sum=out(self.row_sum),
+            row_entropy=out(self.row_entropy),
+            row_top=out(self.row_top, self.pair.row_zero),
+            row_top_col=self.row_top_col,
             col_lse=out(self.col_lse, self.pair.col_zero),
         )
 
@@ -136,10 +169,15 @@ class _TileWeights:
 
     def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
-        self.rows = self.cols = None
-        if grad.row_lse is not None:
+        self.rows = self.cols = self.entropy = self.grad_entropy = None
+        coming = grad.row_lse
+        if grad.row_entropy is not None:
+            assert stats.row_entropy is not None
+            self.entropy, self.grad_entropy = stats.row_entropy.double(), (grad.row_entropy / size).double()
+            coming = torch.zeros_like(grad.row_entropy) if coming is None else coming
+        if coming is not None:
             assert stats.row_lse is not None
-            self.rows = SideWeights(stats.row_lse, pair.row_zero, grad.row_lse / size)
+            self.rows = SideWeights(stats.row_lse, pair.row_zero, coming / size)
             if spec.symmetric:  # x_ij stands for x_ji too
                 self.cols = self.rows
         if grad.col_lse is not None:
@@ -148,7 +186,8 @@ class _TileWeights:
         self.pos = None if grad.row_pos is None else grad.row_pos / size
         self.sum = None if grad.row_sum is None else grad.row_sum / size
         self.softplus = None if grad.row_softplus is None else grad.row_softplus / size
-        self.bounded = (self.rows is not None or self.cols is not None) and _bounded(pair, spec)
+        exponentials = self.entropy is None and (self.rows is not None or self.cols is not None)
+        self.bounded = exponentials and _bounded(pair, spec)
 
     def gradient(self, tiles: Tiles, i: slice, j: slice) -> Tensor:
         """The tile of G, the gradient of the scores before softcap, over the incoming size: (r, c)."""
@@ -160,6 +199,8 @@ class _TileWeights:
             g_rc = x_rc.sigmoid_()
             tiles.keys.flip_positives_(g_rc, i, j)
             g_rc.mul_(self.softplus[i, None].to(g_rc.dtype))
+        elif self.entropy is not None and self.grad_entropy is not None and self.rows is not None:
+            g_rc = tile_entropy_gradient_(x_rc, spare, i, self.rows, self.entropy, self.grad_entropy)
         else:
             g_rc = tile_softmax_(x_rc, spare, i, j, self.rows, self.cols, bounded=self.bounded)
         if self.pos is not None:

@@ -11,6 +11,7 @@ Ring (each rank has its own rows and its own columns): rows stay, blocks of colu
 Same rows (``spec.same_rows``: every rank has all rows and a slice of the columns): nothing travels but vectors.
 
     forward    row_lse = log sum_r exp(row_lse_r),  row_pos = sum_r row_pos_r, ...
+               row_entropy = sum_r w_r (row_entropy_r + row_lse - row_lse_r),  w_r = exp(row_lse_r - row_lse)
     backward   dA = sum_r dA_r, on every rank;   dB_r and dbias_r stay
 """
 
@@ -90,7 +91,7 @@ def ring_backward(
         part, how = _meet(pair, spec, shards, owner, block)
         if 0 in (part.a.shape[0], part.b.shape[0]):
             return None
-        known = Stats(row_lse=stats.row_lse, col_lse=block.get("col_lse"))
+        known = Stats(row_lse=stats.row_lse, row_entropy=stats.row_entropy, col_lse=block.get("col_lse"))
         coming = dataclasses.replace(grad, col_lse=block.get("grad_col_lse"))
         wanted = needs if how.symmetric else dataclasses.replace(needs, b=cols_wanted)
         backend = choose_backend(part, how, options)
@@ -238,25 +239,51 @@ def _double(stats: Stats) -> Stats:
 
 
 def _to(stats: Stats, dtype: torch.dtype) -> Stats:
-    return Stats(**{name: None if value is None else value.to(dtype) for name, value in vars(stats).items()})
+    """Numbers in that type; indices stay."""
+    return Stats(
+        **{
+            name: value if value is None or not value.is_floating_point() else value.to(dtype)
+            for name, value in vars(stats).items()
+        }
+    )
 
 
 def _merge_slices(exchange: Exchange, local: Stats, dtype: torch.dtype) -> Stats:
-    """Row statistics over the slices of all ranks: one maximum and one sum of vectors."""
+    """Row statistics over the slices of all ranks: one maximum and one sum of vectors, and one more for the columns."""
     stats = {name: value.double() for name, value in vars(local).items() if value is not None}
+    best, col = stats.pop("row_top", None), stats.pop("row_top_col", None)
     if "row_lse" in stats:
-        top = stats["row_lse"].clone()
+        top, own = stats["row_lse"].clone(), stats["row_lse"]
         exchange.max_(top)
         top = torch.where(top == -torch.inf, 0.0, top)
-        stats["row_lse"] = (stats["row_lse"] - top).exp_()
+        stats["row_lse"] = (own - top).exp_()
+        if "row_entropy" in stats:
+            above = torch.where(own == -torch.inf, 0.0, top - own)
+            stats["row_entropy"] = stats["row_lse"] * (stats["row_entropy"] + above)
     if stats:
         packed = torch.stack(list(stats.values()))
         exchange.sum_(packed)
         stats = dict(zip(stats, packed, strict=True))
     if "row_lse" in stats:
-        stats["row_lse"] = stats["row_lse"].log() + top
+        total, log_total = stats["row_lse"], stats["row_lse"].log()
+        if "row_entropy" in stats:
+            entropy = stats["row_entropy"] / total + log_total
+            stats["row_entropy"] = torch.where(total == 0.0, 0.0, entropy)
+        stats["row_lse"] = log_total + top
     # Rows of one packed tensor; an operator's outputs own their memory.
-    return Stats(**{name: value.to(dtype, copy=True) for name, value in stats.items()})
+    merged = {name: value.to(dtype, copy=True) for name, value in stats.items()}
+    if best is not None and col is not None:
+        merged["row_top"], merged["row_top_col"] = _merge_tops(exchange, best, col, dtype)
+    return Stats(**merged)
+
+
+def _merge_tops(exchange: Exchange, best: Tensor, col: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest score over the slices of all ranks and its column, the lowest of equal ones. All float64."""
+    top = best.clone()
+    exchange.max_(top)
+    first = torch.where(best == top, -col, -torch.inf)
+    exchange.max_(first)
+    return top.to(dtype), torch.where(first == -torch.inf, 0.0, -first).long()
 
 
 def _sum_slices(

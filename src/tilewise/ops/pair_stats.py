@@ -23,9 +23,10 @@ from tilewise.ops.plan import decode, encode
 from tilewise.options import TileOptions
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
-ROW_NAMES = ("row_lse", "row_pos", "row_hits", "row_softplus", "row_sum")
-NAMES = (*ROW_NAMES, "col_lse")
-GRAD_NAMES = tuple(name for name in NAMES if name != "row_hits")
+GRAD_NAMES = ("row_lse", "row_pos", "row_softplus", "row_sum", "row_entropy", "col_lse")
+CONSTANT = ("row_hits", "row_top", "row_top_col")  # statistics without a gradient
+NAMES = (*GRAD_NAMES, *CONSTANT)
+KNOWN = ("row_lse", "row_entropy", "col_lse")  # what backward needs to know of all blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,8 @@ def pair_stats(
 def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
     """The names of the statistics that ``spec`` asks for."""
     has_pos = spec.positive != "none" and not spec.softplus
-    asked = (spec.row_lse, has_pos, has_pos, spec.softplus, spec.row_sum, spec.col_lse)
+    asked = [spec.row_lse, has_pos, spec.softplus, spec.row_sum, spec.row_entropy, spec.col_lse]
+    asked += [has_pos, spec.row_top, spec.row_top]
     return tuple(name for name, on in zip(NAMES, asked, strict=True) if on)
 
 
@@ -157,7 +159,7 @@ def _compute_stats(
     col_zero: OptTensor,
     col_weight: OptTensor,
     plan: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
     return _present(*_stats_and_kept(*tensors, plan=plan)[0], like=a)
 
@@ -188,8 +190,10 @@ def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zer
     cols = a.shape[0] if b is None else b.shape[0]
 
     def shaped(name: str) -> Tensor:
-        size = 0 if name not in wanted else a.shape[0] if name in ROW_NAMES else cols
-        return a.new_empty(size, dtype=dtype)
+        if name not in wanted:
+            return a.new_empty(0, dtype=dtype)
+        size = cols if name == "col_lse" else a.shape[0]
+        return a.new_empty(size, dtype=torch.int64 if name == "row_top_col" else dtype)
 
     return tuple(shaped(name) for name in NAMES)
 
@@ -207,24 +211,27 @@ def _compute_grads(
     col_zero: OptTensor,
     col_weight: OptTensor,
     row_lse: Tensor,
+    row_entropy: Tensor,
     col_lse: Tensor,
     grad_row_lse: OptTensor,
     grad_row_pos: OptTensor,
     grad_row_softplus: OptTensor,
     grad_row_sum: OptTensor,
+    grad_row_entropy: OptTensor,
     grad_col_lse: OptTensor,
     needs: list[bool],
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    coming = (grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse)
+    coming = (grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_row_entropy, grad_col_lse)
     kept = KeptRows.find(_pair(*tensors), decode(plan)[0])
-    return _present(*_grads_of_kept(tensors, (row_lse, col_lse), coming, needs, plan, kept), like=a)
+    known = (row_lse, row_entropy, col_lse)
+    return _present(*_grads_of_kept(tensors, known, coming, needs, plan, kept), like=a)
 
 
 def _grads_of_kept(
     tensors: tuple[Any, ...],
-    known: tuple[OptTensor, OptTensor],
+    known: tuple[OptTensor, ...],
     coming: tuple[OptTensor, ...],
     needs: list[bool],
     plan: str,
@@ -234,7 +241,7 @@ def _grads_of_kept(
     spec, options, group_name = decode(plan)
     pair = _pair(*tensors)
     a, _, scale, bias = tensors[:4]
-    stats = Stats(row_lse=known[0] if spec.row_lse else None, col_lse=known[1] if spec.col_lse else None)
+    stats = Stats(**{name: value for name, value in zip(KNOWN, known, strict=True) if getattr(spec, name)})
     grad = GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with without_autocast(a):
@@ -249,8 +256,8 @@ _pair_grads_op = torch.library.custom_op("tilewise::pair_grads", _compute_grads,
 
 @_pair_grads_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight, row_lse, col_lse,
-    grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_col_lse, needs, plan,
+    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight, row_lse, row_entropy,
+    col_lse, grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_row_entropy, grad_col_lse, needs, plan,
 ):  # fmt: skip
     def shaped(needed: bool, like: Tensor | None) -> Tensor:
         return a.new_empty(0, dtype=dtype) if like is None or not needed else like.new_empty(like.shape)
@@ -263,11 +270,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
     ctx.set_materialize_grads(False)
     *tensors, plan = inputs
     ctx.plan = plan
-    ctx.save_for_backward(*tensors, output[NAMES.index("row_lse")], output[NAMES.index("col_lse")])
+    ctx.save_for_backward(*tensors, *(output[NAMES.index(name)] for name in KNOWN))
 
 
 def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
+    tensors, known = saved[: -len(KNOWN)], saved[-len(KNOWN) :]
     spec, _, group_name = decode(ctx.plan)
     needed = ctx.needs_input_grad[:4]
     incoming = dict(zip(NAMES, grads, strict=True))
@@ -280,10 +288,10 @@ def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
     direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
     if direct and hasattr(ctx, "kept"):
-        values = _grads_of_kept(saved[:-2], saved[-2:], tuple(parts), needs, ctx.plan, ctx.kept)
+        values = _grads_of_kept(tensors, known, tuple(parts), needs, ctx.plan, ctx.kept)
     else:
-        known = _present(*saved[-2:], like=saved[0])
-        values = torch.ops.tilewise.pair_grads(*saved[:-2], *known, *parts, needs, ctx.plan)
+        known = _present(*known, like=saved[0])
+        values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
 
 
@@ -310,9 +318,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         output, ctx.kept = _stats_and_kept(*inputs[:-1], plan=inputs[-1])
         _save(ctx, inputs, output)
-        hits = output[NAMES.index("row_hits")]
-        if hits is not None:
-            ctx.mark_non_differentiable(hits)
+        ctx.mark_non_differentiable(*(value for value in output[len(GRAD_NAMES) :] if value is not None))
         return output
 
     @staticmethod

@@ -18,7 +18,7 @@ def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
     what = (
         f"{int(spec.row_lse)},{int(spec.col_lse)},{int(spec.softplus)},{int(spec.row_sum)},{spec.positive},"
         f"{int(spec.itself)},{int(spec.symmetric)},{spec.softcap!r},{int(spec.drop_rows)},{int(spec.local_keys)},"
-        f"{int(spec.same_rows)}"
+        f"{int(spec.same_rows)},{int(spec.row_entropy)},{int(spec.row_top)}"
     )
     how = (
         f"{options.backend},{options.workspace_mib},{int(options.deterministic)},{options.precision},"
@@ -35,7 +35,7 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
     30.0
     """
     what, how, group = plan.split(";", 2)
-    row, col, soft, total, positive, itself, symmetric, cap, drop, local, same = what.split(",")
+    row, col, soft, total, positive, itself, symmetric, cap, drop, local, same, entropy, top = what.split(",")
     backend, mib, exact, precision, tolerance, travelling, formed = how.split(",")
     assert positive in get_args(Positive)
     spec = PairSpec(
@@ -50,6 +50,8 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
         drop_rows=drop == "1",
         local_keys=local == "1",
         same_rows=same == "1",
+        row_entropy=entropy == "1",
+        row_top=top == "1",
     )
     options = TileOptions(
         backend=cast(BackendName, backend),

@@ -48,6 +48,8 @@ class TritonBackend:
             return "it counts rows and columns in 32 bits"
         if spec.softplus and spec.positive == "many":
             return "it looks for one positive in each row of a sigmoid loss"
+        if spec.of_tokens:
+            return "it has no entropies yet"
         if pair.a.device.type == "cuda":
             capability = torch.cuda.get_device_capability(pair.a.device)
             if capability < (8, 0):
