@@ -133,6 +133,14 @@ def test_memory_is_given_back_after_its_last_use(tapes):
             assert any(index in done for done in backward.done_at) == (index not in kept)
 
 
+def test_what_is_multiplied_is_a_tensor_of_its_own(tapes):
+    everything(pair_of(CLIP, 0), CLIP)
+    backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]
+    products = [step for step in backward.steps if isinstance(step, tape.Product)]
+    assert len(products) == 2
+    assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in (step.target, step.left, step.right))
+
+
 def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
     monkeypatch.setattr(tape, "MOST_TAPES", 4)
     for n in range(64, 71):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.gradients import ONE_MACRO, Backward
+from tilewise.kernels.triton_impl.gradients import Backward
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import interpreted
 from tilewise.kernels.triton_impl.statistics import Forward
@@ -29,6 +29,7 @@ STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
 INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
+TAPED_SCORES = 2**34
 
 
 class TritonBackend:
@@ -61,7 +62,7 @@ class TritonBackend:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
         with on_device(pair.a), torch.no_grad():
-            if not small(pair):
+            if not host_bound(pair):
                 return Forward(Call.of(pair, spec, options)).run()
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
@@ -86,7 +87,7 @@ class TritonBackend:
         """Gradients: G of a macro-tile, then two products."""
         out_dtype = grad_dtype or pair.a.dtype
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            if not small(pair):
+            if not host_bound(pair):
                 return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype).run()
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
@@ -101,9 +102,9 @@ class TritonBackend:
             return Grads(a=a, b=b, scale=scale, bias=bias)
 
 
-def small(pair: Pair) -> bool:
-    """Whether the host's time counts: about what fits one macro-tile."""
-    return max(pair.a.shape[0], pair.b.shape[0]) <= ONE_MACRO
+def host_bound(pair: Pair) -> bool:
+    """Whether the host's time may count. Beyond, a step takes the GPU a tenth of a second and a tape thousands of entries."""
+    return pair.a.shape[0] * pair.b.shape[0] <= TAPED_SCORES
 
 
 def how(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:

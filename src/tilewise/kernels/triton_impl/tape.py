@@ -1,7 +1,7 @@
 """The launches of a call, written down once and repeated with other tensors.
 
-A small batch costs its GPU less time than the host needs to choose sizes, cut slices and fill in forty arguments a
-launch. All of that depends on shapes, types, alignment and options alone, never on numbers. So the first call of a kind
+A small batch, or narrow features, cost the GPU less time than the host needs to choose sizes, cut slices and fill in
+forty arguments a launch. All of that depends on shapes, types, alignment and options alone, never on numbers. So the first call of a kind
 runs as it is and leaves a tape; the next ones allocate, put addresses into ready lists of arguments, and launch.
 
     record   every allocation is a slot; every argument that is a tensor becomes (slot, offset)
@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 POOLED = 2**20  # bytes; scratch up to this size shares one block
 ALIGNED = 256
 MOST_TAPES = 256
+MOST_STEPS = 20_000  # of all tapes together; a step takes about 3 kB
 _tapes: dict[Any, Tape | None] = {}
 
 
@@ -38,6 +39,7 @@ class Slot:
     zero: bool = False
     first: int = 0
     last: int = -1
+    multiplied: bool = False  # a product takes tensors, not addresses
     pool_at: int = -1
 
 
@@ -168,6 +170,8 @@ class Tape:
         """A product was taken."""
         into, one, other = self.find(target), self.find(left), self.find(right)
         if into is not None and one is not None and other is not None:
+            for where in (into, one, other):
+                self.slots[where.slot].multiplied = True
             self.steps.append(Product(run, into, one, other, first))
 
     def find(self, tensor: Tensor) -> Where | None:
@@ -194,7 +198,7 @@ class Tape:
                 continue  # allocated and never used
             if index in kept:
                 slot.last = steps
-            elif not slot.zero and slot.bytes <= POOLED:
+            elif slot.bytes <= POOLED and not slot.zero and not slot.multiplied:
                 slot.pool_at = self.pool_bytes
                 self.pool_bytes += -(-slot.bytes // ALIGNED) * ALIGNED
                 continue
@@ -266,7 +270,8 @@ def taped(
     fresh = Tape(device)
     fresh.take(inputs)
     outputs = run(fresh)
-    if len(_tapes) >= MOST_TAPES:
+    steps = sum(len(tape.steps) for tape in _tapes.values() if tape is not None)
+    if len(_tapes) >= MOST_TAPES or steps + len(fresh.steps) > MOST_STEPS:
         _tapes.clear()
     _tapes[kind] = fresh.finish(outputs)
     return outputs
