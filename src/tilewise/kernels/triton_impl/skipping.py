@@ -1,0 +1,267 @@
+"""Kernels that leave out what carries no probability. See `tilewise.kernels.filter` for what they compute.
+
+    forward    gather_kernel   a chunk of the columns in their new order, and the mean of each tile
+               parts_kernel    the log-sum-exp of each row in each tile: one product
+               choose_kernel   the row's log-sum-exp, and which tiles it drops
+    backward   list_kernel     the rows that keep each tile
+               pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
+               column_kernel   the gradient of a tile's columns
+               add_rows_kernel a row's shares, added in the order of the tiles
+
+Every number has one owner, so that sums have one order. Scores are in units of log2.
+
+Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.backward import outer_factor
+from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, SOFTCAP, score_tile, tile_dot, tile_place
+
+
+@triton.jit(do_not_specialize=["m", "first", "first_tile", "b_stride", "out_stride"])
+def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_stride, out_stride,
+                  D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
+    tile = tl.program_id(0) // ((D + K - 1) // K)
+    at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
+    total = tl.zeros((K,), tl.float32)
+    count = 0.0
+    for start in range(0, W, R):
+        here = tile * W + start + tl.arange(0, R)
+        ok = here < m
+        col = tl.load(order + first + here, mask=ok, other=0).to(tl.int64)
+        inside = ok[:, None] & (at < D)[None, :]
+        value = tl.load(b + col[:, None] * b_stride + at[None, :], mask=inside, other=0.0)
+        tl.store(out + here.to(tl.int64)[:, None] * out_stride + at[None, :], value, mask=inside)
+        if bias is not None:
+            ok = ok & (tl.load(bias + first + here, mask=ok, other=0.0) > float("-inf"))
+            value = tl.where(ok[:, None], value, 0.0)
+        total += tl.sum(value.to(tl.float32), 0)
+        count += tl.sum(ok.to(tl.float32), 0)
+    total = total / tl.maximum(count, 1.0)
+    tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "first_tile"])
+def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_zero, part, n, m, first, first_tile,
+                 D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                 GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """part[tile, row] = log2 of the sum of exp(x - the row's zero) over the tile; m columns from place ``first`` on."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s = tl.load(scale)
+    own_bias = bias
+    if BIAS & SCORE:
+        own_bias = bias + first
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        x = score_tile(acc, rows, cols, n, m, s, own_bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+        top = tl.max(x, 1)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
+        if row_zero is not None:
+            # A row's zero lies near its largest scores: subtracted first, it leaves more digits to the sum.
+            safe -= tl.load(row_zero + rows, mask=rows < n, other=0.0) * LOG2E
+        tl.store(part + (first_tile + tile_col).to(tl.int64) * n + rows, safe + total, mask=rows < n)
+
+
+@triton.jit
+def log_masses(part, t, row, tiles, n, lse, own):
+    """log2 of the mass of each row in the tiles t; NaN, which is below nothing, in the tile of its positive."""
+    ok = (t < tiles)[:, None] & (row < n)[None, :]
+    v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf")) - lse[None, :]
+    return tl.where(t[:, None] == own[None, :], float("nan"), v)
+
+
+@triton.jit(do_not_specialize=["tolerance", "usable", "softcap", "n", "tiles", "first_row", "all_rows"])
+def choose_kernel(part, count, place, row_key, row_zero, row_lse, mass, tolerance, usable, softcap, n, tiles, first_row, all_rows,
+                  W: tl.constexpr, SCORE: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
+
+    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok_row = row < n
+    high = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    for start in range(0, tiles, T):
+        t = start + tl.arange(0, T)
+        ok = (t < tiles)[:, None] & ok_row[None, :]
+        v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
+        higher = tl.maximum(high, tl.max(v, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(v - safe[None, :]), 0)
+        high = higher
+    lse = high + tl.log2(total)
+    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row)
+
+    own = tl.load(place + first_row + row, mask=ok_row, other=-1)
+    own = tl.where(own < 0, -1, own // W)
+    valid = tl.load(row_key + first_row + row, mask=ok_row, other=-1) >= 0
+    # Below usable / tiles no row can drop too much; at usable one tile alone would be.
+    below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
+    above = tl.zeros((R,), tl.float32) + tl.log2(usable)
+    for _ in range(HALVINGS):
+        middle = (below + above) * 0.5
+        dropped = tl.zeros((R,), tl.float32)
+        for start in range(0, tiles, T):
+            v = log_masses(part, start + tl.arange(0, T), row, tiles, n, lse, own)
+            dropped += tl.sum(tl.where(v < middle[None, :], tl.exp2(v), 0.0), 0)
+        fits = dropped <= usable
+        below = tl.where(fits, middle, below)
+        above = tl.where(fits, above, middle)
+    for start in range(0, tiles, T):
+        t = start + tl.arange(0, T)
+        ok = (t < tiles)[:, None] & ok_row[None, :]
+        v = log_masses(part, t, row, tiles, n, lse, own)
+        stands = tl.exp2(v) / tolerance
+        if SOFTCAP & SCORE:
+            # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
+            x = v + lse[None, :] - tl.log2(tl.load(count + t, mask=t < tiles, other=1.0))[:, None]
+            if row_zero is not None:
+                x += tl.load(row_zero + first_row + row, mask=ok_row, other=0.0)[None, :] * LOG2E
+            ratio = x / (softcap * LOG2E)
+            stands = stands * tl.maximum(1.0 - ratio * ratio, 0.0)
+        stands = tl.where(v < below[None, :], stands, -1.0)
+        stands = tl.where(valid[None, :], stands, 0.0)
+        at = mass + t.to(tl.int64)[:, None] * all_rows + (first_row + row)[None, :]
+        tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["n"])
+def list_kernel(mass, starts, rows, n, BLOCK: tl.constexpr):
+    """The rows that keep tile t, in order, from rows[starts[t]] on."""
+    tile = tl.program_id(0)
+    at = tl.load(starts + tile)
+    for first in range(0, n, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        keep = tl.load(mass + tile.to(tl.int64) * n + row, mask=row < n, other=0.0) < 0.0
+        place = tl.cumsum(keep.to(tl.int32), 0)
+        tl.store(rows + at + place - 1, row, mask=keep)
+        at += tl.sum(keep.to(tl.int32), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "softcap",
+        "m",
+        "col_start",
+        "first_block",
+        "blocks",
+        "first_g",
+        "first_u",
+        "a_stride",
+        "b_stride",
+    ]
+)
+def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key, row_zero, row_lse, grad_row, grad_pos, g, u,
+                m, col_start, first_block, blocks, first_g, first_u, a_stride, b_stride,
+                D: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+                EXACT: tl.constexpr):  # fmt: skip
+    """G of one block of pairs (up to R rows that keep a tile, and the tile), and G B of each of its pairs.
+
+    table is (3, blocks): the tile, the first pair, the pair behind the last.
+    """
+    block = first_block + tl.program_id(0)
+    tile = tl.load(table + block)
+    pair = tl.load(table + blocks + block) + tl.arange(0, R)
+    ok = pair < tl.load(table + 2 * blocks + block)
+    row = tl.load(rows + pair, mask=ok, other=0).to(tl.int64)
+    place = tile * W + tl.arange(0, W)
+    ok_col = place < m
+    col = tl.load(order + place, mask=ok_col, other=0)
+    row_at = a + row[:, None] * a_stride
+    col_at = b + col.to(tl.int64)[:, None] * b_stride
+    acc = tl.zeros((R, W), tl.float32)
+    for k in range(0, (D + K - 1) // K):
+        at = k * K + tl.arange(0, K)
+        left = tl.load(row_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+        right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+    # A column past the end is one past m: it scores -inf.
+    x = score_tile(
+        acc, row, tl.where(ok_col, col, m), 0, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0
+    )
+    level = tl.load(row_lse + row)
+    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
+    f = outer_factor(factor)
+    from_zero = x
+    if row_zero is not None:
+        from_zero = x - (tl.load(row_zero + row) * LOG2E)[:, None]
+    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_zero - level[:, None])
+    hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
+    value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
+    if SOFTCAP & SCORE:
+        ratio = x * (1.0 / (softcap * LOG2E))
+        value = value * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+    value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
+    if g is not None:
+        at = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+        tl.store(g + at, value, mask=ok[:, None])
+    if u is not None:
+        to = u + (pair - first_u).to(tl.int64)[:, None] * D
+        for k in range(0, (D + K - 1) // K):
+            at = k * K + tl.arange(0, K)
+            right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+            tl.store(
+                to + at[None, :],
+                tl.dot(value, right, input_precision=EXACT),
+                mask=ok[:, None] & (at < D)[None, :],
+            )
+
+
+@triton.jit(do_not_specialize=["m", "first_tile", "first_g", "a_stride", "b_stride"])
+def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, factor, bias_factor, out, bias_out,
+                  m, first_tile, first_g, a_stride,
+                  D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """out[column] = factor * (G' A + the tile's share of what was dropped), K features of one tile, in the old order."""
+    tile = first_tile + tl.program_id(0) // ((D + K - 1) // K)
+    part = tl.program_id(0) % ((D + K - 1) // K)
+    at = part * K + tl.arange(0, K)
+    place = tile * W + tl.arange(0, W)
+    ok_col = place < m
+    col = tl.load(order + place, mask=ok_col, other=0).to(tl.int64)
+    width = tl.load(count + tile)
+    mean = tl.load(share + tile.to(tl.int64) * D + at, mask=at < D, other=0.0) / width
+    live = tl.full((W,), 1.0, tl.float32)
+    if bias is not None:
+        live = tl.where(tl.load(bias + col, mask=ok_col, other=0.0) > float("-inf"), 1.0, 0.0)
+    acc = live[:, None] * mean[None, :]
+    sums = tl.zeros((W,), tl.float32)
+    stop = tl.load(starts + tile + 1)
+    for first in range(tl.load(starts + tile), stop, R):
+        pair = first + tl.arange(0, R)
+        ok = pair < stop
+        row = tl.load(rows + pair, mask=ok, other=0).to(tl.int64)
+        from_g = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+        value = tl.load(g + from_g, mask=ok[:, None], other=0.0)
+        right = tl.load(a + row[:, None] * a_stride + at[None, :], mask=(at < D)[None, :], other=0.0)
+        acc = tl.dot(value.T, right, acc, input_precision=EXACT)
+        if bias_out is not None:
+            if part == 0:
+                sums += tl.sum(value.to(tl.float32), 0)
+    to = out + col[:, None] * D + at[None, :]
+    tl.store(to, (acc * tl.load(factor)).to(out.dtype.element_ty), mask=ok_col[:, None] & (at < D)[None, :])
+    if bias_out is not None:
+        if part == 0:
+            sums += live * (tl.load(bias_share + tile) / width)
+            tl.store(bias_out + col, sums * tl.load(bias_factor), mask=ok_col)
+
+
+@triton.jit(do_not_specialize=["n"])
+def add_rows_kernel(total, u, pairs, starts, n, D: tl.constexpr, K: tl.constexpr):
+    """total[row] += u[pair] for the pairs of the row, which are pairs[starts[row] : starts[row + 1]]."""
+    row = tl.program_id(0) // ((D + K - 1) // K)
+    at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
+    first, stop = tl.load(starts + row), tl.load(starts + row + 1)
+    if first < stop:
+        here = total + row.to(tl.int64) * D + at
+        value = tl.load(here, mask=at < D, other=0.0)
+        for index in range(first, stop):
+            pair = tl.load(pairs + index).to(tl.int64)
+            value += tl.load(u + pair * D + at, mask=at < D, other=0.0)
+        tl.store(here, value, mask=at < D)

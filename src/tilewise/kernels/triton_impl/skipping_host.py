@@ -1,0 +1,393 @@
+"""The filter of the Triton backend: what its kernels are launched with, and how much memory that takes.
+
+What a call allocates above inputs and gradients, with w the workspace: forward, the plan (at most w / 2), a chunk of the
+columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
+(w / 8, or one tile's), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels import filter as plans
+from tilewise.kernels.filter import FilterPlan, columns_of_tiles, order_columns, places_of, row_steps, tile_count
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
+from tilewise.kernels.triton_impl import backward, positive, skipping
+from tilewise.kernels.triton_impl.backend import on_device
+from tilewise.kernels.triton_impl.gradients import FINISH_ROWS, product
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
+from tilewise.options import TileOptions
+
+GATHER_ROWS, GATHER_FEATURES = 32, 256
+CHOOSE_ROWS, CHOOSE_TILES = 32, 64
+LIST_BLOCK = 1024
+
+
+class TritonFilter:
+    """Fused kernels for CUDA devices; in the interpreter, for tests, on the CPU."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+        """Statistics of all pairs, and which of them backward may leave out."""
+        with on_device(pair.a), torch.no_grad():
+            return SkipForward(pair, spec, options).run()
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+    ) -> Grads | None:
+        """Gradients of the kept pairs. The host waits once, for how many there are."""
+        if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+            return SkipBackward(pair, stats, plan, grad, needs, spec, options).run()
+
+
+def product_sizes(device: torch.device, item: int, width: int) -> Sizes:
+    """The sizes of `parts_kernel`, whose tiles have ``width`` columns."""
+    if device.type != "cuda":
+        return Sizes(64, width, 64, 1, 1, 1, 2)
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 and item == 2:
+        return Sizes(128, 256, 64, 8, 3, 1, 16) if width == 256 else Sizes(128, width, 64, 4, 3, 2, 16)
+    return Sizes(64, width, 32, 8 if width == 256 else 4, 2, 1, 8)
+
+
+@dataclass(frozen=True)
+class PairSizes:
+    """How `pair_kernel` and `column_kernel` cut their work."""
+
+    rows: int  # pairs at a time
+    depth: int  # features at a time, of the scores and of the row gradients
+    columns: int  # features at a time, of the column gradients
+    warps: int
+    column_warps: int
+    stages: int
+
+
+def pair_sizes(device: torch.device, item: int) -> PairSizes:
+    """From a plain table."""
+    if device.type != "cuda":
+        return PairSizes(64, 64, 64, 1, 1, 1)
+    major, _ = torch.cuda.get_device_capability(device)
+    if item == 4:
+        return PairSizes(32, 32, 64, 8, 8, 2)
+    return PairSizes(64, 64, 128, 4, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
+
+
+def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
+    """How many column tiles to gather at once: of those up to ``most``, what leaves the fewest programs idle.
+
+    >>> chunk_of_tiles(1000, 64, 132, 80)
+    66
+    """
+
+    def rounds(chunk: int) -> int:
+        return tiles // chunk * cdiv(row_tiles * chunk, programs) + cdiv(row_tiles * (tiles % chunk), programs)
+
+    most = min(most, tiles)
+    return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
+
+
+class SkipForward:
+    """One pass over the columns in their new order, for as many rows as their masses have room."""
+
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
+        self.pair, self.spec, self.options = pair, spec, options
+        self.call = Call.of(pair, spec, options)
+        self.a, self.b, self.device = self.call.a, self.call.b, pair.a.device
+        self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
+        self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
+        self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
+        self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
+
+    def run(self) -> tuple[Stats, FilterPlan]:
+        """Everything; nothing waits for the device."""
+        pair, new = self.pair, self.pair.scale.new_empty
+        lse, pos, hits = new(self.n), new(self.n), new(self.n)
+        everything = slice(0, self.n), slice(0, self.m)
+        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
+        self.order = order_columns(pair)
+        self.place = places_of(self.order, pair)
+        self.bias = None if pair.bias is None else pair.bias[self.order.long()]
+        self.count = columns_of_tiles(self.order, pair.bias)
+        mass = pair.a.new_empty((self.tiles, self.n))
+        self.mean = pair.a.new_empty((self.tiles, self.d))
+        step = row_steps(self.n, self.tiles, self.options)
+        part = new(self.tiles * min(step, self.n))
+        for i in pieces(self.n, step):
+            self._parts(part, i)
+            self._choose(part, i, lse, mass)
+        kept = (mass < 0).sum(1, dtype=torch.int32)
+        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept)
+        return Stats(row_lse=lse, row_pos=pos, row_hits=hits), plan
+
+    def _parts(self, part: Tensor, i: slice) -> None:
+        """The log-sum-exp of the rows in each tile."""
+        sizes, rows, item = self.sizes, i.stop - i.start, self.pair.a.element_size()
+        wide = cdiv(self.d * item, 16) * 16 // item
+        programs = multiprocessors(self.device) * sizes.programs
+        most = max(1, self.options.workspace_bytes * 3 // 8 // (wide * item * self.width))
+        chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
+        buffer = self.pair.a.new_empty((min(chunk * self.width, self.m), wide))[:, : self.d]
+        gather = Prepared(skipping.gather_kernel, self.device, 4, 2, self.key)
+        gather.put({"b": self.b, "order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean})
+        gather.put({"b_stride": self.b.stride(0), "out_stride": buffer.stride(0), "D": self.d, "W": self.width})
+        features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
+        gather.put({"R": min(GATHER_ROWS, self.width), "K": features})
+        tile = Prepared(skipping.parts_kernel, self.device, sizes.warps, sizes.stages, (*self.key, sizes))
+        a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
+        zero = self.pair.row_zero
+        tile.put({"a_desc": a_desc, "scale": self.pair.scale, "bias": self.bias, "softcap": self.spec.softcap})
+        tile.put({"row_zero": None if zero is None else vector(zero[i]), "part": part, "n": rows, "D": self.d})
+        tile.put({"SCORE": self.call.score_bits, "R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
+        tile.put({"GROUP": sizes.group, "PROGRAMS": programs, "EXACT": self.call.exact})
+        described = 0
+        for t in pieces(self.tiles, chunk):
+            first = t.start * self.width
+            cols = min(t.stop * self.width, self.m) - first
+            if cols != described:
+                tile.put({"b_desc": TensorDescriptor.from_tensor(buffer[:cols], [sizes.cols, sizes.depth])})
+                described = cols
+            here = {"m": cols, "first": first, "first_tile": t.start}
+            gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
+            tile.put(here).launch(programs)
+
+    def _choose(self, part: Tensor, i: slice, lse: Tensor, mass: Tensor) -> None:
+        """What the rows drop."""
+        tolerance = self.options.filter_tolerance
+        choose = Prepared(skipping.choose_kernel, self.device, 4, 2, self.key)
+        choose.put({"part": part, "count": self.count, "place": self.place, "row_key": vector(self.pair.row_key)})
+        choose.put({"row_zero": vector(self.pair.row_zero), "row_lse": lse, "mass": mass, "tolerance": tolerance})
+        choose.put({"usable": tolerance * plans.MARGIN, "softcap": self.spec.softcap, "n": i.stop - i.start})
+        choose.put({"tiles": self.tiles, "first_row": i.start, "all_rows": self.n, "W": self.width})
+        choose.put({"SCORE": self.call.score_bits, "HALVINGS": plans.HALVINGS, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+        choose.launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
+
+
+class SkipBackward:
+    """The kept pairs, a group of tiles at a time; the tiles' means for the others."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+    ) -> None:
+        self.pair, self.plan, self.grad, self.needs = pair, plan, grad, needs
+        self.spec, self.options, self.stats = spec, options, stats
+        self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
+        self.width, self.tiles, self.device = plans.tile_width(self.m), tile_count(self.m), pair.a.device
+        self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
+
+    def run(self) -> Grads | None:
+        """All of them, or None if too many pairs are kept."""
+        kept = self.plan.kept
+        if kept.is_cuda:
+            # The host is told on its way: what does not depend on the counts is launched before it waits for them.
+            there = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+            there.copy_(kept, non_blocking=True)
+            told = torch.cuda.Event()
+            told.record()
+        self._start()
+        if kept.is_cuda:
+            told.synchronize()
+            kept = there
+        counts = kept.long()
+        if int(counts.sum()) > plans.DENSE_SHARE * self.tiles * self.n:
+            return None
+        self._pairs(counts)
+        return self._finish()
+
+    def _start(self) -> None:
+        """What was dropped: its means for the rows, its share of each tile for the columns."""
+        pair, scale = self.pair, self.pair.scale
+        self.call = Call.of(pair, self.spec, self.options)
+        nothing = None
+        if self.grad.row_lse is None or self.grad.row_pos is None:
+            nothing = scale.new_zeros(self.n)
+        self.grad_row = vector(nothing if self.grad.row_lse is None else self.grad.row_lse)
+        self.grad_pos = vector(nothing if self.grad.row_pos is None else self.grad.row_pos)
+        self.size = torch.ones_like(scale)
+        if pair.a.dtype == torch.float16:  # G must stay near 1 in float16
+            self.size = incoming_size(self.grad).to(scale)
+        self.inside, self.outside = 1.0 / self.size, scale * self.size
+        self.count = columns_of_tiles(self.plan.order, pair.bias)
+        assert self.grad_row is not None
+        weight = self.grad_row * (self.inside * self.options.filter_tolerance)
+        dropped = self.plan.mass * weight.to(pair.a.dtype)
+        dropped.masked_fill_(self.plan.mass <= 0, 0.0)  # what is kept; and a row that drops nothing may meet 0 * inf
+        new = scale.new_empty
+        self.total: Tensor | None = None
+        self.share: Tensor | None = None
+        self.bias_share: Tensor | None = None
+        if self.need_a:
+            self.total = new((self.n, self.d))
+            product(self.total, dropped.T, self.plan.mean, True)
+        if self.need_b:
+            self.share = new((self.tiles, self.d))
+            product(self.share, dropped, self.call.a, True)
+        if self.needs.bias:
+            self.bias_share = dropped.sum(1, dtype=torch.float32)
+
+    def _pairs(self, counts: Tensor) -> None:
+        """Kept pairs: their gradients, group by group."""
+        pair, call, item = self.pair, self.call, self.pair.a.element_size()
+        sizes = pair_sizes(self.device, item)
+        plan = Blocks.of(counts, sizes.rows)
+        starts, table = plan.starts.to(self.device, torch.int32), plan.table.to(self.device)
+        rows = torch.empty(max(1, plan.pairs), dtype=torch.int32, device=self.device)
+        key = (self.d, self.width, call.score_bits, call.exact, pair.a.dtype, sizes)
+        listing = Prepared(skipping.list_kernel, self.device, 4, 2, key)
+        listing.put({"mass": self.plan.mass, "starts": starts, "rows": rows, "n": self.n, "BLOCK": LIST_BLOCK})
+        if plan.pairs:
+            listing.launch(self.tiles)
+        most_g = max(int(counts.max()), self.options.workspace_bytes // 8 // (self.width * item))
+        most_u = max(sizes.rows, self.options.workspace_bytes // 2 // (4 * self.d))
+        if not self.need_a:
+            most_u = plan.pairs
+        g = pair.a.new_empty((min(most_g, plan.pairs), self.width)) if self.need_b else None
+        u = pair.scale.new_empty((min(most_u, plan.pairs), self.d)) if self.need_a else None
+        bias = vector(pair.bias)
+        score = Prepared(skipping.pair_kernel, self.device, sizes.warps, sizes.stages, key)
+        score.put({"a": call.a, "b": call.b, "order": self.plan.order, "rows": rows, "table": table, "g": g, "u": u})
+        score.put({"scale": pair.scale, "factor": self.inside, "bias": bias, "softcap": self.spec.softcap})
+        score.put({"row_key": vector(pair.row_key), "row_zero": vector(pair.row_zero)})
+        score.put({"row_lse": vector(self.stats.row_lse), "grad_row": self.grad_row, "grad_pos": self.grad_pos})
+        score.put({"m": self.m, "col_start": pair.col_start, "blocks": plan.table.shape[1]})
+        score.put({"a_stride": call.a.stride(0), "b_stride": call.b.stride(0), "D": self.d, "W": self.width})
+        score.put({"SCORE": call.score_bits, "R": sizes.rows, "K": sizes.depth, "EXACT": call.exact})
+        self.out = pair.a.new_empty((self.m, self.d)) if self.need_b else None
+        self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
+        column = Prepared(skipping.column_kernel, self.device, sizes.column_warps, sizes.stages, key)
+        column.put({"a": call.a, "order": self.plan.order, "rows": rows, "starts": starts, "g": g, "share": self.share})
+        column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
+        column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
+        column.put({"a_stride": call.a.stride(0), "D": self.d, "W": self.width, "R": sizes.rows})
+        column.put({"K": min(sizes.columns, max(16, triton.next_power_of_2(self.d))), "EXACT": call.exact})
+        for t in plan.groups(most_g):
+            first_g = plan.first_pair(t.start)
+            for block in plan.batches(t, most_u):
+                score.put({"first_block": block.start, "first_g": first_g, "first_u": plan.pair_of(block.start)})
+                score.launch(block.stop - block.start)
+                if u is not None:
+                    self._add_rows(u, rows[plan.pair_of(block.start) : plan.pair_after(block.stop)])
+            if self.need_b:
+                column.put({"first_tile": t.start, "first_g": first_g})
+                column.launch((t.stop - t.start) * cdiv(self.d, column.args[column.places["K"]]))
+
+    def _add_rows(self, u: Tensor, rows: Tensor) -> None:
+        """total[row] += u[pair], for the pairs of each row in the order of their tiles."""
+        ordered, pairs = torch.sort(rows, stable=True)
+        marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
+        starts = torch.searchsorted(ordered, marks, out_int32=True)
+        features = min(1024, triton.next_power_of_2(self.d))
+        add = Prepared(skipping.add_rows_kernel, self.device, 4, 2, (self.d, features))
+        add.put(
+            {"total": self.total, "u": u, "pairs": pairs, "starts": starts, "n": self.n, "D": self.d, "K": features}
+        )
+        add.launch(self.n * cdiv(self.d, features))
+
+    def _finish(self) -> Grads:
+        """Into their final types."""
+        pair, out, dots = self.pair, None, None
+        if self.total is not None:
+            if self.needs.a:
+                out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
+            programs = cdiv(self.n, FINISH_ROWS)
+            dots = pair.scale.new_empty(programs) if self.needs.scale else None
+            values: dict[str, Any] = {"total": self.total, "features": self.call.a if dots is not None else None}
+            values |= {"factor": self.outside, "out": out, "dots": dots, "rows": self.n, "D": self.d, "stride": self.d}
+            values |= {"out_stride": self.d, "feature_stride": self.call.a.stride(0), "WRITE": self.needs.a}
+            values |= {"SCALED": True, "DOT": dots is not None, "BLOCK": FINISH_ROWS}
+            values |= {"WIDTH": min(256, triton.next_power_of_2(self.d))}
+            key = ("skipping", self.d, self.needs.a, dots is not None, pair.a.dtype)
+            Prepared(backward.finish_kernel, self.device, 4, 2, key).put(values).launch(programs)
+        return Grads(
+            a=out,
+            b=self.out if self.needs.b else None,
+            scale=None if dots is None else dots.sum() * self.size,
+            bias=self.bias_out,
+        )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Kept pairs, tile by tile, cut into blocks of rows; everything on the host.
+
+    >>> blocks = Blocks.of(torch.tensor([3, 0, 5, 1]), 4)
+    >>> blocks.pairs, blocks.table.tolist()
+    (9, [[0, 2, 2, 3], [0, 3, 7, 8], [3, 7, 8, 9]])
+    >>> [(t.start, t.stop, list(blocks.batches(t, 4))) for t in blocks.groups(5)]
+    [(0, 2, [slice(0, 1, None)]), (2, 3, [slice(1, 2, None), slice(2, 3, None)]), (3, 4, [slice(3, 4, None)])]
+    """
+
+    pairs: int
+    starts: Tensor  # (T + 1,) the first pair of each tile, and the end
+    firsts: Tensor  # (T + 1,) the first block of each tile, and the end
+    table: Tensor  # (3, blocks) int32: the tile, the first pair, the pair behind the last
+
+    @staticmethod
+    def of(counts: Tensor, step: int) -> Blocks:
+        """Blocks of at most ``step`` rows."""
+        tiles, nothing = counts.shape[0], counts.new_zeros(1)
+        starts = torch.cat([nothing, counts.cumsum(0)])
+        number = (counts + step - 1) // step
+        firsts = torch.cat([nothing, number.cumsum(0)])
+        tile = torch.repeat_interleave(torch.arange(tiles), number)
+        first = starts[tile] + (torch.arange(tile.shape[0]) - firsts[tile]) * step
+        stop = torch.minimum(first + step, starts[tile + 1])
+        table = torch.stack([tile, first, stop]).to(torch.int32)
+        return Blocks(int(starts[-1]), starts, firsts, table)
+
+    def first_pair(self, tile: int) -> int:
+        """Of a tile."""
+        return int(self.starts[tile])
+
+    def pair_of(self, block: int) -> int:
+        """The first pair of a block."""
+        return int(self.table[1, block])
+
+    def pair_after(self, block: int) -> int:
+        """The pair behind the block before ``block``."""
+        return int(self.table[2, block - 1])
+
+    def groups(self, most: int) -> list[slice]:
+        """Tiles with at most ``most`` pairs together; every tile has at most that many."""
+        return self._cut(self.starts, 0, self.starts.shape[0] - 1, most)
+
+    def batches(self, tiles: slice, most: int) -> list[slice]:
+        """Blocks of these tiles with at most ``most`` pairs together."""
+        first, stop = int(self.firsts[tiles.start]), int(self.firsts[tiles.stop])
+        if first == stop:
+            return []
+        ends = torch.cat([self.table[1, first : first + 1], self.table[2, first:stop]]).long()
+        return [slice(first + s.start, first + s.stop) for s in self._cut(ends, 0, stop - first, most)]
+
+    @staticmethod
+    def _cut(marks: Tensor, first: int, stop: int, most: int) -> list[slice]:
+        """Ranges of [first, stop) whose marks are at most ``most`` apart, as long as they can be."""
+        out = []
+        while first < stop:
+            until = int(torch.searchsorted(marks, marks[first] + most, right=True)) - 1
+            until = min(max(until, first + 1), stop)
+            out.append(slice(first, until))
+            first = until
+        return out
