@@ -206,27 +206,34 @@ def warm_up(bench: Bench, methods: Sequence[str], chunk: int) -> None:
     bench.pairs_per_s = 4 * chunk / measure_step(bench, methods[0], 4 * chunk)["step_s"]
 
 
-def compile_layers(bench: Bench, methods: Sequence[str], chunk: int) -> Row:
-    """Compile the transformers' layers (one graph serves all layers of a tower), if that works and is faster."""
-    layers = [layer for part in bench.model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+def parts_to_compile(model: nn.Module, which: str) -> list[nn.Module]:
+    """The layers of the transformers, or their activations alone: less to gain, and quick to compile."""
+    if which == "activations":
+        return [part for part in model.modules() if type(part).__module__ == "transformers.activations"]
+    return [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+
+
+def compile_parts(bench: Bench, which: str, methods: Sequence[str], chunk: int) -> Row:
+    """Compile parts of the towers (one graph serves all layers of a tower), if that works and is faster."""
+    parts = parts_to_compile(bench.model, which)
     eager, start = bench.pairs_per_s, time.monotonic()
     failure = ""
     try:
-        for layer in layers:
-            layer.compile(dynamic=False)
+        for part in parts:
+            part.compile(dynamic=False)
         warm_up(bench, methods[:1], chunk)
     except Exception as error:  # a compiler that is absent or fails is no reason to measure nothing
         failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     kept = not failure and bench.pairs_per_s > eager
-    found = {"compiled": kept, "eager_pairs_per_s": eager, "compiled_pairs_per_s": bench.pairs_per_s,
+    found = {"compiled": which if kept else "", "eager_pairs_per_s": eager, "compiled_pairs_per_s": bench.pairs_per_s,
              "compile_s": time.monotonic() - start}  # fmt: skip
     if not kept:
-        for layer in layers:
-            layer._compiled_call_impl = None
+        for part in parts:
+            part._compiled_call_impl = None
         bench.pairs_per_s = eager
         bench.optimizer.zero_grad(set_to_none=True)
         empty_cache(bench.device)
-    print(f"compiled layers: {failure or found}", flush=True)
+    print(f"compiled {which}: {failure or found}", flush=True)
     return found
 
 
@@ -246,11 +253,11 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
         "train-step", device, " ".join(["python -m benchmarks.train_step", *sys.argv[1:]]), 1, args.max_seconds
     )
     report["commit"] = report["commit"] or args.commit or "unknown"
-    report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": False}
+    report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": ""}
     methods = [method for method in METHODS if method in args.methods]
     warm_up(bench, methods, args.chunk)
     if args.compile:
-        report |= compile_layers(bench, methods, args.chunk)
+        report |= compile_parts(bench, args.compile, methods, args.chunk)
     report["encoder_pairs_per_s"] = bench.pairs_per_s
     print(f"encoders with the cache: {bench.pairs_per_s:,.0f} pairs/s", flush=True)
     pair_bytes = synthetic_batch(bench, 8, False).bytes // 8
@@ -272,19 +279,27 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
 
 
 def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, str]]:
-    """Whole steps in the order of their worth; the first batch there and back again, then the largest before others.
+    """Whole steps in the order of their worth: the first batch there and back again, and the largest one before others.
+
+    A step that no longer fits the time is left out, and a smaller one after it may still fit.
 
     >>> schedule([8, 32], ["dense", "tilewise"])
     [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (32, 'dense'), (32, 'tilewise')]
     >>> schedule([8, 32, 64, 128], ["dense", "tilewise"])[6:]
     [(128, 'tilewise'), (64, 'tilewise'), (128, 'dense'), (64, 'dense')]
+    >>> schedule([8, 32, 64, 128], ["tilewise", "tilewise+offload"])[6:]
+    [(128, 'tilewise'), (128, 'tilewise+offload'), (64, 'tilewise+offload'), (64, 'tilewise')]
     """
     first, *rest = sorted(batches)
     ours = [method for method in methods if method not in BASELINES]
     turns = [(first, method) for method in [*methods, *reversed(methods)]]
     turns += [(batch, method) for batch in rest[:1] for method in methods]
     theirs = [method for method in methods if method in BASELINES]
-    return turns + [(batch, method) for method in [*ours, *theirs] for batch in reversed(rest[1:])]
+    for some in (ours, theirs):
+        for batch in reversed(rest[1:]):
+            turns += [(batch, method) for method in some]
+            some = some[::-1]  # the method that came last had the least chance to fit
+    return turns
 
 
 def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, method: str) -> None:
@@ -301,12 +316,20 @@ def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, met
         found["steps_s"] = [*found.get("steps_s", []), again["step_s"]]
         found |= {**again, "step_s": sum(found["steps_s"]) / len(found["steps_s"]), "step_measured": True}
         bench.pairs_per_s = batch / max(1e-9, again["step_s"] - found.get("loss_s", 0.0))
-    for other in results.values():  # what is still an estimate follows the latest rate
+    for other in results.values():
         if not other.get("oom") and not other["step_measured"]:
-            other["step_s"] = bench.expected_s(other["batch"], other)
+            other |= estimate(bench, other, again.get("backbone_bytes"))
     shown = "out of memory" if found.get("oom") else f"{again['step_s']:.3f} s"
     print(f"{batch:>7} {method:<17} {shown}, peak {found.get('peak_bytes', 0) / 2**30:.2f} GiB, "
           f"{bench.left():.0f} s left", flush=True)  # fmt: skip
+
+
+def estimate(bench: Bench, row: Row, backbone_bytes: int | None) -> Row:
+    """A step from its parts: the latest rate of the encoders and the loss; equation 10 with the latest backbone."""
+    made: Row = {"step_s": bench.expected_s(row["batch"], row)}
+    if backbone_bytes is not None:
+        made["peak_bytes"] = row["data_bytes"] + max(row["loss_bytes"], backbone_bytes)
+    return made
 
 
 def step_ratios(results: Sequence[Row]) -> dict[str, float]:
@@ -322,9 +345,9 @@ def step_ratios(results: Sequence[Row]) -> dict[str, float]:
 
 def markdown(report: Row) -> str:
     """The result as a table."""
-    layers = ", compiled layers" if report.get("compiled") else ""
+    compiled = f", compiled {report['compiled']}" if report.get("compiled") else ""
     lines = [
-        f"{report['model']}, chunks of {report['chunk']}, {report['precision']}{layers}, on {report['device']}.",
+        f"{report['model']}, chunks of {report['chunk']}, {report['precision']}{compiled}, on {report['device']}.",
         "",
         "| batch | loss | step s | whole steps | loss s | M_data GiB | M_loss GiB | M_peak GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -338,7 +361,9 @@ def markdown(report: Row) -> str:
         if row.get("oom"):
             lines.append(f"{name} out of memory | 0 | - | {gib[0]} | - | - |")
             continue
-        step = f"{row['step_s']:.2f}" + ("" if row["step_measured"] else " (from parts)")
+        parts = "" if row["step_measured"] else " (from parts)"
+        step = f"{row['step_s']:.2f}{parts}"
+        gib[2] += parts if gib[2] != "-" else ""
         lines.append(f"{name} {step} | {len(row.get('steps_s', []))} | {row['loss_s']:.3f} | {' | '.join(gib)} |")
     ratios = [f"{ratio:.3f} at {int(batch):,}" for batch, ratio in report.get("step_ratios", {}).items()]
     if ratios:
@@ -354,7 +379,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--model", default="clip-vit-b-16")
     parser.add_argument("--image-size", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="compile the transformers' layers, if that is faster")
+    parser.add_argument("--compile", choices=("activations", "layers"), help="compile these, if it works and is faster")
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")

@@ -15,7 +15,7 @@ SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
 
 @pytest.mark.slow
 def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
-    path = train_step.main([*TINY, "--batches", "32,64", "--max-seconds", "60", "--out", str(tmp_path / "t.json")])
+    path = train_step.main([*TINY, "--batches", "16,32", "--max-seconds", "9999", "--out", str(tmp_path / "t.json")])
     report = json.loads(path.read_text())
     assert len(report["results"]) == 8
     assert all(row["step_measured"] and row["step_s"] > row["loss_s"] > 0 for row in report["results"])
@@ -24,7 +24,7 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
     pair_bytes = 3 * 32 * 32 + 2 * 16 * 8 + 8  # an image, two rows of tokens, an id
     for row in report["results"]:
         assert row["data_bytes"] == (0 if row["method"] == "tilewise+offload" else row["batch"] * pair_bytes)
-    assert set(report["step_ratios"]) == {"32", "64"}
+    assert set(report["step_ratios"]) == {"16", "32"}
     text = path.with_suffix(".md").read_text()
     assert "| 32 | dense |" in text
     assert "divided by that of the faster baseline" in text
@@ -92,7 +92,27 @@ def test_a_step_that_runs_out_of_memory_is_shown_so(monkeypatch, capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch, capsys):
+def test_what_was_not_measured_follows_the_latest_step(monkeypatch, capsys):
+    bench = tiny_bench()
+    bench.deadline, bench.pairs_per_s = float("inf"), 100.0
+    rows = {
+        (batch, "tilewise"): {"batch": batch, "method": "tilewise", "data_bytes": 10 * batch, "loss_s": 1.0,
+                              "loss_bytes": 60 * batch, "step_s": 9.0, "step_measured": False}
+        for batch in (32, 64)
+    }  # fmt: skip
+    made = {"step_s": 5.0, "data_bytes": 320, "backbone_bytes": 3000, "peak_bytes": 3320, "loss_bytes": 1}
+    monkeypatch.setattr(train_step, "measure_step", lambda *_: dict(made))
+    train_step.take_step(bench, rows, 32, "tilewise")
+    assert rows[32, "tilewise"]["step_s"] == 5.0
+    assert rows[64, "tilewise"]["step_s"] == 64 / (32 / 4.0) + 1.0
+    assert rows[64, "tilewise"]["peak_bytes"] == 640 + 60 * 64  # more than the backbone's 3,000
+    report = {"model": "m", "chunk": 8, "precision": "bf16", "device": "d", "results": list(rows.values())}
+    assert "| 64 | tilewise | 9.00 (from parts) | 0 |" in train_step.markdown(report)
+    assert "0.00 (from parts) |\n" in train_step.markdown(report)
+
+
+@pytest.mark.parametrize("which", ["activations", "layers"])
+def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch, capsys, which):
     bench = tiny_bench()
     bench.pairs_per_s = 5.0
 
@@ -100,8 +120,10 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch, capsys):
         self._compiled_call_impl = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no compiler here"))
 
     monkeypatch.setattr(nn.Module, "compile", compile_fails)
-    found = train_step.compile_layers(bench, ["tilewise"], 8)
-    assert found["compiled"] is False
+    parts = train_step.parts_to_compile(bench.model, which)
+    assert len(parts) == 4  # two layers of two towers, an activation in each
+    found = train_step.compile_parts(bench, which, ["tilewise"], 8)
+    assert found["compiled"] == ""
     assert "no compiler here" in capsys.readouterr().out
     assert bench.pairs_per_s == 5.0
     assert train_step.measure_step(bench, "tilewise", 16)["step_s"] > 0
