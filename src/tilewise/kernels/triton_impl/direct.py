@@ -63,22 +63,20 @@ class Sigmoid(Backward):
     """Backward of the sigmoid loss, whose kernel writes the loss too."""
 
     def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
-        self.parts: list[Tensor] = []
         super().__init__(call, Stats(), GradStats(row_softplus=weights.each), needs, call.pair.a.dtype)
+        programs = multiprocessors(call.a.device) * self.sizes.programs
+        self.loss_part = call.empty(programs * self.sizes.rows, zero=True)
 
     def loss_and_grads(self) -> tuple[Tensor, Grads]:
         """All macro-tiles."""
         grads = self.run()
-        parts = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        return parts.sum(dtype=torch.float64).to(parts.dtype), grads
+        return _sum([self.loss_part]), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
-        call, sizes = self.call, self.sizes
-        tiles = cdiv(i.stop - i.start, sizes.rows) * cdiv(j.stop - j.start, sizes.cols)
-        self.parts.append(call.empty(tiles))
+        call = self.call
         shared = {"factor": self.inside, "TERMS": self.bits}
-        more = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.parts[-1]}
-        call.run(direct_kernels.sigmoid_kernel, i, j, sizes, **more, **shared)
+        more = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
+        call.run(direct_kernels.sigmoid_kernel, i, j, self.sizes, **more, **shared)
         if self._meets(i, j):
             call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
         if bias is not None:

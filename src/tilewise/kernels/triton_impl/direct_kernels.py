@@ -38,7 +38,7 @@ from tilewise.kernels.triton_impl.parts import (
 
 LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile, before doubt is cast
 SMALLEST_SHARE = tl.constexpr(2.0**-20)  # of w_i in w_i + 2 z_i lse_i: closer to 0 it is taken for this
-JOINED = tl.constexpr(64)  # factors 1 + e that are multiplied before a logarithm is taken: 2**64 at most
+JOINED = tl.constexpr(128)  # factors 1 + e that are multiplied before a logarithm is taken: 2**128 at most
 
 # What exponent_kernel does (bits of TERMS)
 GATED = tl.constexpr(1)  # only if there is doubt
@@ -218,16 +218,25 @@ def multiply_kernel(values, by, count, PROGRAMS: tl.constexpr, BLOCK: tl.constex
         tl.store(values + at, value.to(values.dtype.element_ty), mask=at < count)
 
 
+@triton.jit
+def log_join(joined):
+    """log(1 + joined) of at most 128 factors 1 + e <= 2: what float32 cannot hold is 2**128 but for the last digit."""
+    return tl.where(joined > 3.4e38, 128.0 * LN2, log1p(joined))
+
+
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, bias_part,
                    loss_part, n, m, first, ahead,
                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile, an only positive left out, times ``factor``; and each tile's part of the loss, positives included."""
+    """G of one macro-tile, an only positive left out, times ``factor``; what each program finds of the loss, positives
+    included, is added to its R numbers of loss_part."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     f = outer_factor(factor)
+    mine = loss_part + tl.program_id(0) * R + tl.arange(0, R)
+    loss = tl.load(mine)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
@@ -244,10 +253,10 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
             high -= tl.sum(tl.where(hit, x, 0.0), 1)
         if C > JOINED:
-            logs = tl.sum(log1p(tl.reduce(tl.reshape(e, (R, C // JOINED, JOINED)), 2, softplus_join)), 1)
+            logs = tl.sum(log_join(tl.reduce(tl.reshape(e, (R, C // JOINED, JOINED)), 2, softplus_join)), 1)
         else:
-            logs = log1p(tl.reduce(e, 1, softplus_join))
-        tl.store(loss_part + tile, tl.sum(w * (high * LN2 + logs), 0))
+            logs = log_join(tl.reduce(e, 1, softplus_join))
+        loss += w * (high * LN2 + logs)
         share = 1.0 / (1.0 + e)
         g = tl.where(x < 0, e * share, share) * (w * f)[:, None]
         if SOFTCAP & SCORE:
@@ -256,3 +265,4 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
         if BIAS_TOTAL & TERMS:
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
+    tl.store(mine, loss)
