@@ -26,13 +26,20 @@ def load_backend(name: str) -> Backend:
     return TorchBackend()
 
 
+@functools.cache
+def installed(package: str) -> bool:
+    """Whether it can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
 def why_not(name: str, pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
     """Why the backend ``name`` cannot serve this call, or None if it can."""
     if name == "triton":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and options.backend == "triton"
-        if pair.a.device.type != "cuda" and not interpreted:
-            return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
-        if importlib.util.find_spec("triton") is None:
+        if pair.a.device.type != "cuda":
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1" and options.backend == "triton"
+            if not interpreted:
+                return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+        if not installed("triton"):
             return "the package triton is not installed"
     return load_backend(name).why_not(pair, spec, options)
 

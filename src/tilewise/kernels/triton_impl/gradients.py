@@ -38,12 +38,14 @@ class Backward:
         row_lse = vector(stats.row_lse)
         grad_pos = vector(grad.row_pos)
         call.by_row |= {"row_lse": row_lse, "grad_row": row_in, "grad_pos": grad_pos, "grad_sum": vector(grad.row_sum)}
+        call.by_row |= {"row_entropy": vector(stats.row_entropy), "grad_entropy": vector(grad.row_entropy)}
         call.by_col |= {
             "col_lse": row_lse if sym else vector(stats.col_lse),
             "grad_col": row_in if sym else vector(grad.col_lse),
             "grad_pos_col": grad_pos if sym else None,
         }
         bits = backward.ROWS.value * (grad.row_lse is not None)
+        bits += backward.ENTROPY.value * (grad.row_entropy is not None)
         bits += backward.COLS.value * (call.by_col["grad_col"] is not None)
         bits += backward.SOFTPLUS.value * self.spec.softplus + backward.ROW_SUM.value * (grad.row_sum is not None)
         self.shared_bias = bool(call.score_bits & parts.ONE_BIAS.value)
@@ -97,8 +99,9 @@ class Backward:
         item = pair.a.element_size()
         width = cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
         g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
-        grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1) if self.need_a else None
-        grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1) if self.need_b else None
+        dot_a, dot_b = self.needs.scale and self.need_a, self.needs.scale and not self.need_a
+        grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1, dot=dot_a) if self.need_a else None
+        grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b) if self.need_b else None
         bias = Bias(self) if self.needs.bias else None
         views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
         for i in row_pieces:
@@ -211,10 +214,11 @@ class Sum:
 
     ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
     ``once``: each row meets one macro-tile only, so its product is final and needs no float32 accumulator.
+    ``dot``: the gradient of the scale is taken from this side.
     """
 
-    def __init__(self, parent: Backward, rows: int, *, whole: bool, once: bool) -> None:
-        self.parent, self.whole = parent, whole
+    def __init__(self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool) -> None:
+        self.parent, self.whole, self.dot = parent, whole, dot
         self.scaled = parent.outside is not None  # a factor is still to be multiplied in
         in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
         new = parent.call.empty
@@ -239,7 +243,7 @@ class Sum:
 
     def finish(self, i: slice, features: Tensor) -> None:
         """The final values of the rows ``i``, and their part of the scale's gradient."""
-        parent, dot = self.parent, self.parent.needs.scale
+        parent, dot = self.parent, self.dot
         if self.out is None:
             self.out = parent.call.empty(i.stop, parent.d, dtype=parent.grad_dtype)
         write = self.scaled or self.total is not None

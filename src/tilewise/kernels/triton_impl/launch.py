@@ -49,6 +49,7 @@ class Prepared:
         self.places = _places[kernel]
         self.args: list[Any] = [None] * len(self.places)
         self.runners: dict[int, Any] = {}
+        self.compiled: Any = None  # stays None in the interpreter
         self.rows: Any = None  # what was put last, so that it need not be put again
         self.cols: Any = None
 
@@ -68,7 +69,7 @@ class Prepared:
             runner = self.runners[programs] = self._runner(programs)
         runner(*self.args)
         if self.tape is not None:
-            self.tape.launched(runner, self.args)
+            self.tape.launched(runner, self.args, self.compiled, programs)
 
     def _runner(self, programs: int) -> Any:
         """The compiled kernel with its grid."""
@@ -77,7 +78,8 @@ class Prepared:
         key = (*self.key, *(arg is None for arg in self.args))
         if key not in _compiled:
             _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
-        return _compiled[key][(programs, 1, 1)]
+        self.compiled = _compiled[key]
+        return self.compiled[(programs, 1, 1)]
 
 
 def readable(features: Tensor) -> Tensor:

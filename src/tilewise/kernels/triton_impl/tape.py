@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tilewise.kernels.triton_impl.quick_launch import QuickLaunch, nobody_watches
+
 POOLED = 2**20  # bytes; scratch up to this size shares one block
 ALIGNED = 256
 MOST_TAPES = 256
@@ -93,6 +95,8 @@ class Launch:
     args: list[Any]
     tensors: list[tuple[int, Where]]  # (place among the arguments, where)
     descriptors: list[tuple[int, Where, TensorDescriptor]]
+    quick: QuickLaunch | None = None
+    sources: list[tuple[int, int]] = field(default_factory=list)  # (slot, offset) of its addresses, by place
 
 
 @dataclass
@@ -118,6 +122,7 @@ class Tape:
     whole: bool = True  # nothing was met that has no slot
     made_at: list[list[int]] = field(default_factory=list)  # slots by first step
     done_at: list[list[int]] = field(default_factory=list)  # slots by last step
+    pooled: list[tuple[int, Slot]] = field(default_factory=list)
     pool_bytes: int = 0
 
     # -- recording ------------------------------------------------------------------------------------------------
@@ -144,8 +149,8 @@ class Tape:
         self.slots.append(Slot(made.data_ptr(), made.nbytes, tuple(made.shape), dtype, zero, first=len(self.steps)))
         return made
 
-    def launched(self, run: Callable[..., None], args: list[Any]) -> None:
-        """A kernel was launched."""
+    def launched(self, run: Callable[..., None], args: list[Any], compiled: Any, programs: int) -> None:
+        """A kernel was launched; ``compiled`` is None in the interpreter."""
         open_tensors, descriptors, kept = [], [], list(args)
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and (where := self.find(arg)) is not None:
@@ -157,7 +162,15 @@ class Tape:
                 like.block_shape, like.padding = list(arg.block_shape), arg.padding
                 descriptors.append((place, where, like))
                 kept[place] = None
-        self.steps.append(Launch(run, kept, open_tensors, descriptors))
+        step = Launch(run, kept, open_tensors, descriptors)
+        if compiled is not None and self.whole:
+            places = sorted(open_tensors + [(p, w) for p, w, _ in descriptors], key=lambda one: one[0])
+            step.sources = [(where.slot, where.offset) for _, where in places]
+            open_at = [place for place, _ in places]
+            likes = {place: like for place, _, like in descriptors}
+            laid = [likes.get(place, arg) for place, arg in enumerate(kept)]
+            step.quick = QuickLaunch.of(compiled, programs, laid, open_at)
+        self.steps.append(step)
 
     def multiplied(
         self,
@@ -200,6 +213,7 @@ class Tape:
                 slot.last = steps
             elif slot.bytes <= POOLED and not slot.zero and not slot.multiplied:
                 slot.pool_at = self.pool_bytes
+                self.pooled.append((index, slot))
                 self.pool_bytes += -(-slot.bytes // ALIGNED) * ALIGNED
                 continue
             else:
@@ -216,20 +230,22 @@ class Tape:
         at = [0 if tensor is None else tensor.data_ptr() for tensor in inputs] + [0] * (len(self.slots) - self.inputs)
         pool = torch.empty(self.pool_bytes, dtype=torch.uint8, device=device)
         base = pool.data_ptr()
-        for index, slot in enumerate(self.slots):
-            if slot.pool_at >= 0:
-                at[index] = base + slot.pool_at
-                if not cuda:
-                    part = pool[slot.pool_at : slot.pool_at + slot.bytes]
-                    tensors[index] = part.view(slot.dtype).view(slot.shape)
-        how = {"stream": torch._C._cuda_getCurrentRawStream(device.index)} if cuda else {}
+        for index, slot in self.pooled:
+            at[index] = base + slot.pool_at
+            if not cuda:
+                part = pool[slot.pool_at : slot.pool_at + slot.bytes]
+                tensors[index] = part.view(slot.dtype).view(slot.shape)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
+        how, quiet = ({"stream": stream} if cuda else {}), nobody_watches()
         for step, made, done in zip(self.steps, self.made_at, self.done_at, strict=True):
             for index in made:
                 slot = self.slots[index]
                 make = torch.zeros if slot.zero else torch.empty
                 tensor = tensors[index] = make(slot.shape, dtype=slot.dtype, device=device)
                 at[index] = tensor.data_ptr()
-            if isinstance(step, Launch):
+            if isinstance(step, Launch) and step.quick is not None and quiet:
+                step.quick(stream, [at[slot] + offset for slot, offset in step.sources])
+            elif isinstance(step, Launch):
                 args = step.args.copy()
                 if cuda:
                     for place, where in step.tensors:
