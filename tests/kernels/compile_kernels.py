@@ -10,17 +10,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import backward, forward, positive
+from tilewise.kernels.triton_impl import backward, forward, positive, tokens
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
+POINTERS |= {"place_part": "*i32", "row_top_col": "*i64"}
 NUMBERS = {"softcap": "fp32"} | dict.fromkeys(
-    ("peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride"), "i32"
+    ("peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride", "parts"), "i32"
 )
 OPTIONAL = {
     *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
     *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
-    *("grad_pos", "row_hits"),
+    *("grad_pos", "row_hits", "row_entropy", "grad_entropy"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
 
@@ -37,6 +38,7 @@ LOSSES = {
         True,
         {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "grad_pos", "peaks"},
     ),
+    "tokens": (3, 65, 3, ONE, True, {"bias", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
         *(19, 19, 8, MANY, False),
@@ -53,7 +55,7 @@ LOSSES = {
 }
 CARDS = {
     "hopper": (90, TABLE[9, 2], "bf16", tuple(LOSSES)),
-    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy",)),
+    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy", "tokens")),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),
     "ada": (89, SAFE[2], "bf16", ("clip",)),
@@ -96,7 +98,7 @@ def main() -> None:
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": "tf32", "WIDE": wide, "PROGRAMS": 264}
             masks = kind == MANY or bool(score & 4)
             for kernel, sizes, bits in (
-                (forward.forward_kernel, forward_sizes, {"STATS": stats}),
+                (tokens.token_kernel if loss == "tokens" else forward.forward_kernel, forward_sizes, {"STATS": stats}),
                 (forward.repair_kernel, forward_sizes, {"STATS": stats}),
                 (backward.gradient_kernel, forward_sizes if masks else gradient_sizes, {"TERMS": terms}),
                 (positive.positive_kernel, None, {}),

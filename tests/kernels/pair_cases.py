@@ -182,20 +182,20 @@ def cross_entropy_of_a_slice(make: Maker) -> Case:
 def tokens(make: Maker) -> Case:
     """What a language model's user asks for beside the loss: entropy, largest score."""
     pair, spec = cross_entropy(make)
-    assert pair.bias is not None
-    return pair, dataclasses.replace(spec, row_entropy=True, row_top=True)
+    return pair, dataclasses.replace(spec, row_entropy=True, row_top=True, softcap=6.0)
 
 
 @case
-def tokens_capped_and_masked(make: Maker) -> Case:
-    """A slice of the vocabulary, without positives: columns that a bias of -inf takes out, equal scores at the cap."""
+def tokens_masked_and_twice(make: Maker) -> Case:
+    """A slice of the vocabulary, without positives: columns that a bias of -inf takes out, and all others twice."""
     pair, spec = tokens(make)
     assert pair.bias is not None
-    bias = pair.bias.clone()
-    bias[::3] = -torch.inf
-    bias[5::7] = 1000.0
-    pair = dataclasses.replace(pair, bias=bias, row_key=None, row_zero=None, col_start=20)
-    return pair, dataclasses.replace(spec, positive="none", softcap=30.0)
+    half = pair.b.shape[0] // 2
+    b, bias = pair.b.clone(), pair.bias.clone()
+    bias[:half:3] = -torch.inf
+    b[half : 2 * half], bias[half : 2 * half] = b[:half], bias[:half]
+    pair = dataclasses.replace(pair, b=b, bias=bias, row_key=None, row_zero=None, col_start=20)
+    return pair, dataclasses.replace(spec, positive="none", softcap=0.0)
 
 
 @case

@@ -27,6 +27,7 @@ def test_kernels_compile_and_fit():
         "repair_kernel",
         "gradient_kernel",
         "positive_kernel",
+        "token_kernel",
     }
     assert {line["capability"] for line in lines} == set(LIMITS)
     for line in lines:

@@ -87,6 +87,8 @@ MACRO = {
     "siglip": ("float32",),
     "scores_1000": ("float16",),
     "rows_of_unlike_size": ("float32",),
+    "tokens": ("float16",),
+    "tokens_masked_and_twice": ("float32",),
 }
 
 
@@ -134,6 +136,7 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
     for spec in (
         PairSpec(row_lse=True, col_lse=True, positive="one"),
         PairSpec(row_lse=True, row_sum=True, positive="one"),
+        PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one"),
         PairSpec(row_lse=True, positive="many", symmetric=True, itself=True),
     ):
         if spec.symmetric and n != m:
@@ -144,7 +147,7 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
             rows, cols = macro_of(Forward, pair, spec, options, size)
             rows, cols = min(rows, n), min(cols, m)
             both, many = spec.col_lse or spec.symmetric, spec.positive == "many"
-            parts = 4 * rows * -(-cols // size.cols) * (1 + many + spec.row_sum)
+            parts = 4 * rows * -(-cols // size.cols) * (1 + many + spec.row_sum + spec.row_entropy + 2 * spec.row_top)
             parts += both * 4 * cols * -(-rows // size.rows) * (1 + many)
             least = 256 + tile
             assert parts <= 1.2 * options.workspace_bytes / 2 or max(rows, cols) <= least
@@ -443,6 +446,36 @@ def test_statistics_that_nobody_asks_the_gradient_of(incoming):
     assert_close(got.b, want.b, 1e-5)
 
 
+@pytest.mark.parametrize("asked", [("row_lse",), ("row_entropy",), ("row_entropy", "row_pos")], ids="+".join)
+def test_gradients_of_entropies_alone_and_with_others(asked):
+    pair, spec = make_case("tokens", torch.float32)
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    grad = incoming_gradients(stats)
+    got = BACKEND.backward(
+        pair, stats, GradStats(**{name: getattr(grad, name) for name in asked}), all_needs(pair), spec, OPTIONS
+    )
+    wide = GradStats(**{name: getattr(grad, name).double() for name in asked})
+    want = dense_grads(leaves_of(pair, torch.float64), spec, wide)
+    assert_close(got.a, want.a, 1e-5)
+    assert_close(got.b, want.b, 1e-5)
+
+
+@pytest.mark.parametrize("row_entropy, row_top", [(True, False), (False, True)])
+def test_entropies_and_largest_scores_apart(row_entropy, row_top):
+    pair, spec = make_case("tokens", torch.float32)
+    check(pair, dataclasses.replace(spec, row_entropy=row_entropy, row_top=row_top))
+
+
+@pytest.mark.usefixtures("tiny_workspace")
+def test_of_equal_scores_in_different_tiles_the_first_is_the_largest():
+    """All columns are the same; a zero that is subtracted must not make one larger than another."""
+    pair = Pair(a=torch.randn(9, 16), b=torch.randn(1, 16).expand(300, -1), scale=torch.tensor(3.1))
+    pair = dataclasses.replace(pair, row_zero=torch.randn(9), col_start=11)
+    stats = BACKEND.forward(pair, PairSpec(row_lse=True, row_entropy=True, row_top=True), OPTIONS)
+    assert stats.row_top_col.tolist() == [11] * 9
+    assert_close(stats.row_entropy, torch.full((9,), math.log(300)), 1e-6)
+
+
 LOSSES = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids_of_negatives", "cross_entropy_everything", "logsumexp"]
 
 
@@ -482,6 +515,11 @@ REFUSED = {
     "no columns": (a_pair(m=0), ROWS, "empty side"),
     "no features": (a_pair(d=0), ROWS, "empty side"),
     "far away": (dataclasses.replace(a_pair(), row_start=2**31), ROWS, "32 bits"),
+    "labels of tokens": (
+        a_pair(),
+        PairSpec(row_lse=True, row_entropy=True, positive="many"),
+        "entropies and largest scores beside one positive",
+    ),
     "many sigmoids": (a_pair(), PairSpec(softplus=True, positive="many"), "one positive in each row"),
 }
 

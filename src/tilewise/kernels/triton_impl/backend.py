@@ -23,6 +23,7 @@ from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import interpreted
 from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
+from tilewise.kernels.triton_impl.token_statistics import TokenForward
 from tilewise.options import TileOptions
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
@@ -49,8 +50,8 @@ class TritonBackend:
             return "it counts rows and columns in 32 bits"
         if spec.softplus and spec.positive == "many":
             return "it looks for one positive in each row of a sigmoid loss"
-        if spec.of_tokens:
-            return "it has no entropies yet"
+        if spec.of_tokens and (spec.positive == "many" or spec.row_sum):
+            return "it has entropies and largest scores beside one positive in each row only"
         if pair.a.device.type == "cuda":
             capability = torch.cuda.get_device_capability(pair.a.device)
             if capability < (8, 0):
@@ -63,10 +64,10 @@ class TritonBackend:
         """Statistics, macro-tile by macro-tile."""
         with on_device(pair.a), torch.no_grad():
             if not host_bound(pair):
-                return Forward(Call.of(pair, spec, options)).run()
+                return forward_of(Call.of(pair, spec, options)).run()
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
-                stats = Forward(Call.of(pair, spec, options, tape)).run()
+                stats = forward_of(Call.of(pair, spec, options, tape)).run()
                 return tuple(getattr(stats, name) for name in STATISTICS)
 
             inputs = tensors_of(pair, spec)
@@ -96,10 +97,15 @@ class TritonBackend:
                 return grads.a, grads.b, grads.scale, grads.bias
 
             coming = [getattr(grad, name) for name in INCOMING]
-            inputs = [*tensors_of(pair, spec), stats.row_lse, stats.col_lse, *coming]
+            inputs = [*tensors_of(pair, spec), stats.row_lse, stats.row_entropy, stats.col_lse, *coming]
             what = "backward", needs, out_dtype, *how(pair, spec, options)
             a, b, scale, bias = taped(kind_of(what, inputs), inputs, run, pair.a.device)
             return Grads(a=a, b=b, scale=scale, bias=bias)
+
+
+def forward_of(call: Call) -> Forward:
+    """The statistics of tokens take kernels of their own, so that others pay nothing for them."""
+    return TokenForward(call) if call.spec.of_tokens else Forward(call)
 
 
 def host_bound(pair: Pair) -> bool:

@@ -1,6 +1,7 @@
 """The operand G of the gradient products, for a macro-tile, in the type of the features.
 
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
+           + g_entropy_i p_ij (row_lse_i - x_ij - entropy_i),   p_ij = exp(x_ij - row_lse_i)
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of the tile
 
 so that one exponential serves both directions; if the log-sum-exps of the whole call span too much for that (``span``),
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.parts import (
+    LN2,
     LOG2E,
     MANY,
     SOFTCAP,
@@ -29,6 +31,8 @@ SOFTPLUS = tl.constexpr(4)
 ROW_SUM = tl.constexpr(8)
 MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
 BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
+ENTROPY = tl.constexpr(64)  # rows only
+NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
 
@@ -42,6 +46,16 @@ def side(lse, zero, grad, at, ok, factor):
     if zero is not None:
         start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
     return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
+
+
+@triton.jit
+def entropy_side(lse, zero, entropy, grad_entropy, grad, at, ok, factor):
+    """Log-sum-exp in log2 units and its zero; h and v, such that the gradient of x is p (v - h (x - lse))."""
+    level, start, coming = side(lse, zero, grad_entropy, at, ok, factor)
+    value = -coming * tl.load(entropy + at, mask=ok, other=0.0)
+    if grad is not None:
+        value += tl.load(grad + at, mask=ok, other=0.0) * factor
+    return level, start, coming * LN2, value
 
 
 @triton.jit
@@ -60,13 +74,19 @@ def sigmoid(x):
 
 
 @triton.jit
-def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, grad_row, grad_col,
-                  grad_pos, grad_pos_col, grad_sum, softcap, first, ahead,
+def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, row_entropy,
+                  grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
                   TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """G of one tile, float32; an only positive left out."""
     ok_rows, ok_cols = rows < n, cols < m
     if SOFTPLUS & TERMS:
         g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+    elif ENTROPY & TERMS:
+        row_level, row_from, coming, value = entropy_side(
+            row_lse, row_zero, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
+        )
+        below = (x - row_from[:, None]) - row_level[:, None]
+        g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
     elif (ROWS & TERMS) and (COLS & TERMS):
         row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
         col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
@@ -111,8 +131,8 @@ def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero,
-                    col_zero, col_weight, row_lse, col_lse, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, bias_part,
-                    n, m, first, ahead,
+                    col_zero, col_weight, row_lse, col_lse, row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum,
+                    grad_entropy, bias_part, n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
@@ -137,8 +157,8 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
         x = score_tile(
             acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
         )
-        g = gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, grad_row,
-                          grad_col, grad_pos, grad_pos_col, grad_sum, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        g = gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse,
+                          row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))

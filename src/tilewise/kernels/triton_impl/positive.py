@@ -7,7 +7,19 @@ diagonal of that product is what is wanted. n / P small products instead of a se
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.backward import COLS, MIRROR, ROW_SUM, ROWS, SOFTPLUS, outer_factor, side, sigmoid
+from tilewise.kernels.triton_impl.backward import (
+    COLS,
+    ENTROPY,
+    MIRROR,
+    NO_SHARE,
+    ROW_SUM,
+    ROWS,
+    SOFTPLUS,
+    entropy_side,
+    outer_factor,
+    side,
+    sigmoid,
+)
 from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, tanh
 
 
@@ -37,13 +49,16 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "a_stride", "b_stride"])
-def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_zero, row_pos, row_hits, peaks, n, m, first, ahead,
+def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_zero, row_pos, row_hits, peaks, doubt, n, m, first, ahead,
                     D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
     """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not.
 
     On the way it meets P * P pairs, and leaves the largest of their scores (in log2) in peaks: a sample of all scores.
+    It runs before all tiles, so it takes back the doubt that they may cast.
     """
+    if doubt is not None:
+        tl.store(doubt, 0)
     rows = tl.program_id(0) * P + tl.arange(0, P)
     key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
@@ -58,7 +73,7 @@ def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "g_stride"])
 def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zero, col_zero, col_weight, row_lse, col_lse,
-                             grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, n, m, first, ahead,
+                             row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, n, m, first, ahead,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there."""
     rows = tl.program_id(0) * P + tl.arange(0, P)
@@ -72,7 +87,11 @@ def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zer
     value = tl.zeros((P,), tl.float32)
     if SOFTPLUS & TERMS:
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
-    if ROWS & TERMS:
+    if ENTROPY & TERMS:
+        level, _, coming, lifted = entropy_side(row_lse, row_zero, row_entropy, grad_entropy, grad_row, rows, ok, f)
+        below = from_zero - level
+        value += tl.exp2(below) * (lifted - coming * tl.maximum(below, NO_SHARE))
+    elif ROWS & TERMS:
         level, _, coming = side(row_lse, row_zero, grad_row, rows, ok, f)
         value += coming * tl.exp2(from_zero - level)
     if COLS & TERMS:

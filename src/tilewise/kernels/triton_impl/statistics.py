@@ -37,7 +37,8 @@ class Forward:
         self.pos_col_part = buffer(many and spec.symmetric, row_tiles * cols)
         self.sum_part = buffer(spec.row_sum, col_tiles * rows)
         self.tops = buffer(True, row_tiles * col_tiles)
-        self.doubt = call.empty(1, dtype=torch.int32, zero=True)
+        one_positive = spec.positive == "one" and not spec.softplus  # whose kernel comes first, and clears the doubt
+        self.doubt = call.empty(1, dtype=torch.int32, zero=not one_positive)
         self.peaks: Tensor | None = None
         self.merges: dict[Any, Prepared] = {}
 
@@ -48,7 +49,7 @@ class Forward:
         rows, cols = min(self.n, 65536), min(self.m, 65536 if both else 2**20)
         if spec.symmetric:
             rows = cols = min(16384, max(2048, self.n // 6))  # small enough to leave most of the lower half out
-        tall = 1 + (spec.positive == "many") + spec.row_sum
+        tall = 1 + (spec.positive == "many") + spec.row_sum + spec.row_entropy + 2 * spec.row_top
 
         def bytes_of(rows: int, cols: int) -> float:
             return 4 * rows * cols * (tall / sizes.cols + both * (1 + (spec.positive == "many")) / sizes.rows)
@@ -114,7 +115,9 @@ class Forward:
         hits, everything = self.call.empty(self.n), (slice(0, self.n), slice(0, self.m))
         if self.call.a.element_size() == 2:  # float32 keeps the tile's own maximum, for its last digits
             self.peaks = self.call.empty(cdiv(self.n, POSITIVE_ROWS))
-        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks)
+        self.call.run_positive(
+            positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks, doubt=self.doubt
+        )
         return hits
 
     def _merge(
