@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.run import describe, slug, write
+from benchmarks.train_step import repeatable
 from tilewise.cache import GradientCache
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data.icons import augment_icons
@@ -157,7 +158,7 @@ class Run:
         self.config, self.steps, self.warmup, self.low = config, steps, warmup, low
         self.optimizer = build_optimizer(self.model, config.optim)
         for group in self.optimizer.param_groups:
-            group.update(fused=device.type == "cuda", foreach=False)
+            group.update(fused=True, foreach=False)
         self.pair_loss = pair_loss(config.loss)
         self.cache = GradientCache([self.model.image, self.model.text], self._loss, chunk_size=config.loop.chunk_size)
         self.losses: list[Tensor] = []
@@ -375,7 +376,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=240.0, help="for everything, from the start")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
-    return parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
@@ -389,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     for what, work in (("curves", curves), ("table", table)):
         if args.what not in (what, "all"):
             continue
-        command = " ".join(["python -m benchmarks.batch_size", *sys.argv[1:]])
+        command = repeatable("benchmarks.batch_size", args.argv)
         report = describe(SUITES[what], device, command, args.seeds, args.max_seconds)
         report["commit"] = report["commit"] or args.commit or "unknown"
         paths.append(args.out / f"{SUITES[what]}-{slug(report['device'])}.json")

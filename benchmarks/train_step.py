@@ -55,6 +55,7 @@ class Bench:
     device: torch.device
     deadline: float
     pool: Tensor = field(default_factory=lambda: torch.empty(0))
+    tokens: dict[str, Tensor] = field(default_factory=dict)
     pairs_per_s: float = 0.0
 
     def left(self) -> float:
@@ -88,8 +89,9 @@ def random_images(rows: int, size: int, device: torch.device) -> Tensor:
 def synthetic_batch(bench: Bench, rows: int, offload: bool) -> Batch:
     """A random batch: on the device, or in host memory and read chunk by chunk."""
     size, on_cuda = bench.model.pixels.size, bench.device.type == "cuda"
-    tokens = bench.model.tokenizer([f"a picture of number {i}" for i in range(min(rows, POOL))])
-    tokens = {name: value.repeat(-(-rows // len(value)), 1)[:rows] for name, value in tokens.items()}
+    if not bench.tokens:
+        bench.tokens = bench.model.tokenizer([f"a picture of number {i}" for i in range(POOL)])
+    tokens = {name: value.repeat(-(-rows // POOL), 1)[:rows] for name, value in bench.tokens.items()}
     if not offload:
         tokens = {name: value.to(bench.device) for name, value in tokens.items()}
         images: Any = random_images(rows, size, bench.device)
@@ -193,10 +195,10 @@ def attempt(bench: Bench, what: Callable[[], Row]) -> Row:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        return {"oom": True}
     finally:
         bench.optimizer.zero_grad(set_to_none=True)
-        empty_cache(bench.device)
+    empty_cache(bench.device)  # only now: while the error is there, so are the tensors of its frames
+    return {"oom": True}
 
 
 def warm_up(bench: Bench, methods: Sequence[str], chunk: int) -> None:
@@ -249,9 +251,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     torch.backends.cudnn.benchmark = True  # every chunk has the same shape
     model = build_model(config).to(device).train()
     bench = Bench(config, model, build_optimizer(model, config.optim), device, deadline)
-    report = describe(
-        "train-step", device, " ".join(["python -m benchmarks.train_step", *sys.argv[1:]]), 1, args.max_seconds
-    )
+    report = describe("train-step", device, repeatable("benchmarks.train_step", args.argv), 1, args.max_seconds)
     report["commit"] = report["commit"] or args.commit or "unknown"
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": ""}
     methods = [method for method in METHODS if method in args.methods]
@@ -276,6 +276,21 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
         report["step_ratios"] = step_ratios(report["results"])
         save(report)
     return report
+
+
+def repeatable(module: str, argv: Sequence[str]) -> str:
+    """The command to repeat a measurement: files by their names, without where the result went.
+
+    >>> repeatable("benchmarks.x", ["table", "/tmp/a/icons.zip", "--out", "/tmp/b", "--commit=1234", "--seeds", "2"])
+    'python -m benchmarks.x table icons.zip --seeds 2'
+    """
+    words = list(argv)
+    for option in ("--out", "--commit"):
+        words = [word for word in words if not word.startswith(f"{option}=")]
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return " ".join(["python -m", module, *(Path(word).name if "/" in word else word for word in words)])
 
 
 def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, str]]:
@@ -383,7 +398,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
-    return parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
