@@ -146,7 +146,7 @@ def test_rows_with_a_negative_key_are_dropped_before_any_product(monkeypatch):
     monkeypatch.setattr(TorchBackend, "forward", spy)
     hidden, classifier = torch.randn(10, 4, requires_grad=True), torch.randn(7, 4)
     target = torch.tensor([1, -100, 2, -100, -100, 3, 4, -100, 5, 6])
-    tw.linear_cross_entropy(hidden, classifier, target)
+    tw.linear_cross_entropy(hidden, classifier, target, options=TileOptions(gradients="backward"))
     assert seen == [6]
 
 
@@ -177,11 +177,37 @@ def test_the_host_waits_for_the_number_of_rows_only_where_it_pays(n, m, same_row
     assert drop_rows.may_look(pair, PairSpec(drop_rows=True, same_rows=same_rows)) == looks
 
 
+@pytest.mark.parametrize("ignored", [0, 1, 5, 9, 10])
+def test_rows_that_stay_fill_whole_tiles(ignored):
+    """As on a GPU: those that count, in order, then some that do not."""
+    key = torch.arange(10)
+    key[torch.randperm(10)[:ignored]] = -1
+    exact = drop_rows.kept_index(key, 1)
+    filled = drop_rows.kept_index(key, 4)
+    assert torch.equal(exact, (key >= 0).nonzero().squeeze(1))
+    assert torch.equal(filled[: len(exact)], exact)
+    assert len(filled) == min(10, max(4, -(-len(exact) // 4) * 4))
+    assert len(filled.unique()) == len(filled)
+
+
+def test_filled_tiles_change_no_loss(monkeypatch):
+    made = loss_cases.problem("cross_entropy_everything")
+    want, want_grads = loss_cases.solve(made.ours, made.leaves)
+    exact = drop_rows.kept_index
+    monkeypatch.setattr(drop_rows, "kept_index", lambda key, step: exact(key, 16))
+    loss, grads = loss_cases.solve(made.ours, made.leaves)
+    assert_close(loss, want, 1e-14)
+    for leaf, value in want_grads.items():
+        assert_close(grads[leaf], value, 1e-12, leaf)
+
+
 def test_backward_takes_the_rows_that_forward_found(monkeypatch):
     found, find = [], KeptRows.find
     monkeypatch.setattr(KeptRows, "find", staticmethod(lambda *args: found.append(1) or find(*args)))
     hidden = torch.randn(4, 3, requires_grad=True)
-    tw.linear_cross_entropy(hidden, torch.randn(7, 3), torch.tensor([1, -100, 2, 0])).backward()
+    target = torch.tensor([1, -100, 2, 0])
+    options = TileOptions(gradients="backward")
+    tw.linear_cross_entropy(hidden, torch.randn(7, 3), target, options=options).backward()
     assert len(found) == 1
     assert not hidden.grad[1].any()
     assert hidden.grad[[0, 2, 3]].any(1).all()

@@ -15,6 +15,18 @@ from tilewise.kernels.spec import Grads, GradStats, Pair, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward take 3 ms of an H200 then
 USUAL_SLICE = 2**15  # columns of one rank: slices may be uneven, and all ranks must decide alike
+# On a GPU a few ignored rows stay, so that tiles are full, some rows are always left, and steps of about the same number
+# of tokens have the same shapes, for which launches are ready.
+WHOLE_TILES = 128
+
+
+def kept_index(key: Tensor, step: int) -> Tensor:
+    """Rows whose key is not negative, then as many others as make their number a multiple of ``step``, if there are."""
+    ignored = key < 0
+    if step == 1:
+        return (~ignored).nonzero().squeeze(1)
+    count = key.shape[0] - int(ignored.sum())
+    return ignored.to(torch.int32).argsort(stable=True)[: max(-(-count // step), 1) * step]
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
@@ -38,10 +50,8 @@ class KeptRows:
         """Which rows stay, or None when all do or nobody may look. Where it looks, the host waits for the device."""
         if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
             return None
-        index, rows = (pair.row_key >= 0).nonzero().squeeze(1), pair.a.shape[0]
-        if index.shape[0] == rows or (index.shape[0] == 0 and pair.a.device.type != "cpu"):
-            return None  # kernels of a GPU have nothing to launch for no rows at all
-        return KeptRows(index, rows)
+        index, rows = kept_index(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES), pair.a.shape[0]
+        return None if index.shape[0] == rows else KeptRows(index, rows)
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""
