@@ -107,7 +107,7 @@ def test_no_grad(name, monkeypatch):
         loss = made.ours(arguments)
     assert not loss.requires_grad
     assert loss.grad_fn is None
-    assert torch.equal(loss, made.ours(arguments).detach())
+    assert_close(loss, made.ours(arguments), 1e-15)  # rows may be added up in another order where gradients are formed
     with torch.inference_mode():
         assert torch.equal(made.ours(arguments), loss)
 
