@@ -8,10 +8,12 @@ Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) til
     backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    where (t, i) is kept
                G_ij = g_i M_ti / W                       where it is dropped: the tile's mean stands in for its columns
 
-So each row of G has the sum that it has without filtering, and, with D_i <= tolerance the mass that row i drops,
+With a soft cap, whose derivative belongs to each entry, what stands in is multiplied by the derivative at the score of
+the tile's mean exponential. With D_i <= tolerance the mass that row i drops,
 
     sum_j |error of G_ij|  <=  2 |g_i| D_i
-    |error of dA_i|        <=  |scale g_i| D_i max_j |b_j - mean of its tile|
+    sum_j error of G_ij     =  0                                                           without a soft cap
+    |error of dA_i|        <=  |scale g_i| D_i max_j |b_j - mean of its tile|              without a soft cap
 """
 
 from __future__ import annotations
@@ -160,8 +162,6 @@ def choose(
     valid_n: Tensor,
     tolerance: float,
     width: int,
-    *,
-    slope_tn: Tensor | None = None,
 ) -> Tensor:
     """What each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
 
@@ -173,7 +173,6 @@ def choose(
         lse_n: and in all of them.
         place_n: where in the order the row's positive is, or -1.
         valid_n: rows that count; the others drop everything, and nothing stands in for it.
-        slope_tn: what a dropped mass is multiplied by, in [0, 1] (the derivative of a soft cap).
     """
     tiles = part_tn.shape[0]
     tile = torch.arange(tiles, device=part_tn.device)[:, None]
@@ -188,6 +187,5 @@ def choose(
         middle = (low + high) / 2
         fits = torch.where(log_mass < middle, mass, 0.0).sum(0) <= usable
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-    dropped = mass / tolerance if slope_tn is None else mass * slope_tn / tolerance
-    plan = torch.where(log_mass < low, dropped, KEPT)
+    plan = torch.where(log_mass < low, mass / tolerance, KEPT)
     return torch.where(valid_n[None, :], plan, 0.0)

@@ -107,12 +107,9 @@ class _Forward:
         for start in range(0, self.n, step := row_steps(self.n, self.tiles, self.options)):
             i = slice(start, min(start + step, self.n))
             part_tr = self._rows(i, lse, pos, mean)
-            slope = self._slope(part_tr, i) if self.spec.softcap else None
             valid = pair.row_key[i] >= 0
             total = lse[i].to(part_tr.dtype)
-            mass[:, i] = choose(
-                part_tr, total, self.place[i], valid, self.options.filter_tolerance, self.width, slope_tn=slope
-            ).to(mass.dtype)
+            mass[:, i] = choose(part_tr, total, self.place[i], valid, self.options.filter_tolerance, self.width)
         hits = (self.place >= 0).to(pair.stat_dtype)
         stats = Stats(row_lse=lse.to(pair.stat_dtype), row_pos=pos.to(pair.stat_dtype), row_hits=hits)
         kept = (mass < 0).sum(1, dtype=torch.int32)
@@ -171,13 +168,6 @@ class _Forward:
         if whole < total.shape[0]:
             total[whole] = b_cd[tile == whole].sum(0)
         return total / self.count[t, None].to(total.dtype)
-
-    def _slope(self, part_tr: Tensor, i: slice) -> Tensor:
-        """The soft cap's derivative where the score is that of the tile's mean exponential."""
-        x_tr = part_tr - self.count.log().to(part_tr.dtype)[:, None]
-        if self.pair.row_zero is not None:
-            x_tr = x_tr + self.pair.row_zero[i]
-        return (1.0 - (x_tr / self.spec.softcap).square()).clamp(0.0, 1.0)
 
 
 class _Backward:
@@ -249,9 +239,14 @@ class _Backward:
 
     def _dropped(self, t: slice) -> Tensor:
         """What is dropped, times the incoming gradient: (t, n)."""
-        dropped = self.plan.mass[t].to(self.scores.compute_dtype).clamp(min=0.0)
+        mass_tn = self.plan.mass[t].to(self.scores.compute_dtype).clamp(min=0.0) * self.options.filter_tolerance
+        dropped = mass_tn * self.grad_lse
+        if self.spec.softcap:
+            # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
+            x_tn = (mass_tn / self.count[t, None]).log() + self.lse.to(mass_tn.dtype)
+            dropped *= (1.0 - (x_tn / self.spec.softcap).square()).clamp(min=0.0)
         # A row that drops nothing must not meet 0 * inf.
-        return torch.where(dropped > 0, dropped * (self.grad_lse * self.options.filter_tolerance), 0.0)
+        return torch.where(mass_tn > 0, dropped, 0.0)
 
     def _add_means(self, dropped_tn: Tensor, t: slice) -> None:
         """dA_i += the mass that row i drops in a tile times the tile's mean column."""

@@ -3,12 +3,15 @@
     forward    gather_kernel   a chunk of the columns in their new order, and the mean of each tile
                parts_kernel    the log-sum-exp of each row in each tile: one product
                choose_kernel   the row's log-sum-exp, and which tiles it drops
-    backward   list_kernel     the rows that keep each tile
+    backward   drop_kernel     what is dropped, times the incoming gradient
+               list_kernel     the rows that keep each tile
                pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
                column_kernel   the gradient of a tile's columns
                add_rows_kernel a row's shares, added in the order of the tiles
 
 Every number has one owner, so that sums have one order. Scores are in units of log2.
+
+Strides come in units of 16 bytes, UNIT numbers each, so that the compiler knows how rows are aligned and fetches them ahead.
 
 Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 """
@@ -20,9 +23,9 @@ from tilewise.kernels.triton_impl.backward import outer_factor
 from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, SOFTCAP, score_tile, tile_dot, tile_place
 
 
-@triton.jit(do_not_specialize=["m", "first", "first_tile", "b_stride", "out_stride"])
-def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_stride, out_stride,
-                  D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["m", "first", "first_tile", "b_units", "out_units"])
+def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_units, out_units,
+                  D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
     tile = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
@@ -33,8 +36,8 @@ def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_stride, out
         ok = here < m
         col = tl.load(order + first + here, mask=ok, other=0).to(tl.int64)
         inside = ok[:, None] & (at < D)[None, :]
-        value = tl.load(b + col[:, None] * b_stride + at[None, :], mask=inside, other=0.0)
-        tl.store(out + here.to(tl.int64)[:, None] * out_stride + at[None, :], value, mask=inside)
+        value = tl.load(b + col[:, None] * b_units * UNIT + at[None, :], mask=inside, other=0.0)
+        tl.store(out + here.to(tl.int64)[:, None] * out_units * UNIT + at[None, :], value, mask=inside)
         if bias is not None:
             ok = ok & (tl.load(bias + first + here, mask=ok, other=0.0) > float("-inf"))
             value = tl.where(ok[:, None], value, 0.0)
@@ -77,9 +80,9 @@ def log_masses(part, t, row, tiles, n, lse, own):
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
-@triton.jit(do_not_specialize=["tolerance", "usable", "softcap", "n", "tiles", "first_row", "all_rows"])
-def choose_kernel(part, count, place, row_key, row_zero, row_lse, mass, tolerance, usable, softcap, n, tiles, first_row, all_rows,
-                  W: tl.constexpr, SCORE: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["tolerance", "usable", "n", "tiles", "first_row", "all_rows"])
+def choose_kernel(part, place, row_key, row_lse, mass, tolerance, usable, n, tiles, first_row, all_rows,
+                  W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
 
     part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``.
@@ -119,17 +122,31 @@ def choose_kernel(part, count, place, row_key, row_zero, row_lse, mass, toleranc
         ok = (t < tiles)[:, None] & ok_row[None, :]
         v = log_masses(part, t, row, tiles, n, lse, own)
         stands = tl.exp2(v) / tolerance
-        if SOFTCAP & SCORE:
-            # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
-            x = v + lse[None, :] - tl.log2(tl.load(count + t, mask=t < tiles, other=1.0))[:, None]
-            if row_zero is not None:
-                x += tl.load(row_zero + first_row + row, mask=ok_row, other=0.0)[None, :] * LOG2E
-            ratio = x / (softcap * LOG2E)
-            stands = stands * tl.maximum(1.0 - ratio * ratio, 0.0)
         stands = tl.where(v < below[None, :], stands, -1.0)
         stands = tl.where(valid[None, :], stands, 0.0)
         at = mass + t.to(tl.int64)[:, None] * all_rows + (first_row + row)[None, :]
         tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tolerance", "softcap", "n"])
+def drop_kernel(mass, grad_row, factor, row_zero, row_lse, count, out, tolerance, softcap, n, SCORE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """out = the mass that is dropped times the incoming gradient and ``factor``; 0 where a pair is kept."""
+    blocks = tl.cdiv(n, BLOCK)
+    tile = tl.program_id(0) // blocks
+    row = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < n
+    at = tile.to(tl.int64) * n + row
+    share = tl.load(mass + at, mask=ok, other=0.0).to(tl.float32)
+    value = share * tl.load(grad_row + row, mask=ok, other=0.0) * tl.load(factor)
+    if SOFTCAP & SCORE:
+        # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
+        x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
+        if row_zero is not None:
+            x += tl.load(row_zero + row, mask=ok, other=0.0)
+        value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
+    # A row that drops nothing may meet 0 * inf.
+    tl.store(out + at, tl.where(share > 0.0, value, 0.0).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -154,13 +171,13 @@ def list_kernel(mass, starts, rows, n, BLOCK: tl.constexpr):
         "blocks",
         "first_g",
         "first_u",
-        "a_stride",
-        "b_stride",
+        "a_units",
+        "b_units",
     ]
 )
 def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key, row_zero, row_lse, grad_row, grad_pos, g, u,
-                m, col_start, first_block, blocks, first_g, first_u, a_stride, b_stride,
-                D: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+                m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
+                D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                 EXACT: tl.constexpr):  # fmt: skip
     """G of one block of pairs (up to R rows that keep a tile, and the tile), and G B of each of its pairs.
 
@@ -174,8 +191,8 @@ def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key,
     place = tile * W + tl.arange(0, W)
     ok_col = place < m
     col = tl.load(order + place, mask=ok_col, other=0)
-    row_at = a + row[:, None] * a_stride
-    col_at = b + col.to(tl.int64)[:, None] * b_stride
+    row_at = a + row[:, None] * a_units * UNIT
+    col_at = b + col.to(tl.int64)[:, None] * b_units * UNIT
     acc = tl.zeros((R, W), tl.float32)
     for k in range(0, (D + K - 1) // K):
         at = k * K + tl.arange(0, K)
@@ -200,8 +217,8 @@ def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key,
         value = value * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
     value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
     if g is not None:
-        at = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
-        tl.store(g + at, value, mask=ok[:, None])
+        entry = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+        tl.store(g + entry, value, mask=ok[:, None])
     if u is not None:
         to = u + (pair - first_u).to(tl.int64)[:, None] * D
         for k in range(0, (D + K - 1) // K):
@@ -214,10 +231,10 @@ def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key,
             )
 
 
-@triton.jit(do_not_specialize=["m", "first_tile", "first_g", "a_stride", "b_stride"])
+@triton.jit(do_not_specialize=["m", "first_tile", "first_g", "a_units"])
 def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, factor, bias_factor, out, bias_out,
-                  m, first_tile, first_g, a_stride,
-                  D: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+                  m, first_tile, first_g, a_units,
+                  D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """out[column] = factor * (G' A + the tile's share of what was dropped), K features of one tile, in the old order."""
     tile = first_tile + tl.program_id(0) // ((D + K - 1) // K)
     part = tl.program_id(0) % ((D + K - 1) // K)
@@ -239,7 +256,7 @@ def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, fac
         row = tl.load(rows + pair, mask=ok, other=0).to(tl.int64)
         from_g = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
         value = tl.load(g + from_g, mask=ok[:, None], other=0.0)
-        right = tl.load(a + row[:, None] * a_stride + at[None, :], mask=(at < D)[None, :], other=0.0)
+        right = tl.load(a + row[:, None] * a_units * UNIT + at[None, :], mask=(at < D)[None, :], other=0.0)
         acc = tl.dot(value.T, right, acc, input_precision=EXACT)
         if bias_out is not None:
             if part == 0:

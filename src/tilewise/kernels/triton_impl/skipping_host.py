@@ -60,7 +60,11 @@ def product_sizes(device: torch.device, item: int, width: int) -> Sizes:
     """The sizes of `parts_kernel`, whose tiles have ``width`` columns."""
     if device.type != "cuda":
         return Sizes(64, width, 64, 1, 1, 1, 2)
-    major, _ = torch.cuda.get_device_capability(device)
+    return product_sizes_of(torch.cuda.get_device_capability(device)[0], item, width)
+
+
+def product_sizes_of(major: int, item: int, width: int) -> Sizes:
+    """From a plain table, by the card's major compute capability."""
     if major == 9 and item == 2:
         return Sizes(128, 256, 64, 8, 3, 1, 16) if width == 256 else Sizes(128, width, 64, 4, 3, 2, 16)
     return Sizes(64, width, 32, 8 if width == 256 else 4, 2, 1, 8)
@@ -79,13 +83,22 @@ class PairSizes:
 
 
 def pair_sizes(device: torch.device, item: int) -> PairSizes:
-    """From a plain table."""
+    """The sizes for this device and type."""
     if device.type != "cuda":
         return PairSizes(64, 64, 64, 1, 1, 1)
-    major, _ = torch.cuda.get_device_capability(device)
+    return pair_sizes_of(torch.cuda.get_device_capability(device)[0], item)
+
+
+def pair_sizes_of(major: int, item: int) -> PairSizes:
+    """From a plain table, by the card's major compute capability."""
     if item == 4:
         return PairSizes(32, 32, 64, 8, 8, 2)
-    return PairSizes(64, 64, 128, 4, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
+    return PairSizes(64, 64, 128, 8, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
+
+
+def units(features: Tensor) -> int:
+    """From one row to the next, in units of 16 bytes: `readable` rows start at such addresses."""
+    return features.stride(0) * features.element_size() // 16
 
 
 def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
@@ -123,7 +136,6 @@ class SkipForward:
         self.order = order_columns(pair)
         self.place = places_of(self.order, pair)
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
-        self.count = columns_of_tiles(self.order, pair.bias)
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
         step = row_steps(self.n, self.tiles, self.options)
@@ -145,7 +157,9 @@ class SkipForward:
         buffer = self.pair.a.new_empty((min(chunk * self.width, self.m), wide))[:, : self.d]
         gather = Prepared(skipping.gather_kernel, self.device, 4, 2, self.key)
         gather.put({"b": self.b, "order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean})
-        gather.put({"b_stride": self.b.stride(0), "out_stride": buffer.stride(0), "D": self.d, "W": self.width})
+        gather.put(
+            {"b_units": units(self.b), "out_units": units(buffer), "UNIT": 16 // item, "D": self.d, "W": self.width}
+        )
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
         gather.put({"R": min(GATHER_ROWS, self.width), "K": features})
         tile = Prepared(skipping.parts_kernel, self.device, sizes.warps, sizes.stages, (*self.key, sizes))
@@ -170,11 +184,10 @@ class SkipForward:
         """What the rows drop."""
         tolerance = self.options.filter_tolerance
         choose = Prepared(skipping.choose_kernel, self.device, 4, 2, self.key)
-        choose.put({"part": part, "count": self.count, "place": self.place, "row_key": vector(self.pair.row_key)})
-        choose.put({"row_zero": vector(self.pair.row_zero), "row_lse": lse, "mass": mass, "tolerance": tolerance})
-        choose.put({"usable": tolerance * plans.MARGIN, "softcap": self.spec.softcap, "n": i.stop - i.start})
+        choose.put({"part": part, "place": self.place, "row_key": vector(self.pair.row_key), "row_lse": lse})
+        choose.put({"mass": mass, "tolerance": tolerance, "usable": tolerance * plans.MARGIN, "n": i.stop - i.start})
         choose.put({"tiles": self.tiles, "first_row": i.start, "all_rows": self.n, "W": self.width})
-        choose.put({"SCORE": self.call.score_bits, "HALVINGS": plans.HALVINGS, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+        choose.put({"HALVINGS": plans.HALVINGS, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         choose.launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
 
 
@@ -230,10 +243,9 @@ class SkipBackward:
             self.size = incoming_size(self.grad).to(scale)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.count = columns_of_tiles(self.plan.order, pair.bias)
-        assert self.grad_row is not None
-        weight = self.grad_row * (self.inside * self.options.filter_tolerance)
-        dropped = self.plan.mass * weight.to(pair.a.dtype)
-        dropped.masked_fill_(self.plan.mass <= 0, 0.0)  # what is kept; and a row that drops nothing may meet 0 * inf
+        # In float16 the tolerance comes last: masses of a millionth would lose their digits.
+        tolerance, half = self.options.filter_tolerance, pair.a.dtype == torch.float16
+        dropped = self._dropped(self.inside if half else self.inside * tolerance)
         new = scale.new_empty
         self.total: Tensor | None = None
         self.share: Tensor | None = None
@@ -241,18 +253,32 @@ class SkipBackward:
         if self.need_a:
             self.total = new((self.n, self.d))
             product(self.total, dropped.T, self.plan.mean, True)
+            if half:
+                self.total *= tolerance
         if self.need_b:
             self.share = new((self.tiles, self.d))
             product(self.share, dropped, self.call.a, True)
+            if half:
+                self.share *= tolerance
         if self.needs.bias:
-            self.bias_share = dropped.sum(1, dtype=torch.float32)
+            self.bias_share = dropped.sum(1, dtype=torch.float32) * (tolerance if half else 1.0)
+
+    def _dropped(self, factor: Tensor) -> Tensor:
+        """What is dropped, times the incoming gradient and the factor: (T, n)."""
+        out = torch.empty_like(self.plan.mass)
+        drop = Prepared(skipping.drop_kernel, self.device, 4, 2, (self.call.score_bits, out.dtype))
+        drop.put({"mass": self.plan.mass, "grad_row": self.grad_row, "factor": factor, "count": self.count, "out": out})
+        drop.put({"row_zero": vector(self.pair.row_zero), "row_lse": vector(self.stats.row_lse), "n": self.n})
+        drop.put({"tolerance": self.options.filter_tolerance, "softcap": self.spec.softcap, "BLOCK": LIST_BLOCK})
+        drop.put({"SCORE": self.call.score_bits}).launch(self.tiles * cdiv(self.n, LIST_BLOCK))
+        return out
 
     def _pairs(self, counts: Tensor) -> None:
         """Kept pairs: their gradients, group by group."""
         pair, call, item = self.pair, self.call, self.pair.a.element_size()
         sizes = pair_sizes(self.device, item)
         plan = Blocks.of(counts, sizes.rows)
-        starts, table = plan.starts.to(self.device, torch.int32), plan.table.to(self.device)
+        starts, table = plan.on(self.device)
         rows = torch.empty(max(1, plan.pairs), dtype=torch.int32, device=self.device)
         key = (self.d, self.width, call.score_bits, call.exact, pair.a.dtype, sizes)
         listing = Prepared(skipping.list_kernel, self.device, 4, 2, key)
@@ -272,7 +298,9 @@ class SkipBackward:
         score.put({"row_key": vector(pair.row_key), "row_zero": vector(pair.row_zero)})
         score.put({"row_lse": vector(self.stats.row_lse), "grad_row": self.grad_row, "grad_pos": self.grad_pos})
         score.put({"m": self.m, "col_start": pair.col_start, "blocks": plan.table.shape[1]})
-        score.put({"a_stride": call.a.stride(0), "b_stride": call.b.stride(0), "D": self.d, "W": self.width})
+        score.put(
+            {"a_units": units(call.a), "b_units": units(call.b), "UNIT": 16 // item, "D": self.d, "W": self.width}
+        )
         score.put({"SCORE": call.score_bits, "R": sizes.rows, "K": sizes.depth, "EXACT": call.exact})
         self.out = pair.a.new_empty((self.m, self.d)) if self.need_b else None
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
@@ -280,7 +308,7 @@ class SkipBackward:
         column.put({"a": call.a, "order": self.plan.order, "rows": rows, "starts": starts, "g": g, "share": self.share})
         column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
         column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
-        column.put({"a_stride": call.a.stride(0), "D": self.d, "W": self.width, "R": sizes.rows})
+        column.put({"a_units": units(call.a), "UNIT": 16 // item, "D": self.d, "W": self.width, "R": sizes.rows})
         column.put({"K": min(sizes.columns, max(16, triton.next_power_of_2(self.d))), "EXACT": call.exact})
         for t in plan.groups(most_g):
             first_g = plan.first_pair(t.start)
@@ -356,6 +384,15 @@ class Blocks:
         stop = torch.minimum(first + step, starts[tile + 1])
         table = torch.stack([tile, first, stop]).to(torch.int32)
         return Blocks(int(starts[-1]), starts, firsts, table)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The starts and the table as int32 on the device, in one copy that nobody waits for."""
+        ends = cdiv(self.starts.shape[0], 4) * 4  # the table starts at a 16-byte address
+        both = torch.zeros(ends + self.table.numel(), dtype=torch.int32, pin_memory=device.type == "cuda")
+        both[: self.starts.shape[0]] = self.starts
+        both[ends:] = self.table.view(-1)
+        there = both.to(device, non_blocking=True)
+        return there[:ends], there[ends:]
 
     def first_pair(self, tile: int) -> int:
         """Of a tile."""

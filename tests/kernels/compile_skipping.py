@@ -1,0 +1,93 @@
+"""Compile the kernels of skipping for cards that are not here: `python -m tests.kernels.compile_skipping`.
+
+Prints a line of JSON for each kernel and card: its shared memory. Run in a process of its own, without
+TRITON_INTERPRET.
+"""
+
+import json
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.kernels.triton_impl import skipping
+from tilewise.kernels.triton_impl.skipping_host import pair_sizes_of, product_sizes_of
+
+INTEGERS = {
+    *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),
+    *("first_block", "blocks", "first_g", "first_u", "col_start"),
+}
+NUMBERS = {"softcap", "tolerance", "usable"}
+POINTERS = {
+    "order": "*i32",
+    "rows": "*i32",
+    "starts": "*i32",
+    "table": "*i32",
+    "place": "*i64",
+    "row_key": "*i64",
+    "pairs": "*i64",
+}
+FEATURES = {"a", "b", "out", "mean", "mass", "g"}
+CARDS = {
+    "hopper": (90, "bf16", 2304, 256),
+    "hopper, fewer columns": (90, "bf16", 2304, 128),
+    "hopper, few columns": (90, "fp16", 96, 16),
+    "hopper, float32": (90, "fp32", 1024, 256),
+    "ampere": (80, "bf16", 2304, 256),
+    "ada": (89, "bf16", 2304, 256),
+    "ada, float32": (89, "fp32", 1024, 256),
+    "blackwell": (100, "bf16", 2304, 256),
+}
+
+
+def compiled(kernel, constants, absent, dtype, blocks, capability, warps, stages):
+    signature, values = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants or name in absent:
+            signature[name], values[(place,)] = "constexpr", constants.get(name)
+        elif name in blocks:
+            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
+        elif name in INTEGERS:
+            signature[name] = "i32"
+        elif name in NUMBERS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = POINTERS.get(name) or (f"*{dtype}" if name in FEATURES else "*fp32")
+    # As at run time: every tensor starts at a 16-byte address.
+    aligned = {(p,): [["tt.divisibility", 16]] for p, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def main() -> None:
+    for card, (capability, dtype, d, width) in CARDS.items():
+        item = 4 if dtype == "fp32" else 2
+        product, pairs = product_sizes_of(capability // 10, item, width), pair_sizes_of(capability // 10, item)
+        desc = {"a_desc": (product.rows, product.depth), "b_desc": (product.cols, product.depth)}
+        shared = {"D": d, "UNIT": 16 // item, "W": width, "EXACT": "tf32"}
+        tile = {"R": product.rows, "C": product.cols, "K": product.depth, "GROUP": product.group, "PROGRAMS": 132}
+        block = {"R": pairs.rows, "K": pairs.depth}
+        column = {"R": pairs.rows, "K": min(pairs.columns, max(16, triton.next_power_of_2(d)))}
+        for score in (0, 3) if card == "hopper" else (0,):
+            no = set() if score else {"bias", "row_zero", "bias_share", "bias_factor", "bias_out"}
+            for kernel, sizes, warps, stages in (
+                (skipping.gather_kernel, {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}, 4, 2),
+                (skipping.parts_kernel, tile, product.warps, product.stages),
+                (skipping.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
+                (skipping.drop_kernel, {"BLOCK": 1024}, 4, 2),
+                (skipping.list_kernel, {"BLOCK": 1024}, 4, 2),
+                (skipping.pair_kernel, block, pairs.warps, pairs.stages),
+                (skipping.column_kernel, column, pairs.column_warps, pairs.stages),
+                (skipping.add_rows_kernel, {"K": 1024}, 4, 2),
+            ):
+                constants = shared | sizes | {"SCORE": score}
+                constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+                made = compiled(kernel, constants, no, dtype, desc, capability, warps, stages)
+                programs = product.programs if kernel is skipping.parts_kernel else 1
+                line = {"card": card, "capability": capability, "kernel": kernel.__name__, "score": score}
+                print(json.dumps(line | {"shared": made.metadata.shared, "programs": programs}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
