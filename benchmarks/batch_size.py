@@ -364,7 +364,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])  # fmt: skip
     parser.add_argument("--epochs", type=float, default=40.0, help="at most; fewer where the time is short")
-    parser.add_argument("--warmup-epochs", type=float, default=1.0)
+    parser.add_argument("--warmup-epochs", type=float, default=2.0, help="of a rising learning rate")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3, help=f"at a batch of {BASE_BATCH}; others by the root")
     parser.add_argument("--loss-type", choices=("bf16", "float32"), default="bf16", help="of features, in the table")
