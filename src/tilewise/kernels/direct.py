@@ -51,41 +51,46 @@ def serves(spec: PairSpec) -> bool:
     return spec.row_lse != spec.softplus
 
 
-def pays(shape: tuple[int, int, int], item: int, kind: str, spec: PairSpec, options: TileOptions) -> bool:
+def pays(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, options: TileOptions) -> bool:
     """Whether "auto" forms the gradients in forward. Plain arithmetic: a compiler traces it.
 
     Args:
         shape: n, m, d.
-        item: bytes of a feature.
-        kind: "cpu", "half on cpu" (converted to float32 first), "cuda" or "half on cuda".
+        device: the type of it.
     """
     n, m, d = shape
-    budget = options.workspace_bytes
-    if "cuda" not in kind:
-        return spec.softplus or block_rows(shape, item, kind, spec, budget) >= min(n, SMALLEST_BLOCK)
+    budget = options.workspace_bytes - (4 * (n + m) * d if dtype == torch.float16 else 0)
+    if device != "cuda":
+        rows = block_rows(shape, dtype, device, spec, budget)
+        return budget > 0 if spec.softplus else rows >= min(n, SMALLEST_BLOCK)
     if n * m * d < WORTH_IT:
         return False
     if spec.softplus:
-        return True
-    fits = budget // (m * item + d * item)
-    if fits >= n:
+        return budget > 0
+    row = (m + d) * dtype.itemsize
+    if budget // row >= n:
         return True
     accumulator = 0 if min(n, m) > ONE_MACRO else 4 * m * d
-    return (budget - accumulator) // (m * item + d * item) >= SMALLEST_CUDA_BLOCK
+    return (budget - accumulator) // row >= SMALLEST_CUDA_BLOCK
 
 
-def block_rows(shape: tuple[int, int, int], item: int, kind: str, spec: PairSpec, budget: int) -> int:
+def block_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, budget: int) -> int:
     """Rows whose scores with all columns fit the workspace, in the torch backend; 0 if not one does."""
     n, m, d = shape
-    held = 8 if item == 8 else 4
-    whole = m * d * held if kind == "half on cpu" else 0  # all columns in the type of the products
-    spare = 4 if kind == "half on cuda" else 0  # G in the type of the features, and what a product makes on the way
-    row = m * (held * (1 + bool(spec.softcap)) + spare + 2) + 4 * d * held
+    half, item = dtype in (torch.float16, torch.bfloat16), 8 if dtype == torch.float64 else 4
+    whole = m * d * item if half and device != "cuda" else 0  # all columns in the type of the products
+    more = 8 if half and device == "cuda" else 2  # masks; G in the type of the features
+    row = m * (item * (1 + bool(spec.softcap)) + more) + 4 * d * item
     return max(0, min(n, LARGEST_BLOCK, (budget - whole) // row))
 
 
+def held_dtype(features: torch.dtype) -> torch.dtype:
+    """The type in which gradients wait for backward: what a loss scale is yet to lift would be lost in float16."""
+    return torch.float32 if features == torch.float16 else features
+
+
 def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions) -> tuple[Tensor, Grads]:
-    """The loss, a number, and its gradients."""
+    """The loss, a number, and its gradients, those of the features in `held_dtype`."""
     assert serves(spec)
     backend = choose_backend(pair, spec, options)
     if backend.name == "triton":
@@ -94,18 +99,12 @@ def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, option
         if fused.why_not(pair, spec, options) is None:
             return fused.direct(pair, weights, needs, spec, options)
         return two_passes(backend, pair, weights, needs, spec, options)
-    shape, kind = (pair.a.shape[0], *pair.b.shape), kind_of(pair.a)
-    rows = block_rows(shape, pair.a.element_size(), kind, spec, options.workspace_bytes)
+    shape = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
+    rows = block_rows(shape, pair.a.dtype, pair.a.device.type, spec, options.workspace_bytes)
     if not spec.softplus and rows < 1:
         return two_passes(backend, pair, weights, needs, spec, options)
     with matmul_precision(options.precision), torch.no_grad():
         return _Blocks(pair, weights, needs, spec, options, rows).run()
-
-
-def kind_of(a: Tensor) -> str:
-    """How the features are multiplied, in words that `pays` knows."""
-    half = "half on " if a.dtype in (torch.float16, torch.bfloat16) else ""
-    return half + ("cuda" if a.is_cuda else "cpu")
 
 
 def two_passes(
@@ -122,7 +121,8 @@ def two_passes(
         assert stats.row_pos is not None
         lse = stats.row_lse if pair.row_zero is None else stats.row_lse + pair.row_zero
         loss, grad = _softmax_loss(weights, stats, lse)
-    return loss.to(pair.stat_dtype), backend.backward(pair, stats, grad, needs, spec, options)
+    held = held_dtype(pair.a.dtype)
+    return loss.to(pair.stat_dtype), backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=held)
 
 
 def _softmax_loss(weights: RowWeights, stats: Stats, lse: Tensor) -> tuple[Tensor, GradStats]:
@@ -153,7 +153,7 @@ class _Blocks:
             self.tiles.rows, self.tiles.cols = rows, max(pair.b.shape[0], 1)
         # Divided by its size, so that G stays near 1 whatever the loss was multiplied by; restored at the end.
         self.size = incoming_size(GradStats(row_lse=weights.each, row_pos=weights.square)).to(pair.a.device)
-        self.sums = _GradSums(self.tiles, needs, self.size, pair.a.dtype)
+        self.sums = _GradSums(self.tiles, needs, self.size, held_dtype(pair.a.dtype))
         self.loss = pair.a.new_zeros((), dtype=torch.float64)
         bounded = pair.a.device.type == "cpu" and not spec.softplus and score_bound(pair, spec) <= SAFE_SCORE
         self.shifted = not bounded

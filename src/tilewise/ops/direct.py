@@ -72,12 +72,12 @@ def forms_early(
         return False
     if not any(_needs(a, b, scale, bias)) or a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
         return False
-    kind = direct.kind_of(a)
-    if kind == "half on cuda" and a.dtype == torch.float16 and not spec.softplus and options.backend != "torch":
-        return False  # exponentials before their sum is known leave its range
+    # Exponentials before their sum is known leave the range of float16.
+    if a.is_cuda and a.dtype == torch.float16 and not spec.softplus and options.backend != "torch":
+        return False
     if options.gradients == "forward":
         return True
-    return direct.pays((a.shape[0], b.shape[0], b.shape[1]), a.element_size(), kind, spec, options)
+    return direct.pays((a.shape[0], b.shape[0], b.shape[1]), a.dtype, a.device.type, spec, options)
 
 
 def _needs(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor | None) -> list[bool]:
@@ -116,29 +116,18 @@ def _compute_loss(
             loss, grads = direct.direct(pair, weights, wanted, spec, options)
         if kept is not None:
             grads = kept.widen_grads(grads)
-    grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
-    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
-    return loss, *_present(grads.a, grads.b, grad_scale, grad_bias, like=a)
+    return loss, *_present(grads.a, grads.b, grads.scale, grads.bias, like=pair.scale)
 
 
 def _nothing(a: Tensor, b: Tensor, scale: Tensor, needs: Needs) -> tuple[Tensor, Grads]:
     """Of no rows at all."""
     zero = torch.zeros_like(scale)
     return zero, Grads(
-        a=torch.zeros_like(a) if needs.a else None,
-        b=torch.zeros_like(b) if needs.b else None,
+        a=torch.zeros_like(a, dtype=direct.held_dtype(a.dtype)) if needs.a else None,
+        b=torch.zeros_like(b, dtype=direct.held_dtype(a.dtype)) if needs.b else None,
         scale=zero.clone() if needs.scale else None,
         bias=scale.new_zeros(b.shape[0]) if needs.bias else None,
     )
-
-
-def _empty_gradients(needs: list[bool], *inputs: Tensor | None) -> list[Tensor]:
-    """What the gradients look like; empty where none is needed."""
-    like = next(value for value in inputs if value is not None)
-    return [
-        like.new_empty(0) if value is None or not need else value.new_empty(value.shape)
-        for need, value in zip(needs, inputs, strict=True)
-    ]
 
 
 _pair_loss_op = torch.library.custom_op("tilewise::pair_loss", _compute_loss, mutates_args=())
@@ -146,7 +135,14 @@ _pair_loss_op = torch.library.custom_op("tilewise::pair_loss", _compute_loss, mu
 
 @_pair_loss_op.register_fake
 def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan):  # type: ignore[no-untyped-def]
-    return a.new_empty((), dtype=stat_dtype(a.dtype)), *_empty_gradients(needs, a, b, scale, bias)
+    held, stat = direct.held_dtype(a.dtype), stat_dtype(a.dtype)
+    dtypes = held, held, stat, stat
+    shapes = [value.shape if need else (0,) for need, value in zip(needs, (a, b, scale, bias), strict=True)]
+    grads = [
+        a.new_empty(shape, dtype=dtype if need else stat)
+        for need, shape, dtype in zip(needs, shapes, dtypes, strict=True)
+    ]
+    return a.new_empty((), dtype=stat), *grads
 
 
 def _compute_grads(
@@ -167,9 +163,7 @@ def _compute_grads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys = row_key, col_key, row_skip, col_skip, row_zero
     grads = _compute_loss(a, b, scale, bias, *keys, weight, square, needs, plan)[1:]
-    for grad in grads:
-        _multiply_(grad, upstream)
-    return grads
+    return tuple(_times(grad, upstream, value) for grad, value in zip(grads, (a, b, scale, bias), strict=True))  # type: ignore[return-value]
 
 
 _pair_loss_grads_op = torch.library.custom_op("tilewise::pair_loss_grads", _compute_grads, mutates_args=())
@@ -177,32 +171,36 @@ _pair_loss_grads_op = torch.library.custom_op("tilewise::pair_loss_grads", _comp
 
 @_pair_loss_grads_op.register_fake
 def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan, upstream):  # type: ignore[no-untyped-def]
-    return tuple(_empty_gradients(needs, a, b, scale, bias))
+    empty = a.new_empty(0, dtype=stat_dtype(a.dtype))
+    inputs = zip(needs, (a, b, scale, bias), strict=True)
+    return tuple(value.new_empty(value.shape) if need else empty.clone() for need, value in inputs)
 
 
-def _multiply_(grad: Tensor, upstream: Tensor) -> None:
-    """grad *= upstream, in place, rounded once: a half type would round upstream itself first."""
-    if grad.is_cuda and grad.dim() == 2 and grad.dtype != torch.float64 and grad.is_contiguous():
+def _times(grad: Tensor, upstream: Tensor, like: Tensor | None) -> Tensor:
+    """grad * upstream in the type of its input, in place where it has that type, and rounded once."""
+    if grad.numel() == 0 or like is None or (not grad.is_cuda and upstream.item() == 1.0 and grad.dtype == like.dtype):
+        return grad
+    if grad.dim() < 2:
+        return (grad * upstream).to(like.dtype)
+    out = grad if grad.dtype == like.dtype else torch.empty_like(grad, dtype=like.dtype)
+    if grad.is_cuda and out is grad and grad.dtype != torch.float64:
         try:
             from tilewise.kernels.triton_impl.direct import multiply_
         except ImportError:  # no Triton on this platform
             pass
         else:
             multiply_(grad, upstream)
-            return
-    if not grad.is_cuda and upstream.item() == 1.0:
-        return
-    if grad.dim() < 2:
-        grad.copy_(grad * upstream)
-        return
+            return grad
+    # Two dimensions against two: one number would be rounded to the type of a half gradient first.
     for start in range(0, grad.shape[0], MULTIPLY_ROWS):
-        part = grad[start : start + MULTIPLY_ROWS]
-        part.copy_(part * upstream.reshape(1, 1))
+        part = slice(start, start + MULTIPLY_ROWS)
+        out[part] = grad[part] * upstream.reshape(1, 1)
+    return out
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.needs = inputs[-2]
+    ctx.needs, ctx.dtypes = inputs[-2], [value.dtype if isinstance(value, Tensor) else None for value in inputs[:4]]
     ctx.save_for_backward(*output[1:])
 
 
@@ -213,14 +211,8 @@ def _pull_back(ctx: Any, upstream: Tensor | None, *second: Tensor | None) -> tup
     if upstream is None:
         return (None,) * INPUTS
     grads = [
-        (
-            grad * upstream.to(grad.dtype)
-            if grad.dtype == upstream.dtype
-            else (grad.to(upstream.dtype) * upstream).to(grad.dtype)
-        )
-        if need
-        else None
-        for grad, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+        (grad.to(upstream.dtype) * upstream).to(dtype) if need else None
+        for grad, need, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
     ]
     return *grads, *(None,) * (INPUTS - 4)
 
@@ -247,9 +239,7 @@ class _Eager(torch.autograd.Function):
         if grads is None or torch.is_grad_enabled():
             grads = torch.ops.tilewise.pair_loss_grads(*saved, ctx.needs, ctx.plan, upstream)
         else:
-            for grad, need in zip(grads, ctx.needs, strict=True):
-                if need:
-                    _multiply_(grad, upstream)
+            grads = [_times(grad, upstream, value) for grad, value in zip(grads, saved[:4], strict=True)]
         wanted = (
             grad if need and asked else None
             for grad, need, asked in zip(grads, ctx.needs, ctx.needs_input_grad[:4], strict=True)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.direct import RowWeights
+from tilewise.kernels.direct import RowWeights, held_dtype
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_kernels, positive
@@ -63,7 +63,7 @@ class Sigmoid(Backward):
     """Backward of the sigmoid loss, whose kernel writes the loss too."""
 
     def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
-        super().__init__(call, Stats(), GradStats(row_softplus=weights.each), needs, call.pair.a.dtype)
+        super().__init__(call, Stats(), GradStats(row_softplus=weights.each), needs, held_dtype(call.a.dtype))
         programs = multiprocessors(call.a.device) * self.sizes.programs
         self.loss_part = call.empty(programs * self.sizes.rows, zero=True)
 
