@@ -36,6 +36,11 @@ def test_behaviour():
     checks.check_never_negative(CPU, torch.float32, -1e-5, n=300, d=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_statistics_of_tokens(dtype):
+    checks.check_tokens(CPU, dtype, n=150, d=40, seed=5)
+
+
 def test_ignored_rows(monkeypatch):
     checks.check_ignored(CPU, torch.float32, n=90, d=12, seed=5, patch=monkeypatch)
 

@@ -14,6 +14,7 @@ from tilewise.losses.logsumexp import linear_logsumexp
 from tilewise.losses.nt_xent import NTXentLoss, nt_xent
 from tilewise.losses.siglip import SigLipLoss, siglip_loss
 from tilewise.losses.supcon import SupConLoss, supcon_loss
+from tilewise.losses.token_stats import TokenStats, linear_token_stats
 from tilewise.options import TileOptions
 from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
 
@@ -28,11 +29,13 @@ __all__ = [
     "SupConLoss",
     "TileOptions",
     "TilewiseError",
+    "TokenStats",
     "__version__",
     "clip_loss",
     "info_nce",
     "linear_cross_entropy",
     "linear_logsumexp",
+    "linear_token_stats",
     "nt_xent",
     "recall_at_k",
     "retrieval_ranks",

@@ -222,6 +222,55 @@ def _counting_rows(call: Any, rows: list[int]) -> Any:
     return counted
 
 
+def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int) -> None:
+    """Log-probability, entropy and argmax of tokens and the gradients of both against dense; the host never waits."""
+    made = problem("cross_entropy_bias", dtype, n=n, d=d, seed=seed, device=place.device)
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(len(made.leaves["classifier"]), (n,), generator=generator).to(place.device)
+    target[::3] = -100
+    valid, upstream = target != -100, torch.randn(2, n, generator=generator).to(place.device)
+
+    def ours(p: Any) -> Tensor:
+        stats = tw.linear_token_stats(
+            p.hidden,
+            p.classifier,
+            target,
+            linear_bias=p.bias,
+            logit_scale=p.scale,
+            softcap=8.0,
+            options=place.options(),
+        )
+        found["argmax"], found["accuracy"] = stats.argmax, stats.accuracy
+        return torch.stack([stats.log_prob, stats.entropy])
+
+    def dense(p: Any) -> Tensor:
+        logits = p.scale.to(p.hidden.dtype) * p.hidden @ p.classifier.T + p.bias
+        log_p = (8.0 * torch.tanh(logits / 8.0)).log_softmax(-1)
+        own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        found["log_p"] = log_p.detach()
+        return torch.where(valid, torch.stack([own, -(log_p.exp() * log_p).sum(1)]), 0.0)
+
+    found: dict[str, Tensor] = {}
+    value, grads = solve(ours, made.leaves, upstream)
+    plain, plain_grads = solve(dense, made.leaves, upstream)
+    want, want_grads = solve(dense, converted(made.leaves, torch.float64), upstream)
+    assert value.dtype == torch.float32
+    for row, name in enumerate(("log_prob", "entropy")):
+        assert_accurate(value[row], plain[row], want[row], LOSS_FLOOR, name)
+    for leaf, exact in want_grads.items():
+        floor = GRAD_FLOOR[dtype] if exact.dim() < 2 else 0.0
+        assert_accurate(grads[leaf], plain_grads[leaf], exact, max(floor, 1e-5), leaf)
+    best = found["log_p"].max(1).values
+    reached = found["log_p"].gather(1, found["argmax"].clamp(min=0)[:, None])[:, 0]
+    assert (best - reached)[valid].max() <= 1e-5
+    assert (found["argmax"][~valid] == -1).all()
+    assert found["accuracy"] == (found["argmax"] == target)[valid].float().mean()
+    with place.no_waiting():
+        again, again_grads = solve(ours, made.leaves, upstream)
+    assert torch.equal(again, value)
+    assert all(torch.equal(again_grads[leaf], grads[leaf]) for leaf in grads)
+
+
 def check_never_negative(place: Place, dtype: torch.dtype, lowest: float, n: int, d: int, **settings: Any) -> None:
     """The loss of a row is a positive number; of pairs that fit well, at scale 100, almost 0."""
     for noise in (0.0, 0.1, 0.5):

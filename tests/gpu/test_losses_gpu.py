@@ -61,6 +61,13 @@ def test_all_rows_ignored(monkeypatch):
     assert not hidden.grad.any()
 
 
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("d", [72, 1032])  # small and large tiles
+def test_statistics_of_tokens(dtype, d, seed):
+    checks.check_tokens(GPU, dtype, n=1003, d=d, seed=seed)
+
+
 def test_autocast():
     checks.check_autocast(GPU, n=1003, d=72)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse, relative_error
+from tests.gpu.checks import Place, check_tokens
 from tests.kernels.pair_cases import (
     CASES,
     HARD,
@@ -489,6 +490,10 @@ def test_losses_from_end_to_end(name):
         assert_close(grads[leaf], want_grads[leaf], 1e-5, leaf)
     other, _ = solve(made.ours, made.leaves, options=dataclasses.replace(OPTIONS, backend="torch"))
     assert relative_error(other, loss) < 2e-6
+
+
+def test_statistics_of_tokens_from_end_to_end():
+    check_tokens(Place("cpu", "triton"), torch.float32, n=70, d=24, seed=2)
 
 
 def test_precision_reaches_the_kernels():

@@ -15,8 +15,8 @@ from tilewise.kernels.spec import Grads, GradStats, Pair, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward take 3 ms of an H200 then
 USUAL_SLICE = 2**15  # columns of one rank: slices may be uneven, and all ranks must decide alike
-# On a GPU a few ignored rows stay, so that tiles are full, some rows are always left, and steps of about the same number
-# of tokens have the same shapes, for which launches are ready.
+# On a GPU a few ignored rows stay, so that tiles are full, some rows are always left, and steps with about the same
+# number of tokens have the same shapes, for which launches are ready.
 WHOLE_TILES = 128
 
 
