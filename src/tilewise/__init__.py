@@ -9,6 +9,7 @@ Memory grows with the rows plus the columns, and the time is that of the matrix 
 from tilewise.errors import TilewiseError
 from tilewise.losses.clip import ClipLoss, clip_loss
 from tilewise.losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from tilewise.losses.filtering import record_filtering
 from tilewise.losses.info_nce import InfoNCELoss, info_nce
 from tilewise.losses.logsumexp import linear_logsumexp
 from tilewise.losses.nt_xent import NTXentLoss, nt_xent
@@ -38,6 +39,7 @@ __all__ = [
     "linear_token_stats",
     "nt_xent",
     "recall_at_k",
+    "record_filtering",
     "retrieval_ranks",
     "retrieval_ranks_both",
     "siglip_loss",
