@@ -198,6 +198,12 @@ def info_nce_ids(make: Maker) -> Problem:
 
 
 @case
+def info_nce_ids_one_way(make: Maker) -> Problem:
+    ids = make.integers(make.n // 2, make.n)
+    return _info_nce(make, query_ids=ids, key_ids=ids)
+
+
+@case
 def info_nce_ids_of_negatives(make: Maker) -> Problem:
     count = make.n // 2 + 3
     key_ids = make.integers(make.n // 2, make.n + count)

@@ -46,7 +46,7 @@ class RowWeights:
 
 def serves(spec: PairSpec) -> bool:
     """Whether the gradient of such scores can be formed in one pass: rows only, at most one positive in each."""
-    if spec.col_lse or spec.symmetric or spec.row_sum or spec.itself or spec.positive != "one":
+    if spec.col_lse or spec.symmetric or spec.row_sum or spec.of_tokens or spec.itself or spec.positive != "one":
         return False
     return spec.row_lse != spec.softplus
 

@@ -1,0 +1,384 @@
+"""Gradients formed in forward, in the torch backend: the same numbers, three products, and every way autograd asks."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks.measure import cpu_peak_bytes
+from tests.compare import assert_close, assert_no_worse
+from tests.losses.loss_cases import converted, problem, solve
+from torch.nn.functional import normalize
+
+import tilewise as tw
+from tilewise.errors import GradientError
+from tilewise.kernels import direct as kernels
+from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.tiled import TorchBackend
+from tilewise.ops.direct import forms_early
+
+MIB = 2**20
+EARLY = tw.TileOptions(gradients="forward")
+LATE = tw.TileOptions(gradients="backward")
+SERVED = [
+    *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
+    *("cross_entropy_ignoring_a_class", "cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),
+]
+NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_entropy_smoothed", "nt_xent", "supcon"]
+FEW = ["siglip", "info_nce_ids_one_way", "cross_entropy_bias", "cross_entropy_z_loss"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch, small_tiles):
+    """Several blocks of rows, the last one ragged."""
+    monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the kernels, and what they gave."""
+    seen = []
+
+    def counted(pair, weights, needs, spec, options, real=kernels.direct):
+        loss, grads = real(pair, weights, needs, spec, options)
+        seen.append(SimpleNamespace(pair=pair, needs=needs, grads=grads))
+        return loss, grads
+
+    monkeypatch.setattr(kernels, "direct", counted)
+    return seen
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", SERVED)
+def test_equals_the_oracle(name, reduction, calls, nan_filled_empty):
+    made = problem(name)
+    loss, grads = solve(made.ours, made.leaves, reduction=reduction, options=EARLY)
+    want, want_grads = solve(made.dense, made.leaves, reduction=reduction)
+    assert len(calls) == 1
+    assert_close(loss, want, 1e-14)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 1e-12, leaf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SERVED)
+def test_half_types_are_no_worse_than_dense(name, dtype, calls):
+    made = problem(name, dtype)
+    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    dense, dense_grads = solve(made.dense, made.leaves)
+    want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+    assert len(calls) == 1
+    assert_no_worse(loss, dense, want)
+    for leaf in want_grads:
+        assert grads[leaf].dtype == made.leaves[leaf].dtype
+        assert_no_worse(grads[leaf], dense_grads[leaf], want_grads[leaf], leaf)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 0.0])
+def test_scores_of_a_thousand_and_of_nothing(scale, calls):
+    generator = torch.Generator().manual_seed(1)
+    a, b = (normalize(torch.randn(70, 9, generator=generator, dtype=torch.float64)).requires_grad_() for _ in range(2))
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, 70, (70,), generator=generator)
+
+    def loss(options):
+        return tw.linear_cross_entropy(a, b, target, logit_scale=s, options=options)
+
+    got, want = (torch.autograd.grad(loss(options), (a, b, s)) for options in (EARLY, LATE))
+    assert len(calls) == 1
+    assert_close(loss(EARLY), loss(LATE), 1e-14)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, 1e-12)
+
+
+def test_a_z_loss_that_cancels_the_weight_of_a_row():
+    """w + 2 z lse = 0: nothing may be divided by it."""
+    hidden = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    classes = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    target, z = torch.tensor([0, 3, 4]), -0.5 / torch.tensor(5.0).double().log().item()
+    got, want = (
+        torch.autograd.grad(tw.linear_cross_entropy(hidden, classes, target, z_loss=z, options=options), hidden)[0]
+        for options in (EARLY, LATE)
+    )
+    assert_close(got, want, 1e-12)
+
+
+# What autograd asks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("k", [3.0, -0.25, 1e-12, 0.0])
+def test_any_scale_from_upstream(name, k):
+    made = problem(name)
+    _, grads = solve(lambda p: k * made.ours(p, options=EARLY), made.leaves)
+    _, want = solve(lambda p: k * made.ours(p, options=LATE), made.leaves)
+    for leaf in want:
+        assert_close(grads[leaf], want[leaf], 1e-12, leaf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_upstream_is_not_rounded_to_the_type_of_the_features(dtype):
+    made = problem("cross_entropy", dtype)
+    k = 1.0 + 2.0**-9  # bfloat16 would make it 1
+    _, once = solve(made.ours, made.leaves, options=EARLY)
+    _, grads = solve(lambda p: k * made.ours(p, options=EARLY), made.leaves)
+    for leaf in once:
+        assert torch.equal(grads[leaf], (k * once[leaf].float()).to(grads[leaf].dtype)), leaf
+
+
+def test_a_loss_scale_lifts_gradients_out_of_what_float16_cannot_hold():
+    generator = torch.Generator().manual_seed(3)
+    hidden, classes = (torch.randn(n, 16, generator=generator).half().requires_grad_() for n in (40, 60))
+    bias = torch.zeros(60).half().requires_grad_()
+    target, weight = torch.randint(0, 60, (40,), generator=generator), torch.full((60,), 1e-8)
+    leaves = {"hidden": hidden, "classes": classes, "bias": bias}
+
+    def loss(p, options=EARLY):
+        scaled = weight.to(p.hidden.dtype) if p.hidden.dtype == torch.float64 else weight
+        settings = {"linear_bias": p.bias, "weight": scaled, "reduction": "sum", "options": options}
+        return 2.0**20 * tw.linear_cross_entropy(p.hidden, p.classes, target, **settings)
+
+    _, grads = solve(loss, leaves)
+    _, want = solve(loss, converted(leaves, torch.float64))
+    for leaf in want:
+        assert_close(grads[leaf], want[leaf], 2e-3, leaf)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_backward_twice_through_one_forward(name, calls):
+    made = problem(name)
+    loss = 2.0 * made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    leaves = list(made.leaves.values())
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    third = torch.autograd.grad(3.0 * loss, leaves)
+    assert len(calls) == 3
+    for one, held, two, three in zip(first, kept, second, third, strict=True):
+        assert torch.equal(one, held)  # what was given away is not written to again
+        assert torch.equal(one, two)
+        assert_close(three, 3.0 * one, 1e-14)
+
+
+def test_gradients_accumulate(calls):
+    made = problem("cross_entropy_bias")
+    _, once = solve(made.ours, made.leaves, options=LATE)
+    for _ in range(3):
+        (made.ours(SimpleNamespace(**made.leaves), options=EARLY) / 3.0).backward()
+    assert len(calls) == 3
+    for leaf, value in made.leaves.items():
+        assert_close(value.grad, once[leaf], 1e-12, leaf)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_backward_gives_away_what_forward_made(name, calls):
+    made = problem(name, torch.float32)
+    first, second = list(made.leaves.values())[:2]
+    grads = torch.autograd.grad(3.0 * made.ours(SimpleNamespace(**made.leaves), options=EARLY), (first, second))
+    assert grads[0].data_ptr() == calls[0].grads.a.data_ptr() or name.startswith("cross_entropy")  # rows put back
+    assert grads[1].data_ptr() == calls[0].grads.b.data_ptr()
+
+
+def test_nothing_is_held_after_backward():
+    made = problem("info_nce", torch.float32)
+    loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    node = loss.grad_fn
+    assert node.grads is not None
+    loss.backward()
+    assert node.grads is None
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_nothing_is_formed_where_nobody_asks(name, calls, monkeypatch):
+    made = problem(name)
+    with torch.no_grad():
+        made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    made.ours(SimpleNamespace(**{leaf: value.detach() for leaf, value in made.leaves.items()}), options=EARLY)
+    solve(lambda p, **how: made.ours(p, reduction="none", **how).sum(), made.leaves, options=EARLY)
+    solve(made.ours, made.leaves, options=LATE)
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias"])
+def test_a_frozen_side_costs_nothing(name, calls):
+    made = problem(name)
+    _, together = solve(made.ours, made.leaves, options=EARLY)
+    for leaf in made.leaves:
+        alone = {other: value.detach() for other, value in made.leaves.items()}
+        alone[leaf].requires_grad_()
+        _, grads = solve(made.ours, alone, options=EARLY)
+        assert_close(grads[leaf], together[leaf], 1e-12, leaf)
+        assert sum(dataclasses.astuple(calls[-1].needs)) == 1
+        made_for = [field for field in ("a", "b", "scale", "bias") if getattr(calls[-1].grads, field) is not None]
+        assert len(made_for) == 1
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_second_derivative_is_refused_with_words(name):
+    made = problem(name, n=8, d=4)
+    loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    grads = torch.autograd.grad(loss, list(made.leaves.values()), create_graph=True)
+    with pytest.raises(GradientError, match=r"first derivatives only.*[Dd]etach"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, torch.float32) for name in FEW), ("siglip", torch.bfloat16), ("siglip", torch.float16)]
+)
+def test_compile_in_one_graph(name, dtype, calls):
+    torch._dynamo.reset()
+    made = problem(name, dtype)
+
+    def whole(p):
+        return torch.compile(lambda: 3.0 * made.ours(p, options=EARLY), fullgraph=True, backend="aot_eager")()
+
+    loss, grads = solve(whole, made.leaves)
+    assert len(calls) == 1
+    want, want_grads = solve(lambda p: 3.0 * made.ours(p, options=EARLY), made.leaves)
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert grads[leaf].dtype == made.leaves[leaf].dtype
+        assert_close(grads[leaf], want_grads[leaf], 1e-6, leaf)
+
+
+@pytest.mark.slow
+def test_compile_with_inductor():
+    torch._dynamo.reset()
+    made = problem("cross_entropy_bias", torch.float32)
+
+    def whole(p):
+        return torch.compile(lambda: 3.0 * made.ours(p, options=EARLY), fullgraph=True)()
+
+    _, grads = solve(whole, made.leaves)
+    _, want = solve(lambda p: 3.0 * made.ours(p, options=EARLY), made.leaves)
+    for leaf in want:
+        assert_close(grads[leaf], want[leaf], 1e-6, leaf)
+
+
+# Rows that do not count ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_rows_ignored(reduction):
+    hidden, classes = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    target = torch.full((5,), -100)
+    loss = tw.linear_cross_entropy(hidden, classes, target, reduction=reduction, options=EARLY)
+    loss.backward()
+    assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
+    assert not hidden.grad.any()
+    assert not classes.grad.any()
+
+
+def test_ignored_rows_meet_no_column(calls):
+    """Even NaN in them reaches nothing."""
+    hidden = torch.randn(50, 4, dtype=torch.float64)
+    hidden[::2] = torch.nan
+    hidden.requires_grad_()
+    classes, target = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.arange(50) % 6
+    target[::2] = -100
+    tw.linear_cross_entropy(hidden, classes, target, options=EARLY).backward()
+    assert len(calls[0].pair.a) == 25
+    assert not hidden.grad[::2].any()
+    assert hidden.grad.isfinite().all()
+    assert classes.grad.isfinite().all()
+
+
+# When ------------------------------------------------------------------------------------------------------------
+
+SOFTMAX, SIGMOID = PairSpec(row_lse=True, positive="one"), PairSpec(softplus=True, positive="one")
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_losses_that_cannot_do_it_do_as_before(name, calls):
+    made = problem(name)
+    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    want, want_grads = solve(made.ours, made.leaves, options=LATE)
+    assert not calls
+    assert torch.equal(loss, want)
+    assert all(torch.equal(grads[leaf], want_grads[leaf]) for leaf in want_grads)
+
+
+def early(n, m, d, dtype=torch.float32, device="cpu", spec=SOFTMAX, group="", **settings):
+    a, b = (torch.empty(rows, d, dtype=dtype, device="meta", requires_grad=True) for rows in (n, m))
+    if device == "cuda":
+        return kernels.pays((n, m, d), dtype, device, spec, tw.TileOptions(**settings))
+    a, b = a.expand(n, d), b.expand(m, d)
+    scale = torch.ones(())
+    return forms_early(a, b, scale, None, spec=spec, options=tw.TileOptions(**settings), group_name=group)
+
+
+def test_auto_goes_by_the_workspace(monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_BLOCK", 1024)
+    assert early(8192, 8192, 256)
+    assert early(2048, 128_256, 64)
+    assert not early(2048, 4_000_000, 64)  # 64 rows of scores take more than the workspace
+    assert early(2048, 4_000_000, 64, spec=SIGMOID)  # which holds tiles only
+    assert early(2048, 4_000_000, 64, workspace_mib=2048)
+    assert not early(2048, 128_256, 4096, dtype=torch.bfloat16)  # all classes as float32
+    assert not early(8192, 8192, 256, gradients="backward")
+    assert not early(8192, 8192, 256, group="0")
+    assert not early(8192, 8192, 256, filter_tolerance=0.1)
+    assert not early(0, 8192, 256)
+
+
+def test_auto_on_a_gpu():
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    assert not early(8192, 128_256, 4096, **bf16)  # needs a float32 accumulator of 2 GiB, or 2 GiB of scores
+    assert early(8192, 128_256, 4096, workspace_mib=2100, **bf16)
+    assert early(65_536, 65_536, 512, workspace_mib=512, **bf16)  # backward has the accumulator too
+    assert early(65_536, 65_536, 768, spec=SIGMOID, **bf16)
+    assert not early(512, 512, 512, spec=SIGMOID, **bf16)  # the host is the limit
+    assert not early(65_536, 65_536, 768, spec=SIGMOID, device="cuda", dtype=torch.float16)  # held in float32
+
+
+def test_a_workspace_too_small_for_a_row_takes_two_passes(monkeypatch):
+    made = problem("cross_entropy_z_loss")
+    monkeypatch.setattr(kernels, "block_rows", lambda *_: 0)
+    _, grads = solve(made.ours, made.leaves, options=EARLY)
+    _, want = solve(made.dense, made.leaves)
+    for leaf in want:
+        assert_close(grads[leaf], want[leaf], 1e-12, leaf)
+
+
+def test_products_are_three(monkeypatch):
+    """Counted by the backend's own passes: neither of them runs."""
+    monkeypatch.setattr(TorchBackend, "forward", None)
+    monkeypatch.setattr(TorchBackend, "backward", None)
+    for name in FEW:
+        made = problem(name)
+        solve(made.ours, made.leaves, options=EARLY)
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def measured(n, m, d, workspace_mib):
+    """A small step and the one that counts; see `cpu_peak_bytes`."""
+
+    def step(n, m, mib):
+        a, b = (torch.randn(rows, d).requires_grad_() for rows in (n, m))
+        target, options = torch.arange(n) % m, tw.TileOptions(workspace_mib=mib, gradients="forward")
+        return lambda: torch.autograd.grad(3.0 * tw.linear_cross_entropy(a, b, target, options=options), (a, b))
+
+    return step(256, 256, 1), step(n, m, workspace_mib)
+
+
+def test_scratch_stays_within_the_workspace():
+    """Peak = the two gradients + vectors + the workspace; all scores would take 256 MiB."""
+    n, m, d, mib = 4096, 16_384, 64, 16
+    arguments = {"n": n, "m": m, "d": d, "workspace_mib": mib}
+    gradients, vectors = (n + m) * d * 4, 24 * (n + m) * 8
+    peak = cpu_peak_bytes("tests.ops.test_direct:measured", arguments)
+    assert peak <= mib * MIB + gradients + vectors + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("mib", [1, 16, 256])
+def test_blocks_are_cut_to_the_workspace(dtype, mib, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_BLOCK", 1024)
+    spec = PairSpec(row_lse=True, positive="one", softcap=30.0)
+    for n, m, d in [(1, 1, 1), (5000, 300, 512), (300, 70_000, 64), (8192, 256_000, 2304)]:
+        rows = kernels.block_rows((n, m, d), dtype, "cpu", spec, mib * MIB)
+        item = 8 if dtype == torch.float64 else 4
+        assert rows <= n
+        assert rows * m * item * 2 <= mib * MIB
