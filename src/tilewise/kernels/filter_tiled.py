@@ -164,7 +164,7 @@ class _Forward:
         tile = torch.arange(b_cd.shape[0], device=b_cd.device) // self.width
         total = b_cd.new_zeros((t.stop - t.start, b_cd.shape[1]))
         whole = b_cd.shape[0] // self.width
-        total[:whole] = b_cd[: whole * self.width].view(whole, self.width, -1).sum(1)
+        total[:whole] = b_cd[: whole * self.width].view(whole, self.width, b_cd.shape[1]).sum(1)
         if whole < total.shape[0]:
             total[whole] = b_cd[tile == whole].sum(0)
         return total / self.count[t, None].to(total.dtype)

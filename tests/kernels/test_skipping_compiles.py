@@ -1,0 +1,30 @@
+"""The kernels of skipping compile for the cards of the size table, and fit their shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed on this platform")
+
+# Shared memory in bytes: of one program at most, and of a multiprocessor
+LIMITS = {80: (166912, 167936), 89: (101376, 102400), 90: (232448, 233472), 100: (232448, 233472)}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_kernels_of_skipping_compile_and_fit():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_skipping"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {line["kernel"] for line in lines} >= {"parts_kernel", "choose_kernel", "pair_kernel", "column_kernel"}
+    assert {line["capability"] for line in lines} == set(LIMITS)
+    for line in lines:
+        most, together = LIMITS[line["capability"]]
+        assert line["shared"] <= most, line
+        assert line["programs"] * (line["shared"] + 1024) <= together, line

@@ -1,0 +1,176 @@
+"""The kernels of skipping in Triton's interpreter, beside the torch backend's filter: one plan, one gradient."""
+
+import doctest
+import math
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.kernels.quick_interpreter import make_quick
+
+from tilewise.kernels import filter as plans
+from tilewise.kernels.filter_tiled import TorchFilter
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl import skipping_host
+from tilewise.kernels.triton_impl.skipping_host import Blocks, TritonFilter
+from tilewise.options import TileOptions
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),  # NumPy speaks where a GPU is silent: log2(0)
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.usefixtures("nan_filled_empty", "quick", "never_dense"),
+]
+OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
+ALL = Needs(a=True, b=True, scale=True, bias=True)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    make_quick(monkeypatch)
+
+
+@pytest.fixture
+def never_dense(monkeypatch):
+    monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.DENSE_SHARE", 2.0)
+
+
+def make_pair(dtype, n=70, m=331, d=24, *, bias=True, zero=True, dead=True):
+    g = torch.Generator().manual_seed(0)
+    rank = torch.randperm(m, generator=g) + 1
+    rest = 2 * torch.randn(m, d - 1, generator=g) / math.sqrt(d - 1)
+    key = torch.randint(0, m, (n,), generator=g)
+    a = torch.cat([torch.full((n, 1), 4.0), torch.randn(n, d - 1, generator=g) + 2 * rest[key]], 1).to(dtype)
+    b = torch.cat([(-rank.log() / 2)[:, None], rest], 1).to(dtype)
+    offset = 0.3 * torch.randn(m, generator=g)
+    if dead:
+        offset[::50] = -torch.inf
+    key[key % 50 == 0] += 1
+    key[::9] = -1  # ignored
+    pair = Pair(
+        a=a,
+        b=b,
+        scale=torch.tensor(1.1),
+        bias=offset if bias else None,
+        row_key=key,
+        row_zero=1.1 * (a.float() * b.float()[key]).sum(1) if zero else None,
+    )
+    valid = (key >= 0).float()
+    grad = GradStats(row_lse=torch.randn(n, generator=g) * valid, row_pos=torch.randn(n, generator=g) * valid)
+    return pair, grad
+
+
+def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None):
+    tolerance = tolerance or (2e-6 if pair.a.dtype == torch.float32 else 3e-3)
+    spec = PairSpec(row_lse=True, positive="one", softcap=softcap, drop_rows=True)
+    stats, plan = TritonFilter().forward(pair, spec, options)
+    want_stats, want = TorchFilter().forward(pair, spec, options)
+    valid = pair.row_key >= 0
+    for name in ("row_lse", "row_pos", "row_hits"):
+        assert_close(getattr(stats, name)[valid], getattr(want_stats, name)[valid], 1e-5, name)
+    assert torch.equal(plan.order, want.order)
+    assert torch.equal(plan.mass < 0, want.mass < 0)
+    assert torch.equal(plan.kept, want.kept)
+    assert_close(plan.mass, want.mass, 1e-3, "mass")
+    assert_close(plan.mean, want.mean, 1e-3, "mean")
+    share = (plan.mass[:, valid] < 0).float().mean()
+    assert 0.01 < share < 0.9
+    known = Stats(row_lse=want_stats.row_lse)
+    got = TritonFilter().backward(pair, known, plan, grad, needs, spec, options)
+    right = TorchFilter().backward(pair, known, want, grad, needs, spec, options)
+    for name in ("a", "b", "scale", "bias"):
+        value, expected = getattr(got, name), getattr(right, name)
+        if not getattr(needs, name):
+            assert value is None
+            continue
+        assert value.dtype == expected.dtype
+        # The scale's gradient is one number, a difference of large ones.
+        assert_close(value, expected, tolerance * (20 if name == "scale" else 1), name)
+    if needs.a:
+        assert (got.a[~valid] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("softcap", [0.0, 12.0])
+def test_beside_the_torch_backend(dtype, softcap):
+    check(*make_pair(dtype, zero=dtype == torch.float32, dead=not softcap), softcap=softcap)
+
+
+def test_rows_that_no_descriptor_can_read():
+    pair, grad = make_pair(torch.float16, d=23, bias=False, zero=False)
+    check(pair, grad, needs=Needs(a=True, b=True, scale=True))
+
+
+def test_a_small_workspace(monkeypatch):
+    """Several chunks of columns, blocks of rows, groups of tiles and batches of pairs."""
+    pair, grad = make_pair(torch.float32, n=150)
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
+    monkeypatch.setattr(skipping_host, "pair_sizes", lambda *_: skipping_host.PairSizes(16, 32, 16, 1, 1, 1))
+    counts = []
+    cut = Blocks._cut
+    monkeypatch.setattr(Blocks, "_cut", staticmethod(lambda *args: counts.append(len(made := cut(*args))) or made))
+    check(pair, grad)
+    assert counts[0] > 1  # groups
+    assert max(counts[1:]) > 1  # batches in a group
+
+
+@pytest.mark.parametrize("name", ["a", "b", "scale", "bias"])
+def test_one_gradient_alone(name):
+    wanted = {other: other == name for other in ("a", "b", "scale", "bias")}
+    check(*make_pair(torch.float32, n=40, m=200), needs=Needs(**wanted))
+
+
+def test_small_incoming_gradients_survive_float16():
+    pair, grad = make_pair(torch.float16, zero=False)
+    check(pair, GradStats(row_lse=grad.row_lse * 1e-4, row_pos=grad.row_pos * 1e-4))
+
+
+def test_one_incoming_gradient():
+    pair, grad = make_pair(torch.float32, n=40, m=200)
+    check(pair, GradStats(row_lse=grad.row_lse))
+    check(pair, GradStats(row_pos=grad.row_pos))
+
+
+def test_what_is_not_a_number_is_kept():
+    pair, grad = make_pair(torch.float32, n=40, m=200)
+    pair.a[7, 3] = torch.nan
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    stats, plan = TritonFilter().forward(pair, spec, OPTIONS)
+    assert stats.row_lse[7].isnan()
+    assert (plan.mass[:, 7] < 0).all()
+    got = TritonFilter().backward(pair, stats, plan, grad, ALL, spec, OPTIONS)
+    assert got.a[7].isnan().all()
+    assert not got.a[8].isnan().any()
+
+
+def test_too_many_pairs(monkeypatch):
+    monkeypatch.setattr(plans, "DENSE_SHARE", 1e-6)
+    pair, grad = make_pair(torch.float32, n=40, m=200)
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    stats, plan = TritonFilter().forward(pair, spec, OPTIONS)
+    assert TritonFilter().backward(pair, stats, plan, grad, ALL, spec, OPTIONS) is None
+
+
+def test_the_examples_of_the_host_side():
+    assert doctest.testmod(skipping_host).failed == 0
+
+
+def test_blocks_cover_every_pair_once():
+    counts = torch.tensor([0, 7, 1, 0, 64, 65, 3, 0])
+    blocks = Blocks.of(counts, 16)
+    assert blocks.pairs == 140
+    seen = torch.zeros(140)
+    tiles = []
+    for group in blocks.groups(70):
+        tiles += range(group.start, group.stop)
+        assert counts[group].sum() <= 70
+        for batch in blocks.batches(group, 20):
+            first, last = blocks.pair_of(batch.start), blocks.pair_after(batch.stop)
+            assert last - first <= 20
+            seen[first:last] += 1
+            for tile, start, stop in blocks.table[:, batch].T.tolist():
+                assert stop - start <= 16
+                assert blocks.starts[tile] <= start < stop <= blocks.starts[tile + 1]
+    assert tiles == list(range(8))
+    assert (seen == 1).all()
