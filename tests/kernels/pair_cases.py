@@ -508,7 +508,7 @@ def check_forward(
     exact, dense = dense_stats(leaves_of(pair, torch.float64), spec), dense_stats(pair, spec)
     types = {name: value.dtype for name, value in stats_asked(stats).items()}
     assert types.pop("row_top_col", torch.int64) == torch.int64
-    assert set(types.values()) == {pair.stat_dtype}
+    assert set(types.values()) <= {pair.stat_dtype}
     check_top(stats, pair, spec)
     got, want, yardstick = (comparable(answer, pair) for answer in (stats, exact, dense))
     assert got.keys() == want.keys()
@@ -528,14 +528,14 @@ def check_forward(
 
 def check_top(stats: Stats, pair: Pair, spec: PairSpec) -> None:
     """The column has the largest score, up to the rounding of scores, and none before it has the same."""
-    if stats.row_top_col is None:
+    if stats.row_top_col is None or 0 in (pair.a.shape[0], pair.b.shape[0]):
         return
     x_nm = dense_scores(leaves_of(pair, torch.float64), spec)[0].detach()
     index = stats.row_top_col - pair.col_start
     found = x_nm.gather(1, index[:, None]).squeeze(1)
     best = x_nm.max(1)
-    assert (best.values - found <= 1e-5 * (1.0 + best.values.abs())).all()
     same = found == best.values
+    assert (same | (best.values - found <= 1e-5 * (1.0 + best.values.abs()))).all()
     assert torch.equal(index[same], best.indices[same])
     assert same.double().mean() > 0.9
 

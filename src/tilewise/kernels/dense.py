@@ -43,7 +43,7 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
     row_pos = torch.where(positive, x_nm - row_zero, torch.zeros_like(x_nm)).sum(1)
     signed = torch.where(positive, -x_nm, x_nm)
     has_pos = spec.positive != "none" and not spec.softplus
-    top = x_nm.max(1) if spec.row_top else None  # the first of equal ones
+    top = F.pad(x_nm, (0, int(x_nm.shape[1] == 0)), value=-torch.inf).max(1) if spec.row_top else None
     return Stats(
         row_lse=torch.logsumexp(x_nm - row_zero, 1) if spec.row_lse else None,
         row_pos=row_pos if has_pos else None,
