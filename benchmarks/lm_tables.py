@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks import lm_cases, measure, peers, run
 from benchmarks.lm_cases import LmCase
 from benchmarks.report import digits
+from tilewise.ops.filtered import record_filtering
 
 Row = dict[str, Any]
 PARTS = ("loss", "gradient", "both")
@@ -167,9 +168,14 @@ def lower_bound(case: LmCase, inputs: peers.Inputs, rate: float) -> Row:
 def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Tensor]) -> Row:
     """Warm up; then the loss, the error of both gradients, and the memory."""
     start = time.perf_counter()
-    step()
-    measure.synchronize(device)
-    row: Row = {"status": "warm", "first_s": round(time.perf_counter() - start, 2)}
+    with record_filtering() as filtered:
+        step()
+        measure.synchronize(device)
+        row: Row = {"status": "warm", "first_s": round(time.perf_counter() - start, 2)}
+        if len(filtered):
+            row |= {"kept_share": filtered.kept_share[0], "dense": filtered.dense[0]}
+            row["largest_dropped"] = filtered.largest_dropped[0]
+    del filtered  # it holds what it counts, and memory is measured next
     row["loss_value"] = float(step.value) if step.value is not None else None
     for name, leaf, exact in zip(("dE", "dC"), step.leaves, want, strict=True):
         assert leaf.grad is not None
@@ -278,7 +284,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
         f"{report['python']}; {report.get('seconds', 0):.0f} s. Times in ms, medians of at most {report['repeats']} "
         "turns; memory in MiB, peak above the inputs (of the gradient: above what the loss left). x: time divided by "
-        "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. 3u / R: "
+        "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. "
+        "Kept: (row, tile) pairs that backward computes (all: so many that it computes all). 3u / R: "
         "the rate, if three products were all that is done, over R, that of a plain 8192^3 product in the same minute. "
         "Lower bound: the two gradients, and three products at R.",
     ]
@@ -292,8 +299,8 @@ def markdown(report: dict[str, Any]) -> str:
             f"{first['tokens']:,} tokens, vocabulary {first['vocabulary']:,}, hidden {first['hidden']:,}; "
             f"R = {first['rate_tflops']:.4g} TFLOP/s.",
             "",
-            "| method | loss MiB | ms | gradient MiB | ms | both MiB | ms | x | dE % | dC % | 3u / R |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| method | loss MiB | ms | gradient MiB | ms | both MiB | ms | x | dE % | dC % | kept % | 3u / R |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
             *(row_line(row) for row in rows if row["status"] != "absent"),
         ]
         absent = [f"{row['method']} ({row['reason']})" for row in rows if row["status"] == "absent"]
@@ -309,7 +316,7 @@ def row_line(row: Row) -> str:
     if row["status"] not in ("ok", "warm"):
         words = {"oom": "out of memory", "not reached": "not reached"}
         said = words.get(row["status"], f"failed: {row.get('reason', '')[:80]}").replace("|", "/")
-        return f"| {row['method']} | {said} |" + " |" * 9
+        return f"| {row['method']} | {said} |" + " |" * 10
 
     def cell(name: str, unit: float, form: str) -> str:
         return format(row[name] / unit, form) if row.get(name) is not None else ""
@@ -319,6 +326,7 @@ def row_line(row: Row) -> str:
         ms = row.get(f"{part}_ms")
         cells += [cell(f"{part}_bytes", 2**20, ",.0f"), "" if ms is None else digits(ms)]
     cells += [cell("time_ratio", 1, ".2f"), cell("error_dE", 1e-2, ".2g"), cell("error_dC", 1e-2, ".2g")]
+    cells.append(cell("kept_share", 1e-2, ".2g") + (" (all)" if row.get("dense") else ""))
     share = row.get("three_products_tflops")
     cells.append("" if share is None else f"{share / row['rate_tflops']:.2f}")
     return f"| {row['method']} | " + " | ".join(cells) + " |"

@@ -106,6 +106,11 @@ def test_ratios_are_to_torch_compile(tmp_path, monkeypatch):
     ours, base = rows["tilewise"], rows["torch.compile"]
     assert ours["time_ratio"] == pytest.approx(ours["both_ms"] / base["both_ms"])
     assert base["time_ratio"] == 1.0
+    loose, tight = rows["tilewise, filter 3e-2"], rows["tilewise, filter 1e-3"]
+    assert 0.0 < loose["kept_share"] <= tight["kept_share"] <= 1.0
+    assert 0.0 < loose["largest_dropped"] <= 3e-2
+    assert loose["error_dE"] < 0.05
+    assert "kept_share" not in ours
 
 
 def test_what_the_time_did_not_allow_is_named(tmp_path, monkeypatch):
