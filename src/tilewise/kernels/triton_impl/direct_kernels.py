@@ -133,6 +133,12 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
     w = tl.load(weight + rows, mask=ok, other=0.0)
     level = tl.log2(tl.where(counts, total, 1.0))
     away = own - t
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    place = g + rows.to(tl.int64) * g_stride + key
+    if (g.dtype.element_ty == tl.float32) and not (SOFTCAP & SCORE):
+        # The tile's own arithmetic for the positive: what is left of S - e is then exact, and a loss never negative.
+        e = tl.load(place, mask=ok & (key >= 0), other=0.0)
+        away = tl.where(e > 2.0**-60, tl.log2(e), away)
     loss = w * ((level - away) * LN2)
     coming = w
     missed = w != 0.0
@@ -155,8 +161,6 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
     if SOFTCAP & SCORE:
         ratio = own * (1.0 / (softcap * LOG2E))
         entry = entry * (1.0 - ratio * ratio)
-    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-    place = g + rows.to(tl.int64) * g_stride + key
     tl.store(place, tl.where(counts, entry, 0.0).to(g.dtype.element_ty), mask=ok & (key >= 0))
     if scaled is not None:
         f = f * tl.load(scale)

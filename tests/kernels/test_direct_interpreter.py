@@ -1,0 +1,271 @@
+"""The kernels that form gradients in forward, in Triton's interpreter, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.compare import assert_close, relative_error
+from tests.kernels.quick_interpreter import make_quick
+from tests.losses.loss_cases import converted, problem, solve
+
+pytest.importorskip("triton", reason="triton is not installed on this platform")
+
+import tilewise as tw
+from tilewise.kernels import direct as kernels
+from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.triton_impl import direct, gradients, sizes
+from tilewise.kernels.triton_impl.sizes import Sizes
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),  # NumPy speaks where a GPU is silent: log2(0)
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.usefixtures("nan_filled_empty", "quick"),
+]
+EARLY, LATE = (
+    tw.TileOptions(backend="triton", precision="highest", gradients=when) for when in ("forward", "backward")
+)
+SERVED = [
+    *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
+    *("cross_entropy_softcap", "cross_entropy_z_loss"),
+]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    make_quick(monkeypatch)
+
+
+@pytest.fixture
+def several_blocks(monkeypatch):
+    """So little memory that a hundred rows need several blocks, and their gradients several pieces."""
+    monkeypatch.setattr(direct.Softmax, "_blocks", lambda self: (128, 64))
+    monkeypatch.setattr(tw.TileOptions, "workspace_bytes", 2**14)
+    monkeypatch.setattr(gradients, "ONE_MACRO", 50)
+
+
+def check(name, **size):
+    made = problem(name, torch.float32, **size)
+    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 2e-6, leaf)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_equals_the_oracle(name, monkeypatch):
+    monkeypatch.setattr(kernels, "two_passes", None)
+    check(name)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("name", ["siglip", "info_nce_ids_one_way", "cross_entropy_bias"])
+def test_several_blocks(name):
+    check(name, n=200)
+
+
+def test_float16_sigmoid():
+    made = problem("siglip", torch.float16)
+    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 5e-4, leaf)
+
+
+def test_float16_softmax_is_left_to_two_passes():
+    made = problem("cross_entropy", torch.float16)
+    _, grads = solve(made.ours, made.leaves, options=EARLY)
+    _, want = solve(made.ours, made.leaves, options=LATE)
+    for leaf in want:
+        assert_close(grads[leaf], want[leaf], 1e-3, leaf)
+
+
+def softmax_pair(n, m, d, scale, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, d, generator=generator) / d**0.5 for rows in (n, m))
+    key = torch.randint(0, m, (n,), generator=generator)
+    return Pair(a=a, b=b, scale=torch.tensor(scale), row_key=key), PairSpec(row_lse=True, positive="one")
+
+
+def both(pair, spec, weights, needs):
+    """From the kernels, and in float64."""
+    got = kernels.direct(pair, weights, needs, spec, EARLY)
+    wide = {
+        name: value.double()
+        for name, value in vars(pair).items()
+        if torch.is_tensor(value) and value.is_floating_point()
+    }
+    exact = Pair(**(vars(pair) | wide))
+    square = None if weights.square is None else weights.square.double()
+    want = kernels.direct(
+        exact, kernels.RowWeights(each=weights.each.double(), square=square), needs, spec, tw.TileOptions()
+    )
+    return got, want
+
+
+ALL = Needs(a=True, b=True, scale=True, bias=False)
+
+
+@pytest.mark.usefixtures("several_blocks")
+@pytest.mark.parametrize("scale", [400.0, 4000.0])
+def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
+    """Losses of hundreds of nats: the exponentials overflow, cast doubt, and are done again with each row's maximum."""
+    pair, spec = softmax_pair(150, 90, 16, scale)
+    pair.a[70:] *= 1e-3  # rows of the second block are harmless: doubt does not last
+    doubts = []
+
+    class Spied(direct.Softmax):
+        def _exponentials(self, e, row_part, i):
+            assert self.doubt.item() == 0
+            result = super()._exponentials(e, row_part, i)
+            doubts.append(self.call.by_row["shift"][i].clone())
+            return result
+
+    monkeypatch.setattr(direct, "Softmax", Spied)
+    weights = kernels.RowWeights(each=torch.full((150,), 1 / 150))
+    (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
+    assert want.item() > 60.0
+    assert len(doubts) == 2
+    scores = (pair.scale * pair.a @ pair.b.T) * 1.4426950408889634
+    assert_close(doubts[0], scores[:128].amax(1), 1e-5)
+    assert_close(doubts[1], scores[128:].gather(1, pair.row_key[128:, None]).squeeze(1), 1e-5)
+    assert_close(loss, want, 1e-5)
+    for field in ("a", "b", "scale"):
+        assert_close(getattr(grads, field), getattr(want_grads, field), 2e-4, field)  # scores of 1000 have 4 digits
+
+
+def test_rows_that_do_not_count():
+    """Weight 0 and no positive: no share in anything, whatever their scores are."""
+    pair, spec = softmax_pair(100, 90, 16, 4.0)
+    pair.a[::3] *= 1e4
+    key = pair.row_key.clone()
+    key[::3] = -1
+    each = torch.full((100,), 0.02)
+    each[::3] = 0.0
+    each[1] = 0.0  # of class weight 0
+    pair = Pair(**(vars(pair) | {"row_key": key}))
+    (loss, grads), (want, want_grads) = both(pair, spec, kernels.RowWeights(each=each), ALL)
+    assert_close(loss, want, 1e-6)
+    assert not grads.a[::3].any()
+    assert not grads.a[1].any()
+    for field in ("a", "b", "scale"):
+        assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)
+
+
+def test_a_target_that_no_column_has_is_not_a_number():
+    pair, spec = softmax_pair(20, 30, 8, 1.0)
+    pair.row_key[3] = 30
+    loss, grads = kernels.direct(pair, kernels.RowWeights(each=torch.ones(20)), ALL, spec, EARLY)
+    assert loss.isnan()
+    assert grads.b.isnan().any()
+
+
+def test_a_z_loss_that_cancels_the_weight_of_a_row():
+    pair, spec = softmax_pair(20, 30, 8, 1.0)
+    lse = torch.logsumexp(pair.a @ pair.b.T, 1)
+    each = torch.ones(20)
+    weights = kernels.RowWeights(each=each, square=-0.5 / lse)  # w + 2 z lse is 0 but for rounding
+    (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
+    assert_close(loss, want, 1e-5)
+    for field in ("a", "b", "scale"):
+        assert_close(getattr(grads, field), getattr(want_grads, field), 1e-5, field)
+    alone = kernels.RowWeights(each=torch.zeros(20), square=torch.full((20,), 0.1))
+    (loss, grads), (want, want_grads) = both(pair, spec, alone, ALL)
+    assert_close(loss, want, 1e-5)
+    assert_close(grads.a, want_grads.a, 1e-5)
+
+
+@pytest.mark.parametrize("field", ["a", "b", "scale", "bias"])
+@pytest.mark.parametrize("softplus", [False, True])
+def test_only_what_is_needed(field, softplus):
+    pair, spec = softmax_pair(70, 70, 8, 3.0)
+    pair = Pair(**(vars(pair) | {"bias": torch.linspace(-1, 1, 70)}))
+    if softplus:
+        spec = PairSpec(softplus=True, positive="one")
+    needs = Needs(**(dict.fromkeys(("a", "b", "scale", "bias"), False) | {field: True}))
+    (_, grads), (_, want) = both(pair, spec, kernels.RowWeights(each=torch.full((70,), 0.1)), needs)
+    assert [name for name in ("a", "b", "scale", "bias") if getattr(grads, name) is not None] == [field]
+    assert_close(getattr(grads, field), getattr(want, field), 2e-6)
+
+
+@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("scale", [0.0, 30.0])
+def test_wide_tiles_of_the_sigmoid(columns, scale, monkeypatch):
+    """128 scores of 0 make a product of 2**128, which float32 cannot hold; 256 are joined in two parts."""
+    monkeypatch.setattr(sizes, "INTERPRETED", Sizes(64, columns, 64, 1, 1, 1, 2))
+    pair, _ = softmax_pair(80, 300, 8, scale)
+    pair = Pair(a=pair.a, b=pair.b, scale=pair.scale)
+    spec, needs = PairSpec(softplus=True, positive="one"), Needs(a=True, b=True, scale=True)
+    (loss, grads), (want, want_grads) = both(pair, spec, kernels.RowWeights(each=torch.full((80,), 1 / 80)), needs)
+    assert_close(loss, want, 1e-6)
+    for field in ("a", "b", "scale"):
+        if scale or field == "scale":
+            assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)
+
+
+def test_the_positive_is_subtracted_before_rounding():
+    """Of a row that is sure of its answer the gradient is what float32 makes of 1 - p, not a rounding of 1."""
+    pair, spec = softmax_pair(64, 64, 32, 1.0)
+    pair = Pair(a=pair.a, b=pair.a.clone(), scale=torch.tensor(40.0))
+    (loss, grads), (want, want_grads) = both(pair, spec, kernels.RowWeights(each=torch.ones(64)), ALL)
+    assert want.item() < 1e-2
+    assert_close(loss, want, 1e-3)
+    assert relative_error(grads.a, want_grads.a) < 1e-3
+
+
+@pytest.mark.parametrize("k", [1.0, 0.37])
+def test_multiply_in_place(k):
+    values = torch.randn(70, 90)
+    want = values * k
+    direct.multiply_(values, torch.tensor(k))
+    assert torch.equal(values, want)
+
+
+@pytest.mark.parametrize("mib", [1, 64, 256, 2100])
+@pytest.mark.parametrize(
+    "n, m, d", [(8192, 128_256, 4096), (65_536, 65_536, 512), (100, 1_000_000, 64), (5000, 5000, 8192)]
+)
+def test_a_call_allocates_what_it_says(n, m, d, mib):
+    work = object.__new__(direct.Softmax)
+    options = tw.TileOptions(workspace_mib=mib)
+    pair = Pair(
+        a=torch.empty(n, d, dtype=torch.bfloat16, device="meta"), b=torch.empty(m, d, device="meta"), scale=None
+    )
+    for size in (sizes.TABLE[9, 2][1], sizes.WIDE_TABLE[9, 2][1]):
+        work.__dict__ |= {
+            "call": type("Call", (), {"options": options}),
+            "pair": pair,
+            "sizes": size,
+            "n": n,
+            "m": m,
+            "d": d,
+        }
+        rows, held = work._blocks()
+        scores = rows * m * 2 + 4 * rows * -(-m // size.cols)
+        assert scores + max(2 * rows * d, 4 * held * d) <= mib * 2**20 or rows == size.rows
+        assert held <= rows
+        assert rows < n + size.rows
+    if mib == 2100 and n == 8192:
+        assert rows >= n  # one block: no float32 accumulator
+
+
+@pytest.mark.slow
+def test_kernels_compile_and_fit():
+    limits = {80: (166912, 167936), 89: (101376, 102400), 90: (232448, 233472), 100: (232448, 233472)}
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_direct"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {line["capability"] for line in lines} == set(limits)
+    for line in lines:
+        most, together = limits[line["capability"]]
+        assert line["shared"] <= most, line
+        assert line["programs"] * (line["shared"] + 1024) <= together, line
