@@ -35,7 +35,8 @@ MODELS = {
     "Gemma 2 27B": (256_000, 4608),
 }
 OURS = ("tilewise", "tilewise, gradients in forward", "tilewise, filter 1e-2", "tilewise, filter 1e-3")
-EVERYONE = (*OURS, "torch.compile", "CCE", "CCE exact", "Liger", "eager")
+BACKWARD = "tilewise, gradients in backward"
+EVERYONE = (*OURS, BACKWARD, "torch.compile", "CCE", "CCE exact", "Liger", "eager")
 FILTERED = (*OURS, "torch.compile, filtered", "CCE", "Liger, filtered", "eager, filtered", "eager")
 QUICK = (*OURS, "torch.compile", "CCE")
 
@@ -198,6 +199,7 @@ def _liger_filtered(x: peers.Inputs) -> peers.Forward:
 METHODS: dict[str, Callable[[peers.Inputs], peers.Forward]] = {
     "tilewise": tilewise_forward,
     "tilewise, gradients in forward": lambda x: tilewise_forward(x, gradients="forward"),
+    BACKWARD: lambda x: tilewise_forward(x, gradients="backward"),
     "tilewise, filter 1e-3": lambda x: tilewise_forward(x, filter_tolerance=1e-3),
     "tilewise, filter 1e-2": lambda x: tilewise_forward(x, filter_tolerance=1e-2),
     "tilewise, filter 3e-2": lambda x: tilewise_forward(x, filter_tolerance=3e-2),
