@@ -24,6 +24,7 @@ OPTIONAL = {
     *("grad_pos", "row_hits", "row_entropy", "grad_entropy"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
+MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": 16, "BLOCK": 64}
 
 # loss -> (STATS, TERMS, SCORE, POSITIVE, WIDE, which optional arguments are there)
 LOSSES = {
@@ -103,7 +104,10 @@ def main() -> None:
                 (backward.gradient_kernel, forward_sizes if masks else gradient_sizes, {"TERMS": terms}),
                 (positive.positive_kernel, None, {}),
                 (positive.positive_gradient_kernel, None, {"TERMS": terms}),
+                (tokens.merge_tokens_kernel, None, {"STATS": stats} | MERGE),
             ):
+                if kernel is tokens.merge_tokens_kernel and loss != "tokens":
+                    continue
                 if (sizes is None and (kind == MANY or card != "hopper")) or (
                     kernel is forward.repair_kernel and loss != "clip"
                 ):

@@ -28,6 +28,7 @@ def test_kernels_compile_and_fit():
         "gradient_kernel",
         "positive_kernel",
         "token_kernel",
+        "merge_tokens_kernel",
     }
     assert {line["capability"] for line in lines} == set(LIMITS)
     for line in lines:
