@@ -36,6 +36,22 @@ def test_torch_compile_makes_one_graph(name, seed):
     checks.check_compiled(GPU, name, torch.bfloat16, n=600, d=72, seed=seed)
 
 
+def test_statistics_of_tokens_compile_into_one_graph():
+    torch._dynamo.reset()
+    hidden = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head, target = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16), torch.arange(300, device="cuda")
+
+    def bonus(hidden):
+        stats = tw.linear_token_stats(hidden, head, target, options=GPU.options())
+        return (stats.log_prob + 0.1 * stats.entropy).sum(), stats.accuracy
+
+    (want, share), (got, same) = bonus(hidden), torch.compile(bonus, fullgraph=True)(hidden)
+    assert torch.equal(share, same)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0.0)
+    want_grad, grad = (torch.autograd.grad(value, hidden)[0] for value in (want, got))
+    torch.testing.assert_close(grad, want_grad)
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "cross_entropy_everything"])
 def test_cuda_graphs(name, seed):
     checks.check_captured(name, torch.bfloat16, n=1003, d=72, seed=seed)
