@@ -15,7 +15,7 @@ from tilewise.kernels.triton_impl.skipping_host import pair_sizes_of, product_si
 
 INTEGERS = {
     *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),
-    *("first_block", "blocks", "first_g", "first_u", "col_start"),
+    *("room", "first_block", "blocks", "first_g", "first_u", "col_start"),
 }
 NUMBERS = {"softcap", "tolerance", "usable"}
 POINTERS = {
@@ -76,7 +76,7 @@ def main() -> None:
                 (skipping.parts_kernel, tile, product.warps, product.stages),
                 (skipping.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
                 (skipping.drop_kernel, {"BLOCK": 1024}, 4, 2),
-                (skipping.list_kernel, {"BLOCK": 1024}, 4, 2),
+                (skipping.list_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
                 (skipping.pair_kernel, block, pairs.warps, pairs.stages),
                 (skipping.column_kernel, column, pairs.column_warps, pairs.stages),
                 (skipping.add_rows_kernel, {"K": 1024}, 4, 2),

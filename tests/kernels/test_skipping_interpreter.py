@@ -107,12 +107,13 @@ def test_a_small_workspace(monkeypatch):
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
     monkeypatch.setattr(skipping_host, "pair_sizes", lambda *_: skipping_host.PairSizes(16, 32, 16, 1, 1, 1))
-    counts = []
-    cut = Blocks._cut
-    monkeypatch.setattr(Blocks, "_cut", staticmethod(lambda *args: counts.append(len(made := cut(*args))) or made))
+    groups, batches = [], []
+    plain_groups, plain_batches = Blocks.groups, Blocks.batches
+    monkeypatch.setattr(Blocks, "groups", lambda *args: groups.append(made := list(plain_groups(*args))) or made)
+    monkeypatch.setattr(Blocks, "batches", lambda *args: batches.append(made := list(plain_batches(*args))) or made)
     check(pair, grad)
-    assert counts[0] > 1  # groups
-    assert max(counts[1:]) > 1  # batches in a group
+    assert len(groups[0]) > 1
+    assert max(len(batch) for batch in batches) > 1
 
 
 @pytest.mark.parametrize("name", ["a", "b", "scale", "bias"])
@@ -156,21 +157,19 @@ def test_the_examples_of_the_host_side():
     assert doctest.testmod(skipping_host).failed == 0
 
 
-def test_blocks_cover_every_pair_once():
-    counts = torch.tensor([0, 7, 1, 0, 64, 65, 3, 0])
-    blocks = Blocks.of(counts, 16)
-    assert blocks.pairs == 140
-    seen = torch.zeros(140)
-    tiles = []
+@pytest.mark.parametrize("most", [16, 20, 64, 1000])
+def test_blocks_cover_every_pair_once(most):
+    counts = [0, 7, 1, 0, 64, 65, 3, 0]
+    blocks = Blocks(counts, 16)
+    tiles, seen, number = [], [], 0
     for group in blocks.groups(70):
         tiles += range(group.start, group.stop)
-        assert counts[group].sum() <= 70
-        for batch in blocks.batches(group, 20):
-            first, last = blocks.pair_of(batch.start), blocks.pair_after(batch.stop)
-            assert last - first <= 20
-            seen[first:last] += 1
-            for tile, start, stop in blocks.table[:, batch].T.tolist():
-                assert stop - start <= 16
-                assert blocks.starts[tile] <= start < stop <= blocks.starts[tile + 1]
+        assert sum(counts[group]) <= 70
+        for block, pairs in blocks.batches(group, most):
+            assert block.start == number
+            number = block.stop
+            assert 0 < pairs.stop - pairs.start <= most
+            seen += range(pairs.start, pairs.stop)
     assert tiles == list(range(8))
-    assert (seen == 1).all()
+    assert seen == list(range(140))
+    assert number == sum(-(-count // 16) for count in counts)

@@ -95,6 +95,8 @@ def why_exact(n: int, m: int, dtype: torch.dtype, spec: PairSpec, options: TileO
         return "there are no tiles to choose from"
     if n * tile_count(m) * dtype.itemsize > options.workspace_bytes / 2:
         return "the plan would not fit half the workspace"
+    if n * tile_count(m) >= 2**31:
+        return "pairs are counted in 32 bits"
     return None
 
 
@@ -143,7 +145,7 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
     tiles = tile_count(m)
     if bias is None:
         count = torch.full((tiles,), float(width), device=order.device)
-        count[-1] = float(m - (tiles - 1) * width)
+        count[-1:].fill_(float(m - (tiles - 1) * width))  # a plain assignment would make the host wait
         return count
     live = torch.zeros(tiles * width, device=order.device)
     live[:m] = (bias[order.long()] > -torch.inf).float()

@@ -4,7 +4,7 @@
                parts_kernel    the log-sum-exp of each row in each tile: one product
                choose_kernel   the row's log-sum-exp, and which tiles it drops
     backward   drop_kernel     what is dropped, times the incoming gradient
-               list_kernel     the rows that keep each tile
+               list_kernel     the rows that keep each tile, in blocks
                pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
                column_kernel   the gradient of a tile's columns
                add_rows_kernel a row's shares, added in the order of the tiles
@@ -149,17 +149,29 @@ def drop_kernel(mass, grad_row, factor, row_zero, row_lse, count, out, tolerance
     tl.store(out + at, tl.where(share > 0.0, value, 0.0).to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["n"])
-def list_kernel(mass, starts, rows, n, BLOCK: tl.constexpr):
-    """The rows that keep tile t, in order, from rows[starts[t]] on."""
+@triton.jit(do_not_specialize=["n", "room", "blocks"])
+def list_kernel(mass, starts, firsts, rows, table, n, room, blocks, R: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows that keep tile t, in order, from rows[starts[t]] on, and its blocks of R of them, from firsts[t] on.
+
+    There is room for so many pairs and blocks; whoever keeps more computes everything, and needs no list.
+    """
     tile = tl.program_id(0)
-    at = tl.load(starts + tile)
+    start, stop = tl.load(starts + tile), tl.load(starts + tile + 1)
+    at = start
     for first in range(0, n, BLOCK):
         row = first + tl.arange(0, BLOCK)
         keep = tl.load(mass + tile.to(tl.int64) * n + row, mask=row < n, other=0.0) < 0.0
-        place = tl.cumsum(keep.to(tl.int32), 0)
-        tl.store(rows + at + place - 1, row, mask=keep)
+        place = at + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(rows + place, row, mask=keep & (place < room))
         at += tl.sum(keep.to(tl.int32), 0)
+    block, last = tl.load(firsts + tile), tl.load(firsts + tile + 1)
+    for first in range(block, last, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        ok = (index < last) & (index < blocks)
+        begin = start + (index - block) * R
+        tl.store(table + index, tl.zeros((BLOCK,), tl.int32) + tile, mask=ok)
+        tl.store(table + blocks + index, begin, mask=ok)
+        tl.store(table + 2 * blocks + index, tl.minimum(begin + R, stop), mask=ok)
 
 
 @triton.jit(

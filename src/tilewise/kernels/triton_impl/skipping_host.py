@@ -7,6 +7,9 @@ columns in their new order (at most 3 w / 8) and the masses of a block of rows (
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,19 +217,20 @@ class SkipBackward:
         """All of them, or None if too many pairs are kept."""
         kept = self.plan.kept
         if kept.is_cuda:
-            # The host is told on its way: what does not depend on the counts is launched before it waits for them.
             there = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             there.copy_(kept, non_blocking=True)
             told = torch.cuda.Event()
             told.record()
+        # Everything that does not need to know how many pairs there are is launched, or made ready, before the host waits.
         self._start()
+        self._prepare()
         if kept.is_cuda:
             told.synchronize()
             kept = there
-        counts = kept.long()
-        if int(counts.sum()) > plans.DENSE_SHARE * self.tiles * self.n:
+        counts = kept.tolist()
+        if sum(counts) > self.most_pairs:
             return None
-        self._pairs(counts)
+        self._pairs(Blocks(counts, self.sizes.rows))
         return self._finish()
 
     def _start(self) -> None:
@@ -273,65 +277,70 @@ class SkipBackward:
         drop.put({"SCORE": self.call.score_bits}).launch(self.tiles * cdiv(self.n, LIST_BLOCK))
         return out
 
-    def _pairs(self, counts: Tensor) -> None:
-        """Kept pairs: their gradients, group by group."""
-        pair, call, item = self.pair, self.call, self.pair.a.element_size()
-        sizes = pair_sizes(self.device, item)
-        plan = Blocks.of(counts, sizes.rows)
-        starts, table = plan.on(self.device)
-        rows = torch.empty(max(1, plan.pairs), dtype=torch.int32, device=self.device)
+    def _prepare(self) -> None:
+        """The list of kept pairs, and their kernels with all arguments but those that say which pairs."""
+        pair, call, plan, item = self.pair, self.call, self.plan, self.pair.a.element_size()
+        self.sizes = sizes = pair_sizes(self.device, item)
+        self.most_pairs = int(min(1.0, plans.DENSE_SHARE) * self.tiles * self.n)
+        most_blocks = self.tiles + self.most_pairs // sizes.rows
+        starts, firsts = (torch.zeros(self.tiles + 1, dtype=torch.int32, device=self.device) for _ in range(2))
+        torch.cumsum(plan.kept, 0, dtype=torch.int32, out=starts[1:])
+        torch.cumsum((plan.kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
+        self.rows = torch.empty(max(1, self.most_pairs), dtype=torch.int32, device=self.device)
+        table = torch.empty(3 * most_blocks, dtype=torch.int32, device=self.device)
         key = (self.d, self.width, call.score_bits, call.exact, pair.a.dtype, sizes)
         listing = Prepared(skipping.list_kernel, self.device, 4, 2, key)
-        listing.put({"mass": self.plan.mass, "starts": starts, "rows": rows, "n": self.n, "BLOCK": LIST_BLOCK})
-        if plan.pairs:
-            listing.launch(self.tiles)
-        most_g = max(int(counts.max()), self.options.workspace_bytes // 8 // (self.width * item))
-        most_u = max(sizes.rows, self.options.workspace_bytes // 2 // (4 * self.d))
-        if not self.need_a:
-            most_u = plan.pairs
-        g = pair.a.new_empty((min(most_g, plan.pairs), self.width)) if self.need_b else None
-        u = pair.scale.new_empty((min(most_u, plan.pairs), self.d)) if self.need_a else None
-        bias = vector(pair.bias)
-        score = Prepared(skipping.pair_kernel, self.device, sizes.warps, sizes.stages, key)
-        score.put({"a": call.a, "b": call.b, "order": self.plan.order, "rows": rows, "table": table, "g": g, "u": u})
+        listing.put({"mass": plan.mass, "starts": starts, "firsts": firsts, "rows": self.rows, "table": table})
+        listing.put({"n": self.n, "room": self.most_pairs, "blocks": most_blocks, "R": sizes.rows, "BLOCK": LIST_BLOCK})
+        listing.launch(self.tiles)
+        bias, shape = vector(pair.bias), {"D": self.d, "W": self.width, "UNIT": 16 // item, "R": sizes.rows}
+        score = Prepared(skipping.pair_kernel, self.device, sizes.warps, sizes.stages, key).put(shape)
+        score.put({"a": call.a, "b": call.b, "order": plan.order, "rows": self.rows, "table": table})
         score.put({"scale": pair.scale, "factor": self.inside, "bias": bias, "softcap": self.spec.softcap})
         score.put({"row_key": vector(pair.row_key), "row_zero": vector(pair.row_zero)})
         score.put({"row_lse": vector(self.stats.row_lse), "grad_row": self.grad_row, "grad_pos": self.grad_pos})
-        score.put({"m": self.m, "col_start": pair.col_start, "blocks": plan.table.shape[1]})
-        score.put(
-            {"a_units": units(call.a), "b_units": units(call.b), "UNIT": 16 // item, "D": self.d, "W": self.width}
-        )
-        score.put({"SCORE": call.score_bits, "R": sizes.rows, "K": sizes.depth, "EXACT": call.exact})
+        score.put({"m": self.m, "col_start": pair.col_start, "blocks": most_blocks})
+        score.put({"a_units": units(call.a), "b_units": units(call.b), "K": sizes.depth})
+        self.score = score.put({"SCORE": call.score_bits, "EXACT": call.exact})
         self.out = pair.a.new_empty((self.m, self.d)) if self.need_b else None
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
-        column = Prepared(skipping.column_kernel, self.device, sizes.column_warps, sizes.stages, key)
-        column.put({"a": call.a, "order": self.plan.order, "rows": rows, "starts": starts, "g": g, "share": self.share})
+        column = Prepared(skipping.column_kernel, self.device, sizes.column_warps, sizes.stages, key).put(shape)
+        column.put({"a": call.a, "order": plan.order, "rows": self.rows, "starts": starts, "share": self.share})
         column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
         column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
-        column.put({"a_units": units(call.a), "UNIT": 16 // item, "D": self.d, "W": self.width, "R": sizes.rows})
-        column.put({"K": min(sizes.columns, max(16, triton.next_power_of_2(self.d))), "EXACT": call.exact})
-        for t in plan.groups(most_g):
-            first_g = plan.first_pair(t.start)
-            for block in plan.batches(t, most_u):
-                score.put({"first_block": block.start, "first_g": first_g, "first_u": plan.pair_of(block.start)})
-                score.launch(block.stop - block.start)
-                if u is not None:
-                    self._add_rows(u, rows[plan.pair_of(block.start) : plan.pair_after(block.stop)])
-            if self.need_b:
-                column.put({"first_tile": t.start, "first_g": first_g})
-                column.launch((t.stop - t.start) * cdiv(self.d, column.args[column.places["K"]]))
+        self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
+        self.column = column.put({"a_units": units(call.a), "K": self.features, "EXACT": call.exact})
+        self.added = min(1024, triton.next_power_of_2(self.d))
+        add = Prepared(skipping.add_rows_kernel, self.device, 4, 2, (self.d, self.added))
+        self.add = add.put({"total": self.total, "n": self.n, "D": self.d, "K": self.added})
+        self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
-    def _add_rows(self, u: Tensor, rows: Tensor) -> None:
+    def _pairs(self, blocks: Blocks) -> None:
+        """Kept pairs: their gradients, group by group."""
+        pair, budget = self.pair, self.options.workspace_bytes
+        most_g = max(*blocks.counts, budget // 8 // (self.width * pair.a.element_size()))
+        most_u = max(self.sizes.rows, budget // 2 // (4 * self.d)) if self.need_a else max(1, blocks.pairs)
+        g = pair.a.new_empty((max(1, min(most_g, blocks.pairs)), self.width)) if self.need_b else None
+        u = pair.scale.new_empty((max(1, min(most_u, blocks.pairs)), self.d)) if self.need_a else None
+        self.score.put({"g": g, "u": u})
+        self.column.put({"g": g})
+        self.add.put({"u": u})
+        for t in blocks.groups(most_g):
+            first_g = blocks.starts[t.start]
+            for block, part in blocks.batches(t, most_u):
+                self.score.put({"first_block": block.start, "first_g": first_g, "first_u": part.start})
+                self.score.launch(block.stop - block.start)
+                if u is not None:
+                    self._add_rows(self.rows[part])
+            if self.need_b:
+                self.column.put({"first_tile": t.start, "first_g": first_g})
+                self.column.launch((t.stop - t.start) * cdiv(self.d, self.features))
+
+    def _add_rows(self, rows: Tensor) -> None:
         """total[row] += u[pair], for the pairs of each row in the order of their tiles."""
         ordered, pairs = torch.sort(rows, stable=True)
-        marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
-        starts = torch.searchsorted(ordered, marks, out_int32=True)
-        features = min(1024, triton.next_power_of_2(self.d))
-        add = Prepared(skipping.add_rows_kernel, self.device, 4, 2, (self.d, features))
-        add.put(
-            {"total": self.total, "u": u, "pairs": pairs, "starts": starts, "n": self.n, "D": self.d, "K": features}
-        )
-        add.launch(self.n * cdiv(self.d, features))
+        starts = torch.searchsorted(ordered, self.marks, out_int32=True)
+        self.add.put({"pairs": pairs, "starts": starts}).launch(self.n * cdiv(self.d, self.added))
 
     def _finish(self) -> Grads:
         """Into their final types."""
@@ -356,75 +365,46 @@ class SkipBackward:
         )
 
 
-@dataclass(frozen=True)
 class Blocks:
-    """Kept pairs, tile by tile, cut into blocks of rows; everything on the host.
+    """Kept pairs, tile by tile, cut into blocks of at most ``step`` rows; plain numbers on the host.
 
-    >>> blocks = Blocks.of(torch.tensor([3, 0, 5, 1]), 4)
-    >>> blocks.pairs, blocks.table.tolist()
-    (9, [[0, 2, 2, 3], [0, 3, 7, 8], [3, 7, 8, 9]])
-    >>> [(t.start, t.stop, list(blocks.batches(t, 4))) for t in blocks.groups(5)]
-    [(0, 2, [slice(0, 1, None)]), (2, 3, [slice(1, 2, None), slice(2, 3, None)]), (3, 4, [slice(3, 4, None)])]
+    >>> blocks = Blocks([3, 0, 5, 1], 4)
+    >>> blocks.pairs
+    9
+    >>> [(t.start, t.stop) for t in blocks.groups(5)]
+    [(0, 2), (2, 3), (3, 4)]
+    >>> [(b.start, b.stop, p.start, p.stop) for b, p in blocks.batches(slice(0, 4), 7)]
+    [(0, 2, 0, 7), (2, 4, 7, 9)]
     """
 
-    pairs: int
-    starts: Tensor  # (T + 1,) the first pair of each tile, and the end
-    firsts: Tensor  # (T + 1,) the first block of each tile, and the end
-    table: Tensor  # (3, blocks) int32: the tile, the first pair, the pair behind the last
+    def __init__(self, counts: list[int], step: int) -> None:
+        self.counts, self.step = counts, step
+        self.starts = [0, *itertools.accumulate(counts)]
+        self.firsts = [0, *itertools.accumulate(cdiv(count, step) for count in counts)]
+        self.pairs = self.starts[-1]
 
-    @staticmethod
-    def of(counts: Tensor, step: int) -> Blocks:
-        """Blocks of at most ``step`` rows."""
-        tiles, nothing = counts.shape[0], counts.new_zeros(1)
-        starts = torch.cat([nothing, counts.cumsum(0)])
-        number = (counts + step - 1) // step
-        firsts = torch.cat([nothing, number.cumsum(0)])
-        tile = torch.repeat_interleave(torch.arange(tiles), number)
-        first = starts[tile] + (torch.arange(tile.shape[0]) - firsts[tile]) * step
-        stop = torch.minimum(first + step, starts[tile + 1])
-        table = torch.stack([tile, first, stop]).to(torch.int32)
-        return Blocks(int(starts[-1]), starts, firsts, table)
+    def groups(self, most: int) -> Iterator[slice]:
+        """Tiles with at most ``most`` pairs together; no tile has more."""
+        first, tiles = 0, len(self.counts)
+        while first < tiles:
+            stop = bisect.bisect_right(self.starts, self.starts[first] + most) - 1
+            stop = min(max(stop, first + 1), tiles)
+            yield slice(first, stop)
+            first = stop
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The starts and the table as int32 on the device, in one copy that nobody waits for."""
-        ends = cdiv(self.starts.shape[0], 4) * 4  # the table starts at a 16-byte address
-        both = torch.zeros(ends + self.table.numel(), dtype=torch.int32, pin_memory=device.type == "cuda")
-        both[: self.starts.shape[0]] = self.starts
-        both[ends:] = self.table.view(-1)
-        there = both.to(device, non_blocking=True)
-        return there[:ends], there[ends:]
-
-    def first_pair(self, tile: int) -> int:
-        """Of a tile."""
-        return int(self.starts[tile])
-
-    def pair_of(self, block: int) -> int:
-        """The first pair of a block."""
-        return int(self.table[1, block])
-
-    def pair_after(self, block: int) -> int:
-        """The pair behind the block before ``block``."""
-        return int(self.table[2, block - 1])
-
-    def groups(self, most: int) -> list[slice]:
-        """Tiles with at most ``most`` pairs together; every tile has at most that many."""
-        return self._cut(self.starts, 0, self.starts.shape[0] - 1, most)
-
-    def batches(self, tiles: slice, most: int) -> list[slice]:
-        """Blocks of these tiles with at most ``most`` pairs together."""
-        first, stop = int(self.firsts[tiles.start]), int(self.firsts[tiles.stop])
-        if first == stop:
-            return []
-        ends = torch.cat([self.table[1, first : first + 1], self.table[2, first:stop]]).long()
-        return [slice(first + s.start, first + s.stop) for s in self._cut(ends, 0, stop - first, most)]
-
-    @staticmethod
-    def _cut(marks: Tensor, first: int, stop: int, most: int) -> list[slice]:
-        """Ranges of [first, stop) whose marks are at most ``most`` apart, as long as they can be."""
-        out = []
-        while first < stop:
-            until = int(torch.searchsorted(marks, marks[first] + most, right=True)) - 1
-            until = min(max(until, first + 1), stop)
-            out.append(slice(first, until))
-            first = until
-        return out
+    def batches(self, tiles: slice, most: int) -> Iterator[tuple[slice, slice]]:
+        """Blocks of these tiles with at most ``most`` pairs together (at least a block's), and those pairs."""
+        block = first_block = self.firsts[tiles.start]
+        pair = first_pair = self.starts[tiles.start]
+        for count in self.counts[tiles]:
+            left = count
+            while left:
+                room = most - (pair - first_pair)
+                fit = left if left <= room else room // self.step * self.step
+                if fit == 0:
+                    yield slice(first_block, block), slice(first_pair, pair)
+                    first_block, first_pair = block, pair
+                    continue
+                block, pair, left = block + cdiv(fit, self.step), pair + fit, left - fit
+        if pair > first_pair:
+            yield slice(first_block, block), slice(first_pair, pair)
