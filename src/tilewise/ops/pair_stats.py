@@ -9,8 +9,9 @@ Saved for backward: the features, the keys and the statistics. Never a tile.
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
 import contextlib
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -68,25 +69,25 @@ def pair_stats(
         group_name: the process group over which the columns are spread, "" for this process alone.
     """
     assert spec.symmetric == (b is None)
-    inputs = (
-        a,
-        b,
-        scale,
-        bias,
-        keys.row_key,
-        keys.col_key,
-        keys.row_skip,
-        keys.col_skip,
-        keys.row_zero,
-        keys.col_zero,
-        keys.col_weight,
-        encode(spec, options, group_name),
-    )
-    values = _Eager.apply(*inputs) if _holds_numbers(a) else torch.ops.tilewise.pair_stats(*inputs)
+    named = keys.row_key, keys.col_key, keys.row_skip, keys.col_skip, keys.row_zero, keys.col_zero, keys.col_weight
+    if _holds_numbers(a):
+        values = _Eager.apply(a, b, scale, bias, _Plan(named, spec, options, group_name))
+    else:
+        values = torch.ops.tilewise.pair_stats(a, b, scale, bias, *named, encode(spec, options, group_name))
     wanted = wanted_stats(spec)
     return Stats(**{name: value for name, value in zip(NAMES, values, strict=True) if name in wanted})
 
 
+class _Plan(NamedTuple):
+    """What a call has beside its four differentiable tensors: to autograd one object instead of eight arguments."""
+
+    keys: tuple[Tensor | None, ...]  # in the order of PairKeys
+    spec: PairSpec
+    options: TileOptions
+    group_name: str
+
+
+@functools.lru_cache(maxsize=256)
 def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
     """The names of the statistics that ``spec`` asks for."""
     has_pos = spec.positive != "none" and not spec.softplus
@@ -161,12 +162,13 @@ def _compute_stats(
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    return _present(*_stats_and_kept(*tensors, plan=plan)[0], like=a)
+    return _present(*_stats_and_kept(tensors, *decode(plan))[0], like=a)
 
 
-def _stats_and_kept(*tensors: Any, plan: str) -> tuple[Any, KeptRows | None]:
+def _stats_and_kept(
+    tensors: tuple[Any, ...], spec: PairSpec, options: TileOptions, group_name: str
+) -> tuple[Any, KeptRows | None]:
     """The statistics, and which rows were looked at, so that backward need not find out again."""
-    spec, options, group_name = decode(plan)
     pair = _pair(*tensors)
     with without_autocast(pair.a):
         kept = KeptRows.find(pair, spec)
@@ -225,27 +227,27 @@ def _compute_grads(
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
     coming = (grad_row_lse, grad_row_pos, grad_row_softplus, grad_row_sum, grad_row_entropy, grad_col_lse)
     kept = KeptRows.find(_pair(*tensors), decode(plan)[0])
-    known = (row_lse, row_entropy, col_lse)
-    return _present(*_grads_of_kept(tensors, known, coming, needs, plan, kept), like=a)
+    spec = decode(plan)[0]
+    known = {"row_lse": row_lse, "row_entropy": row_entropy, "col_lse": col_lse}
+    known = {name: value for name, value in known.items() if getattr(spec, name)}
+    return _present(*_grads_of_kept(tensors, known, coming, needs, decode(plan), kept), like=a)
 
 
 def _grads_of_kept(
     tensors: tuple[Any, ...],
-    known: tuple[OptTensor, ...],
+    known: dict[str, Any],
     coming: tuple[OptTensor, ...],
     needs: list[bool],
-    plan: str,
+    plan: tuple[PairSpec, TileOptions, str],
     kept: KeptRows | None,
 ) -> Any:
     """Gradients, when it is known which rows count."""
-    spec, options, group_name = decode(plan)
     pair = _pair(*tensors)
     a, _, scale, bias = tensors[:4]
-    stats = Stats(**{name: value for name, value in zip(KNOWN, known, strict=True) if getattr(spec, name)})
-    grad = GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
+    stats, grad = Stats(**known), GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with without_autocast(a):
-        grads = _backward(pair, stats, grad, wanted, spec, options, group_name, kept)
+        grads = _backward(pair, stats, grad, wanted, *plan, kept)
     grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
     grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
     return grads.a, grads.b, grad_scale, grad_bias
@@ -266,7 +268,7 @@ def _(  # type: ignore[no-untyped-def]
     return shaped(needs[0], a), shaped(needs[1], b), shaped(needs[2], scale), shaped(needs[3], bias)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     *tensors, plan = inputs
     ctx.plan = plan
@@ -274,25 +276,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
 
 
 def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
     tensors, known = saved[: -len(KNOWN)], saved[-len(KNOWN) :]
     spec, _, group_name = decode(ctx.plan)
-    needed = ctx.needs_input_grad[:4]
-    incoming = dict(zip(NAMES, grads, strict=True))
-    wanted = wanted_stats(spec)
-    parts = [incoming[name] if name in wanted else None for name in GRAD_NAMES]
-    # Over a group every rank takes part in backward, whatever reached this one.
-    if not any(needed) or (all(part is None for part in parts) and not group_name):
+    parts = _incoming(ctx, spec, group_name, grads)
+    if parts is None:
         return (None,) * 12
-    needs = [bool(needed[0]), bool(needed[1]), bool(needed[2]), bool(needed[3])]
-    # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
-    direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
-    if direct and hasattr(ctx, "kept"):
-        values = _grads_of_kept(tensors, known, tuple(parts), needs, ctx.plan, ctx.kept)
-    else:
-        known = _present(*known, like=saved[0])
-        values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, ctx.plan)
+    needs = [bool(needed) for needed in ctx.needs_input_grad[:4]]
+    values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, ctx.plan)
     return *(value if need else None for value, need in zip(values, needs, strict=True)), *(None,) * 8
+
+
+def _incoming(
+    ctx: Any, spec: PairSpec, group_name: str, grads: tuple[Tensor | None, ...]
+) -> list[Tensor | None] | None:
+    """What reaches each statistic, or None if nothing is to be done."""
+    wanted = wanted_stats(spec)
+    parts = [grad if name in wanted else None for name, grad in zip(GRAD_NAMES, grads, strict=False)]
+    # Over a group every rank takes part in backward, whatever reached this one.
+    idle = not any(ctx.needs_input_grad[:4]) or (all(part is None for part in parts) and not group_name)
+    return None if idle else parts
 
 
 def _no_second(ctx: Any, *grads: Tensor | None) -> None:
@@ -315,12 +318,32 @@ class _Eager(torch.autograd.Function):
     """The same operator without the dispatcher, whose detour costs a small batch more than its products."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output, ctx.kept = _stats_and_kept(*inputs[:-1], plan=inputs[-1])
-        _save(ctx, inputs, output)
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, plan: _Plan
+    ) -> tuple[Tensor | None, ...]:
+        tensors = a, b, scale, bias, *plan.keys
+        output, ctx.kept = _stats_and_kept(tensors, *plan[1:])
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        known = (output[NAMES.index(name)] for name in (*KNOWN, "row_pos"))
+        ctx.save_for_backward(*tensors, *known)
         ctx.mark_non_differentiable(*(value for value in output[len(GRAD_NAMES) :] if value is not None))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return _pull_back(ctx, *grads)
+        plan: _Plan = ctx.plan
+        parts = _incoming(ctx, plan.spec, plan.group_name, grads)
+        if parts is None:
+            return (None,) * 5
+        saved = ctx.saved_tensors
+        tensors, known = saved[: -len(KNOWN) - 1], saved[-len(KNOWN) - 1 :]
+        needs = [bool(needed) for needed in ctx.needs_input_grad[:4]]
+        if torch.is_grad_enabled():
+            # With create_graph a second derivative may be asked for; the registered operator answers it with an error.
+            known = _present(*known[: len(KNOWN)], like=tensors[0])
+            values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, encode(*plan[1:]))
+        else:
+            named = dict(zip((*KNOWN, "row_pos"), known, strict=True))
+            values = _grads_of_kept(tensors, named, tuple(parts), needs, plan[1:], ctx.kept)
+        return *(value if need else None for value, need in zip(values, needs, strict=True)), None

@@ -97,7 +97,8 @@ class TritonBackend:
                 return grads.a, grads.b, grads.scale, grads.bias
 
             coming = [getattr(grad, name) for name in INCOMING]
-            inputs = [*tensors_of(pair, spec), stats.row_lse, stats.row_entropy, stats.col_lse, *coming]
+            known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
+            inputs = [*tensors_of(pair, spec), *known, *coming]
             what = "backward", needs, out_dtype, *how(pair, spec, options)
             a, b, scale, bias = taped(kind_of(what, inputs), inputs, run, pair.a.device)
             return Grads(a=a, b=b, scale=scale, bias=bias)

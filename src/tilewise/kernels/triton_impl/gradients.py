@@ -53,8 +53,10 @@ class Backward:
         self.bits = bits
         self.span = self._span()
         if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
-            own = call.empty(self.n)
-            call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
+            own = vector(stats.row_pos)
+            if own is None:
+                own = call.empty(self.n)
+                call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
             call.by_row["own"] = own
         call.row_cuts.clear()
         call.col_cuts.clear()
