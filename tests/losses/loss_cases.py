@@ -338,3 +338,29 @@ def logsumexp(make: Maker) -> Problem:
         "bias": make.random(columns),
     }
     return Problem(leaves, ours, dense)
+
+
+@case
+def tokens_with_entropy(make: Maker) -> Problem:
+    """What a policy gradient with an entropy bonus asks for; every third token does not count."""
+    classes = make.n + 41
+    target = make.integers(classes, make.n)
+    target[::3] = -100
+    counted = target != -100
+
+    def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
+        stats = tw.linear_token_stats(p.hidden, p.classifier, target, linear_bias=p.bias, logit_scale=p.scale, **how)
+        return reduced(-stats.log_prob - 0.3 * stats.entropy, reduction)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        log_p = (p.scale * p.hidden @ p.classifier.T + p.bias).log_softmax(1)
+        own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        return reduced(torch.where(counted, -own + 0.3 * (log_p.exp() * log_p).sum(1), 0.0), reduction)
+
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(classes),
+    }
+    return Problem(leaves, ours, dense)
