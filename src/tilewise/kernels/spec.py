@@ -230,7 +230,7 @@ class Backend(Protocol):
         *,
         grad_dtype: torch.dtype | None = None,
     ) -> Grads:
-        """Gradients, given statistics over ALL blocks (``row_lse``, ``row_entropy``, ``col_lse``; ``row_pos`` if known).
+        """Gradients, given statistics over ALL blocks: ``row_lse``, ``row_entropy``, ``col_lse``, ``row_pos`` if known.
 
         G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
                + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
