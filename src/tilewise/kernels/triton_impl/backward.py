@@ -18,6 +18,7 @@ from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     MANY,
     SOFTCAP,
+    column_sums,
     positives,
     score_tile,
     tile_dot,
@@ -32,6 +33,7 @@ ROW_SUM = tl.constexpr(8)
 MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
 BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
 ENTROPY = tl.constexpr(64)  # rows only
+BIAS_COLS = tl.constexpr(128)  # sums of G over the columns of each tile, for a bias of each column
 NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
@@ -161,6 +163,9 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
                           row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+        if BIAS_COLS & TERMS:
+            inside = tl.where((rows < n)[:, None], g, 0.0)
+            tl.store(bias_part + tile_row * m + cols, column_sums(inside, R, C), mask=cols < m)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
 
 

@@ -80,7 +80,7 @@ class Sigmoid(Backward):
         if self._meets(i, j):
             call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
         if bias is not None:
-            bias.add(g, i, j)
+            bias.add(j)
 
 
 class Softmax:

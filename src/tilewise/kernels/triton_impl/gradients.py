@@ -50,6 +50,7 @@ class Backward:
         bits += backward.SOFTPLUS.value * self.spec.softplus + backward.ROW_SUM.value * (grad.row_sum is not None)
         self.shared_bias = bool(call.score_bits & parts.ONE_BIAS.value)
         bits += backward.MIRROR.value * sym + backward.BIAS_TOTAL.value * (needs.bias and self.shared_bias)
+        bits += backward.BIAS_COLS.value * (needs.bias and not self.shared_bias)
         self.bits = bits
         self.span = self._span()
         if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
@@ -161,7 +162,7 @@ class Backward:
         if self._meets(i, j):
             call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
         if bias is not None:
-            bias.add(g, i, j)
+            bias.add(j)
 
     def _meets(self, i: slice, j: slice) -> bool:
         """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
@@ -171,42 +172,61 @@ class Backward:
 
 
 class Bias:
-    """The gradient of the bias: column sums of G, or, for a bias that all columns share, its total."""
+    """The gradient of the bias: column sums of G before it is rounded, or, for a bias that all columns share, its total.
+
+    The tiles leave an only positive out of G: what it adds to its column is added here.
+    """
 
     def __init__(self, parent: Backward) -> None:
-        self.parent, self.total = parent, parent.pair.scale.new_zeros(parent.m)
+        self.parent, self.shared = parent, parent.shared_bias
+        self.total = parent.pair.scale.new_zeros(1 if self.shared else parent.m)
         self.held: Tensor | None = None
 
-    def part(self, i: slice, j: slice) -> Tensor | None:
-        """Where the kernel puts the sums of G over the rows of each tile."""
-        if not self.parent.shared_bias:
-            return None
-        tiles = cdiv(j.stop - j.start, self.parent.sizes.cols)
-        self.held = self.total.new_empty(tiles * (i.stop - i.start))
+    def part(self, i: slice, j: slice) -> Tensor:
+        """Where the kernel puts the sums of G over the rows, or over the columns, of each tile."""
+        n, m, sizes = i.stop - i.start, j.stop - j.start, self.parent.sizes
+        size = cdiv(m, sizes.cols) * n if self.shared else cdiv(n, sizes.rows) * m
+        self.held = self.total.new_empty(size)
         return self.held
 
-    def add(self, g: Tensor, i: slice, j: slice) -> None:
+    def add(self, j: slice) -> None:
         """The share of one macro-tile."""
-        if self.held is None:
-            self.total[j] += g.sum(0, dtype=torch.float32)
-            return
-        self.total[0] += self.held.sum()
-        if self.parent._meets(i, j):
-            # The positives were written after the sums: each is 1 less, sigmoid(x) - 1 instead of sigmoid(x).
-            self.total[0] -= self._positives(i, j)
+        assert self.held is not None
+        if self.shared:
+            self.total += self.held.sum()
+        else:
+            self.total[j] += self.held.view(-1, j.stop - j.start).sum(0)
 
-    def _positives(self, i: slice, j: slice) -> Tensor:
-        parent = self.parent
-        coming = parent.call.by_row["grad_row"]
-        assert coming is not None
-        ahead = parent.pair.row_start - parent.pair.col_start
-        first, last = max(i.start, j.start - ahead), min(i.stop, j.stop - ahead)
-        return coming[first:last].sum() * parent.inside
+    def _add_positives(self) -> None:
+        """A positive is worth g_pos more than the tiles know, or, of a sigmoid loss, 1 less: sigmoid(x) - 1."""
+        parent, call = self.parent, self.parent.call
+        if call.positive not in (parts.DIAGONAL.value, parts.ONE.value):
+            return
+        coming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
+        if coming is None:
+            return
+        worth = coming * (-parent.inside if parent.spec.softplus else parent.inside)
+        if parent.spec.softcap:
+            own, zero = call.by_row["own"], parent.pair.row_zero
+            assert own is not None
+            worth = worth * (1.0 - ((own if zero is None else own + zero) / parent.spec.softcap).square())
+        rows = torch.arange(parent.n, device=coming.device) + parent.pair.row_start
+        key = rows if parent.pair.row_key is None else parent.pair.row_key
+        here = key - parent.pair.col_start
+        inside = (here >= 0) & (here < parent.m)
+        if parent.spec.itself:
+            inside &= key != rows
+        worth = torch.where(inside, worth, 0.0)
+        if self.shared:
+            self.total += worth.sum()
+        else:
+            self.total.index_put_((here.clamp(0, parent.m - 1),), worth, accumulate=True)  # sorts: no atomics
 
     def finish(self) -> Tensor:
         """One number for each column. Columns that share one bias share its gradient: only their sum means anything."""
-        if self.held is not None:
-            return (self.parent._take_out(self.total[:1]) / self.parent.m).expand(self.parent.m).contiguous()
+        self._add_positives()
+        if self.shared:
+            return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
         factor = self.parent.inside
         return self.total / factor.masked_fill(factor == 0, backward.TINY_SCALE.value)
 
