@@ -18,15 +18,8 @@ INTEGERS = {
     *("room", "first_block", "blocks", "first_g", "first_u", "col_start"),
 }
 NUMBERS = {"softcap", "tolerance", "usable"}
-POINTERS = {
-    "order": "*i32",
-    "rows": "*i32",
-    "starts": "*i32",
-    "table": "*i32",
-    "place": "*i64",
-    "row_key": "*i64",
-    "pairs": "*i64",
-}
+POINTERS = dict.fromkeys(("order", "rows", "starts", "firsts", "table"), "*i32")
+POINTERS |= dict.fromkeys(("place", "row_key", "pairs"), "*i64")
 FEATURES = {"a", "b", "out", "mean", "mass", "g"}
 CARDS = {
     "hopper": (90, "bf16", 2304, 256),

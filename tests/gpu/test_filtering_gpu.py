@@ -1,0 +1,84 @@
+"""Skipping on a CUDA device: the bound, the gradients, waiting, memory, CUDA graphs, torch.compile."""
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.gpu import filtering
+from tests.gpu.checks import Place
+
+import tilewise as tw
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = Place()
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("n, d, m", [(300, 72, 40_000), (1003, 200, 20_011), (130, 1032, 33_000)])
+def test_gradients_and_bound(n, d, m, dtype, seed):
+    filtering.check_filtered(GPU, dtype, n, d, m, seed)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_bias_and_soft_cap(dtype, seed):
+    filtering.check_filtered(GPU, dtype, 300, 72, 40_000, seed, bias=True)
+    filtering.check_filtered(GPU, dtype, 300, 72, 40_000, seed, bias=True, softcap=60.0)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+def test_a_small_workspace(seed):
+    """Several chunks of columns, groups of tiles and batches of pairs."""
+    filtering.check_filtered(GPU, torch.bfloat16, 300, 72, 40_000, seed, workspace_mib=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_flat_scores(dtype):
+    filtering.check_flat(GPU, dtype, 300, 72, 20_000)
+
+
+def test_memory(seed):
+    """Gradients, one float32 sum of the row gradients, and the workspace."""
+    n, d, m, workspace = 2048, 512, 65_536, 64
+    head = filtering.make_head(GPU, torch.bfloat16, n, d, m, seed)
+    options = GPU.options(filter_tolerance=1e-2, workspace_mib=workspace)
+    head.solve(options)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    head.solve(options)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2 * (n + m) * d + 4 * n * d + (workspace + 8) * 2**20
+
+
+def test_torch_compile_makes_one_graph(seed):
+    torch._dynamo.reset()
+    head = filtering.make_head(GPU, torch.bfloat16, 300, 72, 20_000, seed)
+    options = GPU.options(filter_tolerance=1e-2)
+    whole = torch.compile(lambda: head.loss(options), fullgraph=True)
+    grads = torch.autograd.grad(whole(), list(head.leaves.values()))
+    _, want = head.solve(options)
+    for value, (name, expected) in zip(grads, want.items(), strict=True):
+        assert_close(value, expected, 1e-5, name)
+
+
+def test_a_captured_graph_computes_everything(seed):
+    head = filtering.make_head(GPU, torch.bfloat16, 300, 72, 20_000, seed)
+    options = GPU.options(filter_tolerance=0.5)
+    _, want = head.solve(GPU.options(gradients="backward"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        head.solve(options)
+        head.solve(GPU.options(gradients="backward"))  # compiled before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), tw.record_filtering() as report:
+        _, grads = head.solve(options)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert len(report) == 0
+    for name, value in want.items():
+        assert torch.equal(grads[name], value)

@@ -1,0 +1,37 @@
+"""The questions that tests/gpu asks about skipping, asked here of the torch backend on the CPU."""
+
+import pytest
+import torch
+from tests.gpu import filtering
+from tests.gpu.checks import Place
+
+from tilewise.kernels import filter as plans
+
+CPU = Place("cpu", "torch")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
+@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"bias": True, "softcap": 60.0}, {"workspace_mib": 1}])
+def test_gradients_and_bound(dtype, settings):
+    share = filtering.check_filtered(CPU, dtype, 100, 72, 4000, 3, **settings)
+    assert 0.001 < share < 0.2
+
+
+def test_flat_scores():
+    filtering.check_flat(CPU, torch.float32, 60, 40, 1000)
+
+
+def test_wrong_gradients_are_found(monkeypatch):
+    """Were the dropped mass forgotten, the oracle would say so."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled._Backward._add_means", lambda *_: None)
+    with pytest.raises(AssertionError, match="input"):
+        filtering.check_filtered(CPU, torch.float32, 100, 72, 4000, 3)
+
+
+def test_a_broken_bound_is_found(monkeypatch):
+    monkeypatch.setattr("tilewise.kernels.filter.MARGIN", 1.2)
+    with pytest.raises(AssertionError):
+        filtering.check_filtered(CPU, torch.float32, 100, 72, 4000, 3)
+    assert plans.MARGIN == 1.2
