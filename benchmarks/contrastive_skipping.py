@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.contrastive_skipping", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, help="the folder of a run on icons")
-    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 8192], help="sizes of the batch")
+    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 4096], help="sizes of the batch")
     parser.add_argument("--scales", type=float, nargs="*", default=[100.0], help="other scales to look at")
     parser.add_argument("--out", type=Path, default=run.RESULTS / "contrastive-skipping.json")
     arguments = parser.parse_args(argv)
