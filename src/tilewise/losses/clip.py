@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
+from tilewise.ops.early import launches_early, symmetric_loss
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores
 from tilewise.ops.reduce import reduce_rows
@@ -53,6 +54,8 @@ def clip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
+    if reduction != "none" and logit_bias is None and launches_early(a, b, scale, options, name):
+        return symmetric_loss(a, b, scale, 1.0 if reduction == "sum" else 1.0 / a.shape[0], options)
     zero = near_scores(a, b, scale)
     stats = pair_stats(
         a,
