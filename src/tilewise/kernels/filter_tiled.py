@@ -26,6 +26,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.options import TileOptions
 
 ROWS = 1024  # at a time
+CHOOSE_ROWS = 128  # whose thresholds are found together
 
 
 class TorchFilter:
@@ -107,9 +108,16 @@ class _Forward:
         for start in range(0, self.n, step := row_steps(self.n, self.tiles, self.options)):
             i = slice(start, min(start + step, self.n))
             part_tr = self._rows(i, lse, pos, mean)
-            valid = pair.row_key[i] >= 0
-            total = lse[i].to(part_tr.dtype)
-            mass[:, i] = choose(part_tr, total, self.place[i], valid, self.options.filter_tolerance, self.width)
+            for start_r in range(i.start, i.stop, CHOOSE_ROWS):
+                r = slice(start_r, min(start_r + CHOOSE_ROWS, i.stop))
+                mass[:, r] = choose(
+                    part_tr[:, r.start - i.start : r.stop - i.start],
+                    lse[r].to(part_tr.dtype),
+                    self.place[r],
+                    pair.row_key[r] >= 0,
+                    self.options.filter_tolerance,
+                    self.width,
+                )
         hits = (self.place >= 0).to(pair.stat_dtype)
         stats = Stats(row_lse=lse.to(pair.stat_dtype), row_pos=pos.to(pair.stat_dtype), row_hits=hits)
         kept = (mass < 0).sum(1, dtype=torch.int32)

@@ -1,0 +1,18 @@
+"""Skipping needs the gradients and the workspace, in which its plan lies: peak resident memory in a fresh process."""
+
+import pytest
+from benchmarks.measure import cpu_peak_bytes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scratch_stays_within_the_workspace(dtype):
+    """Scores would take 128 MiB."""
+    n, m, d, workspace_mib = 4096, 8192, 64, 8
+    arguments = {"n": n, "m": m, "d": d, "dtype": dtype, "workspace_mib": workspace_mib}
+    gradients, vectors = (n + m) * d * 4, 24 * (n + m) * 8
+    assert (
+        cpu_peak_bytes("tests.ops.filtered_memory:measured", arguments)
+        <= workspace_mib * MIB + gradients + vectors + MIB
+    )
