@@ -41,6 +41,7 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.run gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.lm_tables
 
 demo: $(READY)
 	$(BIN)/tilewise demo
