@@ -23,6 +23,8 @@ from tilewise.kernels.filter import (
 )
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
+from tilewise.kernels.tile_softmax import SAFE_SCORE
+from tilewise.kernels.tiles import score_bound
 from tilewise.options import TileOptions
 
 ROWS = 1024  # at a time
@@ -78,7 +80,11 @@ class _Scores:
 
     def tile(self, a_rd: Tensor, b_cd: Tensor, cols: Tensor) -> Tensor:
         """(r, c); ``cols`` are the indices of the columns."""
-        x_rc = self.product(a_rd, b_cd.T).mul_(self.pair.scale.to(self.compute_dtype))
+        scale = self.pair.scale.to(self.compute_dtype)
+        if self.upcast or a_rd.dtype == self.compute_dtype:
+            x_rc = self.product(self.features(a_rd) * scale, b_cd.T)  # fewer numbers to multiply than scores
+        else:
+            x_rc = self.product(a_rd, b_cd.T).mul_(scale)
         if self.pair.bias is not None:
             x_rc += self.pair.bias[cols].to(self.compute_dtype)
         if self.spec.softcap:
@@ -97,6 +103,8 @@ class _Forward:
         self.order = order_columns(pair)
         self.place = places_of(self.order, pair)
         self.count = columns_of_tiles(self.order, pair.bias)
+        # Whether exp of a score needs no shift. Only a CPU is asked: elsewhere the answer would have to be waited for.
+        self.bounded = pair.a.device.type == "cpu" and score_bound(pair, spec) <= SAFE_SCORE
 
     def run(self) -> tuple[Stats, FilterPlan]:
         """Everything."""
@@ -155,11 +163,14 @@ class _Forward:
             yield slice(start, min(start + step, self.tiles))
 
     def _tile_sums(self, x_rc: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-        """The largest score of each row in each tile, and the sum of exp(x - that): (r, t)."""
+        """A shift for each row in each tile, such as its largest score, and the sum of exp(x - shift): (r, t)."""
         missing = tiles * self.width - x_rc.shape[1]
         if missing:
             x_rc = torch.nn.functional.pad(x_rc, (0, missing), value=-torch.inf)
         x_rtw = x_rc.view(x_rc.shape[0], tiles, self.width)
+        if self.bounded:
+            total_rt = x_rtw.exp_().sum(2)
+            return torch.zeros_like(total_rt), total_rt
         top_rt = x_rtw.amax(2)
         shift = torch.where(top_rt == -torch.inf, 0.0, top_rt)
         return shift, x_rtw.sub_(shift[:, :, None]).exp_().sum(2)
