@@ -87,7 +87,7 @@ def cpu_suite() -> list[Case]:
 def gpu_suite() -> list[Case]:
     """Against everybody, in bf16, most telling cases first. The slowest peers stop where they would take all the time.
 
-    Cross entropy has one row here, and tables of its own: `benchmarks.lm_tables`.
+    Cross entropy has tables of its own beside these rows: `benchmarks.lm_tables`.
     """
     clip = {
         8192: ("dense", "compile", "memeff", "inf_cl"),
@@ -99,6 +99,7 @@ def gpu_suite() -> list[Case]:
         1048576: ("dense",),
     }
     everyone = ("tilewise", "dense", "compile", "cce", "cce-exact", "liger", "torch-native")
+    peaked = ("tilewise", "tilewise-filter", "compile", "cce")
     symmetric = {n: square("clip", n, 512, "bf16", "tilewise", *others) for n, others in clip.items()}
     return [
         *(symmetric[n] for n in (8192, 16384, 32768, 65536)),
@@ -107,6 +108,8 @@ def gpu_suite() -> list[Case]:
         square("clip", 65536, 768, "bf16", "tilewise", "dense", "compile", "memeff"),
         symmetric[1048576],
         vocabulary(8192, 2304, 256000, "bf16", *everyone, baseline="compile"),
+        vocabulary(8192, 2304, 256000, "bf16", *peaked, baseline="compile", scores="peaked"),
+        vocabulary(8192, 4096, 128256, "bf16", "tilewise", "tilewise-forward", *everyone[2:4], baseline="compile"),
         square("retrieval", 131072, 512, "bf16", "tilewise", "dense"),
         symmetric[131072],
         symmetric[262144],
@@ -186,6 +189,7 @@ def leaves_of(case: Case, inputs: Inputs) -> list[Tensor]:
 OPTIONS = {
     "tilewise-filter": tw.TileOptions(filter_tolerance=1e-2),
     "tilewise-backward": tw.TileOptions(gradients="backward"),
+    "tilewise-forward": tw.TileOptions(gradients="forward", workspace_mib=2400),
 }
 
 

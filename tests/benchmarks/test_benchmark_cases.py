@@ -11,7 +11,7 @@ from tests.compare import relative_error
 from benchmarks import cases, peers
 
 CPU = torch.device("cpu")
-OURS = {"tilewise", "tilewise-filter", "tilewise-backward", "dense", "compile", "clip_loss"}
+OURS = {"tilewise", "tilewise-filter", "tilewise-backward", "tilewise-forward", "dense", "compile", "clip_loss"}
 SMALL = {
     loss: cases.Case(loss=loss, rows=96, cols=96, width=32, dtype="float32", methods=("tilewise", "dense"))
     for loss in ("clip", "siglip", "nt_xent", "cross_entropy", "retrieval")
