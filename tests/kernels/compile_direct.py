@@ -25,6 +25,7 @@ TILED = {
     "exponents of info_nce with ids": (direct_kernels.exponent_kernel, DIAGONAL, SKIP, 0, ("row_skip", "col_skip")),
     "exponents in doubt": (direct_kernels.exponent_kernel, ONE, 0, 1, ("row_key",)),
     "maxima in doubt": (direct_kernels.exponent_kernel, ONE, 0, 3, ("row_key",)),
+    "softplus in doubt": (direct_kernels.softplus_kernel, DIAGONAL, ONE_BIAS, 0, ("bias",)),
     "sigmoid": (direct_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, ("bias", "bias_part")),
 }
 SMALL = {

@@ -48,7 +48,7 @@ def serves(spec: PairSpec) -> bool:
     """Whether the gradient of such scores can be formed in one pass: rows only, at most one positive in each."""
     if spec.col_lse or spec.symmetric or spec.row_sum or spec.of_tokens or spec.itself or spec.positive != "one":
         return False
-    return spec.row_lse != spec.softplus
+    return spec.row_lse != spec.softplus and not (spec.softplus and spec.softcap)
 
 
 def pays(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, options: TileOptions) -> bool:
@@ -59,19 +59,21 @@ def pays(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: Pai
         device: the type of it.
     """
     n, m, d = shape
-    budget = options.workspace_bytes - (4 * (n + m) * d if dtype == torch.float16 else 0)
+    budget = options.workspace_bytes
     if device != "cuda":
-        rows = block_rows(shape, dtype, device, spec, budget)
-        return budget > 0 if spec.softplus else rows >= min(n, SMALLEST_BLOCK)
+        return spec.softplus or block_rows(shape, dtype, device, spec, budget) >= min(n, SMALLEST_BLOCK)
     if n * m * d < WORTH_IT:
         return False
-    if spec.softplus:
-        return budget > 0
-    row = (m + d) * dtype.itemsize
-    if budget // row >= n:
+    if spec.softplus or one_block(shape, dtype, budget):
         return True
     accumulator = 0 if min(n, m) > ONE_MACRO else 4 * m * d
-    return (budget - accumulator) // row >= SMALLEST_CUDA_BLOCK
+    return (budget - accumulator) // ((m + d) * dtype.itemsize) >= SMALLEST_CUDA_BLOCK
+
+
+def one_block(shape: tuple[int, int, int], dtype: torch.dtype, budget: int) -> bool:
+    """Whether the Triton backend holds the scores of all rows at once: they, a copy of the rows, and partial sums."""
+    n, m, d = shape
+    return n * ((m + d) * dtype.itemsize + m // 32) <= budget
 
 
 def block_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, budget: int) -> int:
@@ -85,26 +87,38 @@ def block_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: str, spe
 
 
 def held_dtype(features: torch.dtype) -> torch.dtype:
-    """The type in which gradients wait for backward: what a loss scale is yet to lift would be lost in float16."""
-    return torch.float32 if features == torch.float16 else features
+    """The type in which gradients wait for backward: that of the products, so that they are rounded once, after what
+    comes in is multiplied. A loss scale lifts gradients that float16 could not hold without it."""
+    return torch.float32 if features in (torch.float16, torch.bfloat16) else features
+
+
+def held_dtypes(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, options: TileOptions
+) -> tuple[torch.dtype, torch.dtype]:
+    """The same for rows and columns. A large bfloat16 classifier on a GPU, whose gradient one product makes, keeps its
+    own type: it would take as much memory again, and bfloat16 has the range (but is rounded twice)."""
+    _, m, d = shape
+    held, budget = held_dtype(dtype), options.workspace_bytes
+    at_once = dtype == torch.bfloat16 and device == "cuda" and not spec.softplus and one_block(shape, dtype, budget)
+    return held, dtype if at_once and 4 * m * d > budget // 4 else held
 
 
 def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions) -> tuple[Tensor, Grads]:
-    """The loss, a number, and its gradients, those of the features in `held_dtype`."""
+    """The loss, a number, and its gradients, those of the features in the types of `held_dtypes`."""
     assert serves(spec)
     backend = choose_backend(pair, spec, options)
+    shape = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
     if backend.name == "triton":
         from tilewise.kernels.triton_impl import direct as fused
 
         if fused.why_not(pair, spec, options) is None:
             return fused.direct(pair, weights, needs, spec, options)
-        return two_passes(backend, pair, weights, needs, spec, options)
-    shape = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
-    rows = block_rows(shape, pair.a.dtype, pair.a.device.type, spec, options.workspace_bytes)
-    if not spec.softplus and rows < 1:
-        return two_passes(backend, pair, weights, needs, spec, options)
-    with matmul_precision(options.precision), torch.no_grad():
-        return _Blocks(pair, weights, needs, spec, options, rows).run()
+    else:
+        rows = block_rows(shape, pair.a.dtype, pair.a.device.type, spec, options.workspace_bytes)
+        if spec.softplus or rows >= 1:
+            with matmul_precision(options.precision), torch.no_grad():
+                return _Blocks(pair, weights, needs, spec, options, rows).run()
+    return two_passes(backend, pair, weights, needs, spec, options)
 
 
 def two_passes(
@@ -196,11 +210,9 @@ class _Blocks:
         """The same of one tile of a sigmoid loss."""
         keys, weight = self.tiles.keys, self.weights.each[i]
         x_rc = self.tiles.scores(i, j)
-        slope = self.tiles.softcap_slope(x_rc) if self.spec.softcap else None
         keys.flip_positives_(x_rc, i, j)
         spare = self.tiles.spare(x_rc)
         self.loss += (weight * torch.logaddexp(x_rc, x_rc.new_zeros(()), out=spare).sum(1)).sum(dtype=torch.float64)
         g_rc = x_rc.sigmoid_()
         keys.flip_positives_(g_rc, i, j)
-        g_rc.mul_((weight / self.size).to(g_rc.dtype)[:, None])
-        return g_rc if slope is None else g_rc.mul_(slope)
+        return g_rc.mul_((weight / self.size).to(g_rc.dtype)[:, None])

@@ -116,15 +116,29 @@ def _compute_loss(
             loss, grads = direct.direct(pair, weights, wanted, spec, options)
         if kept is not None:
             grads = kept.widen_grads(grads)
+    # Fewer rows, or another backend than usual, may have chosen other types than those that were announced.
+    held_a, held_b = _held(a, b, plan)
+    grads = Grads(
+        a=None if grads.a is None else grads.a.to(held_a),
+        b=None if grads.b is None else grads.b.to(held_b),
+        scale=grads.scale,
+        bias=grads.bias,
+    )
     return loss, *_present(grads.a, grads.b, grads.scale, grads.bias, like=pair.scale)
+
+
+def _held(a: Tensor, b: Tensor, plan: str) -> tuple[torch.dtype, torch.dtype]:
+    """The types in which the gradients of a and b wait for backward."""
+    spec, options, _ = decode(plan)
+    return direct.held_dtypes((a.shape[0], b.shape[0], b.shape[1]), a.dtype, a.device.type, spec, options)
 
 
 def _nothing(a: Tensor, b: Tensor, scale: Tensor, needs: Needs) -> tuple[Tensor, Grads]:
     """Of no rows at all."""
     zero = torch.zeros_like(scale)
     return zero, Grads(
-        a=torch.zeros_like(a, dtype=direct.held_dtype(a.dtype)) if needs.a else None,
-        b=torch.zeros_like(b, dtype=direct.held_dtype(a.dtype)) if needs.b else None,
+        a=torch.zeros_like(a) if needs.a else None,
+        b=torch.zeros_like(b) if needs.b else None,
         scale=zero.clone() if needs.scale else None,
         bias=scale.new_zeros(b.shape[0]) if needs.bias else None,
     )
@@ -135,8 +149,8 @@ _pair_loss_op = torch.library.custom_op("tilewise::pair_loss", _compute_loss, mu
 
 @_pair_loss_op.register_fake
 def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan):  # type: ignore[no-untyped-def]
-    held, stat = direct.held_dtype(a.dtype), stat_dtype(a.dtype)
-    dtypes = held, held, stat, stat
+    stat = stat_dtype(a.dtype)
+    dtypes = *_held(a, b, plan), stat, stat
     shapes = [value.shape if need else (0,) for need, value in zip(needs, (a, b, scale, bias), strict=True)]
     grads = [
         a.new_empty(shape, dtype=dtype if need else stat)
@@ -183,14 +197,14 @@ def _times(grad: Tensor, upstream: Tensor, like: Tensor | None) -> Tensor:
     if grad.dim() < 2:
         return (grad * upstream).to(like.dtype)
     out = grad if grad.dtype == like.dtype else torch.empty_like(grad, dtype=like.dtype)
-    if grad.is_cuda and out is grad and grad.dtype != torch.float64:
+    if grad.is_cuda and grad.dtype != torch.float64 and grad.is_contiguous():
         try:
-            from tilewise.kernels.triton_impl.direct import multiply_
+            from tilewise.kernels.triton_impl.direct import multiply
         except ImportError:  # no Triton on this platform
             pass
         else:
-            multiply_(grad, upstream)
-            return grad
+            multiply(grad, upstream, out)
+            return out
     # Two dimensions against two: one number would be rounded to the type of a half gradient first.
     for start in range(0, grad.shape[0], MULTIPLY_ROWS):
         part = slice(start, start + MULTIPLY_ROWS)

@@ -1,9 +1,8 @@
 """A scalar loss and its gradients in one pass over the scores, in the Triton backend.
 
 What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those rows
-and their partial sums, or afterwards float32 gradients of some of them (at most w together, one row of tiles at the
-least); and, if the rows need more than one block, one float32 accumulator for the column gradients (m x d). Sigmoid: as
-backward has it.
+and their partial sums (at most w together, one row of tiles at the least). Sigmoid: as backward has it. Gradients wait for backward in float32, those of the columns of a bfloat16 softmax
+in bfloat16 if one block holds all rows and twice the memory would be too much.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.direct import RowWeights, held_dtype
+from tilewise.kernels.direct import RowWeights, held_dtype, held_dtypes, one_block
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_kernels, positive
@@ -49,36 +48,37 @@ def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, option
         return Softmax(call, weights, needs).run()
 
 
-def multiply_(values: Tensor, by: Tensor) -> None:
-    """values *= by, in place; contiguous values, a number on the same device."""
+def multiply(values: Tensor, by: Tensor, out: Tensor) -> None:
+    """out = values * by, rounded once; contiguous, a number on the same device. In place, 1 costs nothing."""
     with on_device(values):
-        programs = 8 * multiprocessors(values.device)
-        key = values.dtype, by.dtype, values.data_ptr() % 16, by.data_ptr() % 16, values.numel() < 2**31
-        prepared = Prepared(direct_kernels.multiply_kernel, values.device, 4, 2, key)
-        prepared.put({"values": values, "by": by, "count": values.numel()})
+        programs, count = 8 * multiprocessors(values.device), values.numel()
+        same = out is values
+        key = values.dtype, out.dtype, same, values.data_ptr() % 16, out.data_ptr() % 16, by.dtype, by.data_ptr() % 16
+        prepared = Prepared(direct_kernels.multiply_kernel, values.device, 4, 2, (*key, count < 2**31))
+        prepared.put({"values": values, "out": out, "by": by, "count": count, "IN_PLACE": same})
         prepared.put({"PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
 
 
 class Sigmoid(Backward):
-    """Backward of the sigmoid loss, whose kernel writes the loss too."""
+    """Backward of the sigmoid loss, whose kernel writes the loss too, and the positives' entries of G as well."""
 
     def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
         super().__init__(call, Stats(), GradStats(row_softplus=weights.each), needs, held_dtype(call.a.dtype))
-        programs = multiprocessors(call.a.device) * self.sizes.programs
-        self.loss_part = call.empty(programs * self.sizes.rows, zero=True)
+        size = multiprocessors(call.a.device) * self.sizes.programs * self.sizes.rows
+        self.loss_part, self.safe_part = call.empty(size, zero=True), call.empty(size)
+        self.doubt = call.empty(1, dtype=torch.int32, zero=True)
 
     def loss_and_grads(self) -> tuple[Tensor, Grads]:
         """All macro-tiles."""
-        grads = self.run()
-        return _sum([self.loss_part]), grads
+        grads, call = self.run(), self.call
+        everything = slice(0, self.n), slice(0, self.m)
+        call.run(direct_kernels.softplus_kernel, *everything, self.sizes, loss_part=self.safe_part, doubt=self.doubt)
+        return torch.where(self.doubt[0] != 0, _sum([self.safe_part]), _sum([self.loss_part])), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
-        call = self.call
-        shared = {"factor": self.inside, "TERMS": self.bits}
-        more = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
-        call.run(direct_kernels.sigmoid_kernel, i, j, self.sizes, **more, **shared)
-        if self._meets(i, j):
-            call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
+        values = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
+        values |= {"doubt": self.doubt, "factor": self.inside, "TERMS": self.bits}
+        self.call.run(direct_kernels.sigmoid_kernel, i, j, self.sizes, **values)
         if bias is not None:
             bias.add(j)
 
@@ -90,7 +90,7 @@ class Softmax:
         self.call, self.needs, self.pair, self.sizes = call, needs, call.pair, call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
         self.need_a = needs.a or needs.scale
-        self.row_step, self.held_rows = self._blocks()
+        self.row_step = self._blocks()
         self.col_tiles = cdiv(self.m, self.sizes.cols)
         self.all_cols = slice(0, self.m)
         own, hits = call.empty(self.n), call.empty(self.n)
@@ -108,16 +108,14 @@ class Softmax:
         self.dots: list[Tensor] = []
         self.losses: list[Tensor] = []
 
-    def _blocks(self) -> tuple[int, int]:
-        """Rows of a block, and how many of them have their float32 gradients held at once."""
-        budget, item = self.call.options.workspace_bytes, self.pair.a.element_size()
-        tile = self.sizes.rows
-        scores = self.m * item + 4 * cdiv(self.m, self.sizes.cols)
-        fits = max(tile, budget // (scores + self.d * item) // tile * tile)
-        blocks = cdiv(self.n, fits)
-        rows = min(fits, cdiv(cdiv(self.n, blocks), tile) * tile)
-        held = max(tile, (budget - rows * scores) // (4 * self.d) // tile * tile)
-        return rows, min(held, rows)
+    def _blocks(self) -> int:
+        """Rows of a block: E, the scaled rows and the partial sums fit the workspace, one row of tiles at the least."""
+        budget, item, tile = self.call.options.workspace_bytes, self.pair.a.element_size(), self.sizes.rows
+        if one_block((self.n, self.m, self.d), self.pair.a.dtype, budget):
+            return cdiv(self.n, tile) * tile
+        row = self.m * item + 4 * cdiv(self.m, self.sizes.cols) + self.d * item
+        fits = max(tile, budget // row // tile * tile)
+        return min(fits, cdiv(cdiv(self.n, cdiv(self.n, fits)), tile) * tile)
 
     def run(self) -> tuple[Tensor, Grads]:
         """All blocks."""
@@ -127,9 +125,11 @@ class Softmax:
         width = cdiv(self.m * item, 16) * 16 // item
         e_all = call.empty(rows, width, dtype=pair.a.dtype)
         row_part = call.empty(self.col_tiles * rows)
-        grad_a = call.empty(self.n, self.d, dtype=pair.a.dtype) if needs.a else None
-        kept = pair.a.dtype if len(blocks) == 1 else torch.float32
-        total_b = call.empty(self.m, self.d, dtype=kept) if needs.b else None
+        held_a, held_b = held_dtypes(
+            (self.n, self.m, self.d), pair.a.dtype, pair.a.device.type, call.spec, call.options
+        )
+        grad_a = call.empty(self.n, self.d, dtype=held_a) if needs.a else None
+        total_b = call.empty(self.m, self.d, dtype=held_b) if needs.b else None
         bias = call.empty(self.m) if needs.bias else None
         for i in blocks:
             e = e_all[: i.stop - i.start, : self.m]
@@ -149,7 +149,7 @@ class Softmax:
         del e_all, e, row_part
         return _sum(self.losses), Grads(
             a=grad_a,
-            b=None if total_b is None else total_b.to(pair.a.dtype),
+            b=total_b,
             scale=_sum(self.dots) if needs.scale else None,
             bias=bias,
         )
@@ -180,29 +180,19 @@ class Softmax:
         return factor, scaled
 
     def _row_gradients(self, e: Tensor, factor: Tensor, grad_a: Tensor | None, i: slice) -> None:
-        """scale f_i sum_j E_ij b_j for the rows i, some of them at a time, and their part of the scale's gradient."""
-        call, needs = self.call, self.needs
-        total = call.empty(min(len(e), self.held_rows), self.d, dtype=torch.float32)
-        for part in pieces(len(e), self.held_rows):
-            rows = part.stop - part.start
-            product(total[:rows], e[part], call.b, True)
-            here = slice(i.start + part.start, i.start + part.stop)
-            a, out = call.a[here], None if grad_a is None else grad_a[here]
-            programs = cdiv(rows, ROWS_BLOCK)
-            dots = call.empty(programs) if needs.scale else None
-            if dots is not None:
-                self.dots.append(dots)
-            values = {
-                "total": total,
-                "total_stride": self.d,
-                "factor": factor[part],
-                "scale": self.pair.scale,
-                "out": out,
-            }
-            values |= {"out_stride": self.d, "a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
-            aligned = a.data_ptr() % 16, 0 if out is None else out.data_ptr() % 16, factor[part].data_ptr() % 16
-            last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
-            last.put({"BLOCK": ROWS_BLOCK, "WIDTH": min(WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
+        """scale f_i sum_j E_ij b_j for the rows i, and their part of the scale's gradient."""
+        call, needs, rows = self.call, self.needs, i.stop - i.start
+        total = call.empty(rows, self.d, dtype=torch.float32) if grad_a is None else grad_a[i]
+        product(total, e, call.b, True)
+        a, programs = call.a[i], cdiv(rows, ROWS_BLOCK)
+        dots = call.empty(programs) if needs.scale else None
+        if dots is not None:
+            self.dots.append(dots)
+        values = {"total": total, "total_stride": self.d, "factor": factor, "scale": self.pair.scale}
+        values |= {"a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
+        aligned = a.data_ptr() % 16, total.data_ptr() % 16
+        last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
+        last.put({"BLOCK": ROWS_BLOCK, "WIDTH": min(WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

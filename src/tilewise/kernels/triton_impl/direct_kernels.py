@@ -16,21 +16,25 @@ with each row's maximum as its shift, without the host hearing of it.
 
 Sigmoid, a macro-tile: G is a function of the score alone, and the same exponential gives the loss.
 
-    softplus(x) = max(x, 0) + log(1 + e),   sigmoid(x) = 1 / (1 + e) or e / (1 + e),   e = exp(-|x|)
+    t = exp(x),   sigmoid(x) = t / (1 + t),   sum_j softplus(x_j) = log of the product of all 1 + t_j
+
+with -x at a positive. The product is kept less 1, so that many small t lose nothing. Where scores are so large that it
+leaves float32 (64 of them have a softplus above 1 nat in the mean, or one is above 69), doubt is cast, and
+`softplus_kernel` computes the loss again.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.backward import BIAS_TOTAL, outer_factor
+from tilewise.kernels.triton_impl.backward import BIAS_COLS, BIAS_TOTAL, outer_factor
 from tilewise.kernels.triton_impl.forward import log1p, softplus_join
 from tilewise.kernels.triton_impl.parts import (
     LN2,
     LOG2E,
     SOFTCAP,
     any_here,
+    column_sums,
     own_column,
-    positives,
     score_tile,
     tile_dot,
     tile_place,
@@ -38,7 +42,9 @@ from tilewise.kernels.triton_impl.parts import (
 
 LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile, before doubt is cast
 SMALLEST_SHARE = tl.constexpr(2.0**-20)  # of w_i in w_i + 2 z_i lse_i: closer to 0 it is taken for this
-JOINED = tl.constexpr(128)  # factors 1 + e that are multiplied before a logarithm is taken: 2**128 at most
+LARGEST_SCORE = tl.constexpr(100.0)  # a sigmoid of more, in units of log2, is 1
+JOINED = tl.constexpr(64)  # factors 1 + t that are multiplied before a logarithm is taken; of scores of 0, 2**64
+LARGEST_JOINED = tl.constexpr(2.0**99)  # beyond, scores were cut, or the product is out of range
 
 # What exponent_kernel does (bits of TERMS)
 GATED = tl.constexpr(1)  # only if there is doubt
@@ -172,10 +178,10 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
             tl.store(scaled + at * scaled_stride + col[None, :], value.to(scaled.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["n", "total_stride", "out_stride", "a_stride"])
-def finish_rows_kernel(total, total_stride, factor, scale, out, out_stride, a, a_stride, dots, n, D: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "total_stride", "a_stride"])
+def finish_rows_kernel(total, total_stride, factor, scale, a, a_stride, dots, n, D: tl.constexpr,
                        BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """out_i = scale f_i total_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient."""
+    """total_i *= scale f_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, ok = rows.to(tl.int64)[:, None], rows < n
     f = tl.load(factor + rows, mask=ok, other=0.0)[:, None]
@@ -184,11 +190,11 @@ def finish_rows_kernel(total, total_stride, factor, scale, out, out_stride, a, a
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         here = ok[:, None] & (col < D)[None, :]
-        value = f * tl.load(total + at * total_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
+        place = total + at * total_stride + col[None, :]
+        value = f * tl.load(place, mask=here, other=0.0)
         if dots is not None:
             dot += value * tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
-        if out is not None:
-            tl.store(out + at * out_stride + col[None, :], (value * s).to(out.dtype.element_ty), mask=here)
+        tl.store(place, value * s, mask=here)
     if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
 
@@ -212,30 +218,55 @@ def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["count"])
-def multiply_kernel(values, by, count, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """values *= by, in place, in float32 up to the last rounding; nothing to do for the usual 1."""
+def multiply_kernel(values, out, by, count, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = values * by, in float32 up to the last rounding; in place, nothing to do for the usual 1."""
     f = tl.load(by).to(tl.float32)
-    blocks = tl.where(f == 1.0, 0, tl.cdiv(count, BLOCK))
+    blocks = tl.cdiv(count, BLOCK)
+    if IN_PLACE:
+        blocks = tl.where(f == 1.0, 0, blocks)
     for block in range(tl.program_id(0), blocks, PROGRAMS):
         at = tl.full((BLOCK,), BLOCK, tl.int64) * block + tl.arange(0, BLOCK)
         value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * f
-        tl.store(values + at, value.to(values.dtype.element_ty), mask=at < count)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
-def log_join(joined):
-    """log(1 + joined) of at most 128 factors 1 + e <= 2: what float32 cannot hold is 2**128 but for the last digit."""
-    return tl.where(joined > 3.4e38, 128.0 * LN2, log1p(joined))
+def log_of_two(one, other):
+    """log((1 + one) (1 + other)), with one logarithm, where the product may be too large for float32."""
+    large = tl.maximum(one, other) > 2.0**50
+    scaled = (one * 2.0**-64) * other + (
+        one + other
+    ) * 2.0**-64  # a product above 2**50 / 2**64, and 1 is nothing to it
+    joined = softplus_join(one, other)
+    both = large & (tl.minimum(one, other) > 2.0**50)
+    return log1p(tl.where(both, scaled, joined)) + tl.where(both, 64.0 * LN2, 0.0)
+
+
+@triton.jit
+def log_of_joined(t, R: tl.constexpr, C: tl.constexpr):
+    """The sum of log(1 + t) over each row, and the largest product of JOINED factors, less 1, that was met."""
+    if C <= JOINED:
+        joined = tl.reduce(t, 1, softplus_join)
+        logs = log1p(joined)
+        largest = joined
+    else:
+        joined = tl.reduce(tl.reshape(t, (R, C // JOINED, JOINED)), 2, softplus_join)
+        largest = tl.max(joined, 1)
+        if C == 2 * JOINED:
+            one, other = tl.split(joined)
+            logs = log_of_two(one, other)
+        else:
+            logs = tl.sum(log1p(joined), 1)
+    return logs, largest
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, bias_part,
-                   loss_part, n, m, first, ahead,
+                   loss_part, doubt, n, m, first, ahead,
                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile, an only positive left out, times ``factor``; what each program finds of the loss, positives
-    included, is added to its R numbers of loss_part."""
+    """G of one macro-tile times ``factor``; what each program finds of the loss is added to its R numbers of loss_part."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     f = outer_factor(factor)
@@ -249,24 +280,53 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
         x = score_tile(
             acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
         )
+        meets = any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE)
+        if meets:
+            key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            x = tl.where(key[:, None] == cols[None, :], -x, x)
         w = tl.load(grad_row + rows, mask=rows < n, other=0.0)
-        e = tl.exp2(-tl.abs(x))
-        high = tl.sum(tl.maximum(x, 0.0), 1)
-        # softplus(-x) = softplus(x) - x: where the sum is not zero but for x, other terms are far above its rounding.
-        if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
-            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-            high -= tl.sum(tl.where(hit, x, 0.0), 1)
-        if C > JOINED:
-            logs = tl.sum(log_join(tl.reduce(tl.reshape(e, (R, C // JOINED, JOINED)), 2, softplus_join)), 1)
-        else:
-            logs = log_join(tl.reduce(e, 1, softplus_join))
-        loss += w * (high * LN2 + logs)
-        share = 1.0 / (1.0 + e)
-        g = tl.where(x < 0, e * share, share) * (w * f)[:, None]
-        if SOFTCAP & SCORE:
-            ratio = x * (1.0 / (softcap * LOG2E))
-            g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        t = tl.exp2(tl.minimum(x, LARGEST_SCORE))
+        logs, largest = log_of_joined(t, R, C)
+        loss += w * logs
+        tl.store(doubt + rows * 0, 1, mask=(rows < n) & (largest > LARGEST_JOINED))
+        # 1 / (1 + t) as a square: the root's reciprocal is one instruction, a division is six.
+        root = tl.rsqrt(1.0 + t)
+        g = (t * (w * f)[:, None]) * (root * root)
+        key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+        if meets:
+            g = tl.where(key[:, None] == cols[None, :], -g, g)
+        # Who adds up the bias's gradient takes it that tiles know nothing of positives: sigmoid(x) = 1 - sigmoid(-x).
         if BIAS_TOTAL & TERMS:
-            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+            own = tl.where((key >= tile_col * C) & (key < tile_col * C + C), w * f, 0.0)
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
+        if BIAS_COLS & TERMS:
+            whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
+            tl.store(bias_part + tile_row * m + cols, column_sums(whole, R, C), mask=cols < m)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
     tl.store(mine, loss)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def softplus_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, loss_part, doubt,
+                    n, m, first, ahead,
+                    D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """If there is doubt: the loss alone, from numbers that no score can make too large."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s = tl.load(scale)
+    tiles = tl.where(tl.load(doubt) != 0, row_tiles * col_tiles, 0)
+    loss = tl.zeros((R,), tl.float32)
+    for tile in range(tl.program_id(0), tiles, PROGRAMS):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        x = score_tile(
+            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+        )
+        key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+        x = tl.where(key[:, None] == cols[None, :], -x, x)
+        total = tl.sum(tl.maximum(x, 0.0) * LN2 + log1p(tl.exp2(-tl.abs(x))), 1)
+        loss += tl.load(grad_row + rows, mask=rows < n, other=0.0) * total
+    tl.store(loss_part + tl.program_id(0) * R + tl.arange(0, R), loss)
