@@ -3,6 +3,7 @@
 With the identity as classifier the scores are the hidden states, and the gradient of the hidden states is G itself.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -411,6 +412,18 @@ def test_reasons_to_be_exact(n, m, spec, options):
         )
         is None
     )
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PairSpec)])
+def test_what_the_filter_does_not_know_is_exact(name):
+    """A statistic that is added to the spec is refused until the filter learns it."""
+    plain = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    value = getattr(plain, name)
+    other = {"positive": "many", "softcap": 3.0}.get(name, not value)
+    reason = plans.why_exact(
+        10, COLS, torch.float32, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1)
+    )
+    assert (reason is None) == (name in ("softcap", "drop_rows"))
 
 
 def test_flat_rows_take_the_dense_path(monkeypatch):

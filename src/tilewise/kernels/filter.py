@@ -89,7 +89,9 @@ def why_exact(n: int, m: int, dtype: torch.dtype, spec: PairSpec, options: TileO
         return "the tolerance is 0"
     if spec.row_sum:
         return "a weighted sum of all scores (label smoothing) needs every entry"
-    if spec != PairSpec(row_lse=True, positive="one", softcap=spec.softcap, drop_rows=spec.drop_rows):
+    asked = spec.row_lse and spec.positive == "one"
+    more = spec.col_lse or spec.softplus or spec.row_entropy or spec.row_top
+    if not asked or more or spec.itself or spec.symmetric or spec.local_keys or spec.same_rows:
         return "it is for log-sum-exps of rows with one positive each, and nothing else"
     if n == 0 or m < 2 * tile_width(m):
         return "there are no tiles to choose from"
