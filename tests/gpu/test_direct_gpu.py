@@ -1,0 +1,172 @@
+"""Gradients formed in forward, on a CUDA device: accuracy, no waiting, torch.compile, CUDA graphs, memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.compare import assert_close, relative_error
+from tests.gpu import checks
+from tests.gpu.checks import Place
+from tests.losses.loss_cases import converted, problem, solve
+
+import tilewise as tw
+from tilewise.kernels import direct as kernels
+from tilewise.kernels.triton_impl import direct as fused
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU, MIB = Place(), 2**20
+SERVED = [
+    *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
+    *("cross_entropy_softcap", "cross_entropy_z_loss"),
+]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """However small a call is; and never by two passes, but for a softmax in float16."""
+    monkeypatch.setattr(kernels, "WORTH_IT", 0)
+    monkeypatch.setattr(kernels, "two_passes", None)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("mib", [256, 1])
+@pytest.mark.parametrize("name", SERVED)
+def test_bfloat16(name, mib, seed):
+    checks.check_loss(GPU, name, torch.bfloat16, n=1003, d=72, seed=seed, gradients="forward", workspace_mib=mib)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias", "cross_entropy_softcap"])
+def test_float32(name, seed):
+    checks.check_loss(GPU, name, torch.float32, n=1003, d=72, seed=seed, gradients="forward")
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", ["siglip", "cross_entropy_bias"])
+def test_float16(name, seed):
+    checks.check_loss(GPU, name, torch.float16, n=1003, d=72, seed=seed, gradients="forward")
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("name", ["siglip", "cross_entropy_bias"])
+def test_wide_features(name, seed):
+    """From 1,024 features on tiles are larger."""
+    checks.check_loss(GPU, name, torch.bfloat16, n=700, d=1100, seed=seed, gradients="forward")
+
+
+@pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias"])
+def test_any_scale_from_upstream(name, seed):
+    """Gradients are rounded once, after what comes in is multiplied."""
+    made = problem(name, torch.bfloat16, n=700, d=72, seed=seed, device="cuda")
+    options = GPU.options(gradients="forward")
+    _, exact = solve(made.dense, converted(made.leaves, torch.float64))
+    _, once = solve(made.ours, made.leaves, options=options)
+    for k in (3.0, 1.0 + 2.0**-9, 65536.0):
+        _, grads = solve(lambda p, k=k: k * made.ours(p, options=options), made.leaves)
+        for leaf in exact:
+            ours, theirs = relative_error(grads[leaf], k * exact[leaf]), relative_error(once[leaf], exact[leaf])
+            assert ours <= 1.15 * theirs + (1e-6 if exact[leaf].dim() == 2 else 4e-3), (leaf, k)
+
+
+def test_a_classifier_that_keeps_its_type(seed, monkeypatch):
+    """Its gradient is one product in bfloat16, rounded again by backward unless 1 or a power of two comes in."""
+    held = kernels.held_dtypes
+
+    def kept(shape, dtype, device, spec, options):
+        return held(shape, dtype, device, spec, options)[0], dtype
+
+    monkeypatch.setattr(kernels, "held_dtypes", kept)
+    monkeypatch.setattr(fused, "held_dtypes", kept)
+    checks.check_loss(GPU, "cross_entropy", torch.bfloat16, n=1003, d=200, seed=seed, gradients="forward")
+    made = problem("cross_entropy", torch.bfloat16, n=500, d=72, seed=seed, device="cuda")
+    options = GPU.options(gradients="forward")
+    _, once = solve(made.ours, made.leaves, options=options)
+    _, grads = solve(lambda p: 1024.0 * made.ours(p, options=options), made.leaves)
+    assert torch.equal(grads["classifier"], 1024.0 * once["classifier"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("scale", [100.0, 1000.0])
+def test_losses_of_hundreds_of_nats(scale, dtype):
+    """Exponentials leave their range, and blocks are done again without the host hearing of it."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    a, b = (torch.randn(n, 64, device="cuda", generator=generator).div_(8).to(dtype) for n in (700, 900))
+    target = torch.randint(0, 900, (700,), device="cuda", generator=generator)
+    leaves = [x.requires_grad_() for x in (a, b)]
+
+    def solved(options, leaves):
+        loss = tw.linear_cross_entropy(*leaves, target, logit_scale=scale, options=options)
+        return loss.detach(), torch.autograd.grad(loss, leaves)
+
+    with GPU.no_waiting():
+        loss, grads = solved(GPU.options(gradients="forward", workspace_mib=1), leaves)
+    want, exact = solved(tw.TileOptions(backend="torch"), [x.detach().double().requires_grad_() for x in leaves])
+    assert want.item() > 100.0
+    assert_close(loss, want, 1e-5)
+    for one, other in zip(grads, exact, strict=True):
+        assert_close(one, other, 1e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, 300.0])
+def test_sigmoid_scores_of_zero_and_of_hundreds(scale):
+    generator = torch.Generator("cuda").manual_seed(2)
+    a, b = (torch.randn(600, 64, device="cuda", generator=generator).div_(8).requires_grad_() for _ in range(2))
+    loss = tw.siglip_loss(a, b, scale, 0.0, options=GPU.options(gradients="forward"))
+    exact = [x.detach().double().requires_grad_() for x in (a, b)]
+    want = tw.siglip_loss(*exact, scale, 0.0, options=tw.TileOptions(backend="torch"))
+    assert_close(loss, want, 1e-6)
+    if scale:
+        for one, other in zip(torch.autograd.grad(loss, (a, b)), torch.autograd.grad(want, exact), strict=True):
+            assert_close(one, other, 1e-4)
+
+
+def test_a_target_out_of_range_is_not_a_number():
+    hidden, classes = (torch.randn(n, 16, device="cuda", requires_grad=True) for n in (50, 70))
+    target = torch.arange(50, device="cuda")
+    target[7] = 70
+    assert tw.linear_cross_entropy(hidden, classes, target, options=GPU.options(gradients="forward")).isnan()
+
+
+@pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias"])
+def test_torch_compile_makes_one_graph(name, seed):
+    checks.check_compiled(GPU, name, torch.bfloat16, n=600, d=72, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_z_loss"])
+def test_cuda_graphs(name, seed):
+    checks.check_captured(name, torch.bfloat16, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["siglip", "cross_entropy"])
+def test_backward_twice_through_one_forward(name, seed):
+    made = problem(name, torch.bfloat16, n=300, d=72, seed=seed, device="cuda")
+    leaves = list(made.leaves.values())
+    loss = 3.0 * made.ours(SimpleNamespace(**made.leaves), options=GPU.options(gradients="forward"))
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def features(n, d, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(n, d, device="cuda", generator=generator).div_(d**0.5).bfloat16().requires_grad_()
+
+
+def test_memory_of_a_classifier():
+    """Above the two gradients: the scores of a block, no more than the workspace; float32 rows until backward."""
+    n, m, d, mib = 4096, 32_000, 512, 300
+    a, b, target = features(n, d, 1), features(m, d, 2), torch.randint(0, m, (n,), device="cuda")
+    options = tw.TileOptions(gradients="forward", workspace_mib=mib)
+    gradients = (n + m) * d * 4
+    peak = checks.peak_bytes(
+        lambda: torch.autograd.grad(tw.linear_cross_entropy(a, b, target, options=options), (a, b))
+    )
+    assert peak <= gradients + mib * MIB + 8 * MIB
+
+
+def test_memory_of_the_sigmoid_loss():
+    n, d = 32_768, 256
+    a, b = features(n, d, 1), features(n, d, 2)
+    options = tw.TileOptions(gradients="forward", workspace_mib=64)
+    peak = checks.peak_bytes(lambda: torch.autograd.grad(tw.siglip_loss(a, b, 10.0, -10.0, options=options), (a, b)))
+    assert peak <= 2 * n * d * 4 + 64 * MIB + 8 * MIB  # float32 gradients, and the workspace
