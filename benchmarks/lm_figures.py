@@ -48,8 +48,8 @@ CUDA = (
     Settings(steps=200, batch=16, length=256, hidden=512, layers=6, lr=3e-4, warmup=10, held_out=16_384),
 )
 CPU = (
-    Settings(steps=240, batch=8, length=128, held_out=4096),
-    Settings(steps=42, batch=4, length=128, lr=1e-3, warmup=5, held_out=4096),
+    Settings(steps=200, batch=8, length=128, held_out=4096),
+    Settings(steps=24, batch=4, length=128, lr=5e-4, warmup=5, held_out=4096),
 )
 TINY = {"batch": 2, "length": 16, "vocabulary": 500, "hidden": 32, "layers": 1, "held_out": 64, "device": "cpu"}
 SMALL = (Settings(steps=4, **TINY), Settings(steps=4, **TINY))

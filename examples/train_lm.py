@@ -50,7 +50,7 @@ class Settings:
     vocabulary: int = 102_400
     hidden: int = 128
     layers: int = 4
-    lr: float = 4e-3
+    lr: float = 2e-3
     warmup: int = 10
     held_out: int = 4096  # tokens
     seed: int = 0
