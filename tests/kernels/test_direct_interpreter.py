@@ -158,6 +158,22 @@ def test_rows_that_do_not_count():
         assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)
 
 
+def test_a_class_that_is_ruled_out():
+    """A bias of -inf: no share in any row; as a target, an infinite loss, as in the dense path."""
+    pair, spec = softmax_pair(70, 90, 8, 3.0)
+    bias = torch.zeros(90)
+    bias[pair.row_key[0]] = -torch.inf
+    for target in (pair.row_key, (pair.row_key + 1) % 90):
+        masked = Pair(**(vars(pair) | {"bias": bias, "row_key": target}))
+        (loss, grads), (want, want_grads) = both(
+            masked, spec, kernels.RowWeights(each=torch.ones(70)), Needs(bias=True)
+        )
+        assert loss.isinf() == want.isinf()
+        assert loss.isinf() or abs(loss - want) < 1e-4
+        for field in ("a", "b", "bias"):
+            assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)
+
+
 def test_a_target_that_no_column_has_is_not_a_number():
     pair, spec = softmax_pair(20, 30, 8, 1.0)
     pair.row_key[3] = 30

@@ -33,7 +33,6 @@ from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     SOFTCAP,
     any_here,
-    column_sums,
     own_column,
     score_tile,
     tile_dot,
@@ -64,7 +63,8 @@ def start_kernel(own, row_zero, row_hits, weight, square, own_at, shift, doubt, 
         counts = counts | (tl.load(square + at, mask=ok, other=0.0) != 0.0)
     counts = counts & (tl.load(row_hits + at, mask=ok, other=0.0) > 0.0)
     tl.store(own_at + at, x, mask=ok)
-    tl.store(shift + at, tl.where(counts, x, float("inf")), mask=ok)
+    start = tl.where(tl.abs(x) < 1e30, x, 0.0)  # a positive that a bias of -inf rules out is no place to start from
+    tl.store(shift + at, tl.where(counts, start, float("inf")), mask=ok)
     tl.store(doubt + at * 0, 0, mask=at == 0)
 
 
@@ -301,7 +301,7 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
         if BIAS_COLS & TERMS:
             whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
-            tl.store(bias_part + tile_row * m + cols, column_sums(whole, R, C), mask=cols < m)
+            tl.store(bias_part + tile_row * m + cols, tl.sum(whole, 0), mask=cols < m)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
     tl.store(mine, loss)
 
