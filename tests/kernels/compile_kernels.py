@@ -39,7 +39,8 @@ LOSSES = {
         True,
         {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "grad_pos", "peaks"},
     ),
-    "tokens": (3, 65, 3, ONE, True, {"bias", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
+    "cross entropy, bias": (1, 129, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "peaks"}),
+    "tokens": (3, 193, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
         *(19, 19, 8, MANY, False),
@@ -56,7 +57,7 @@ LOSSES = {
 }
 CARDS = {
     "hopper": (90, TABLE[9, 2], "bf16", tuple(LOSSES)),
-    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy", "tokens")),
+    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy", "cross entropy, bias", "tokens")),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),
     "ada": (89, SAFE[2], "bf16", ("clip",)),

@@ -18,7 +18,6 @@ from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     MANY,
     SOFTCAP,
-    column_sums,
     positives,
     score_tile,
     tile_dot,
@@ -165,7 +164,7 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
         if BIAS_COLS & TERMS:
             inside = tl.where((rows < n)[:, None], g, 0.0)
-            tl.store(bias_part + tile_row * m + cols, column_sums(inside, R, C), mask=cols < m)
+            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=cols < m)
         g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
 
 
