@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from tests.compare import assert_close, assert_no_worse
 from tests.gpu import checks
 from tests.gpu.checks import Place
 from tests.losses.loss_cases import CASES, problem, solve
 
 import tilewise as tw
+from tilewise.kernels.triton_impl import carried
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
@@ -104,3 +106,35 @@ def test_another_stream(seed):
         assert all(torch.equal(grads[leaf], want_grads[leaf]) for leaf in grads)
         side.synchronize()
     torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("spread", [1.0, 6.0, 300.0], ids=["plain", "peaked", "doubtful"])
+def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, seed, monkeypatch):
+    """Against float64, twice through one graph: the second backward does without them."""
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden = (torch.randn(1000, 1024, device="cuda", generator=generator) * spread).bfloat16().requires_grad_()
+    head = (torch.randn(40_000, 1024, device="cuda", generator=generator) / 32).bfloat16().requires_grad_()
+    target = torch.randint(0, 40_000, (1000,), device="cuda", generator=generator)
+    target[::9] = -100
+    seen, plain = [], carried.Carried.of
+    monkeypatch.setattr(carried.Carried, "of", staticmethod(lambda *args: seen.append(plain(*args)) or seen[-1]))
+    options = tw.TileOptions(backend="triton", gradients="backward")
+    loss = tw.linear_cross_entropy(hidden, head, target, options=options)
+    assert [kept is not None for kept in seen] == [True]
+    assert bool(seen[0].doubt > 0) == (spread > 100.0)
+    first = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, head))
+
+    def dense(dtype):
+        leaves = [value.detach().to(dtype).requires_grad_() for value in (hidden, head)]
+        logits = leaves[0] @ leaves[1].T
+        found = torch.nn.functional.cross_entropy(logits if dtype == torch.float64 else logits.float(), target)
+        return [found, *torch.autograd.grad(found, leaves)]
+
+    exact, low = dense(torch.float64), dense(torch.bfloat16)
+    assert_close(loss, exact[0], 1e-5, "loss")
+    for index in (0, 1):
+        assert_no_worse(first[index], low[index + 1], exact[index + 1], f"carried {index}")
+        assert_no_worse(second[index], low[index + 1], exact[index + 1], f"without {index}")

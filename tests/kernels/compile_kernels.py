@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import backward, forward, positive, tokens
+from tilewise.kernels.triton_impl import backward, carried, forward, positive, tokens
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
@@ -21,7 +21,7 @@ NUMBERS = {"softcap": "fp32"} | dict.fromkeys(
 OPTIONAL = {
     *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
     *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
-    *("grad_pos", "row_hits", "row_entropy", "grad_entropy"),
+    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
 MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": 16, "BLOCK": 64}
@@ -40,6 +40,7 @@ LOSSES = {
         {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "grad_pos", "peaks"},
     ),
     "cross entropy, bias": (1, 129, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "peaks"}),
+    "cross entropy, carried": (1, 1, 0, ONE, True, {"row_key", "grad_pos", "peaks", "e_desc", "span"}),
     "tokens": (3, 193, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
@@ -56,8 +57,13 @@ LOSSES = {
     ),
 }
 CARDS = {
-    "hopper": (90, TABLE[9, 2], "bf16", tuple(LOSSES)),
-    "hopper, wide rows": (90, WIDE_TABLE[9, 2], "bf16", ("cross entropy", "cross entropy, bias", "tokens")),
+    "hopper": (90, TABLE[9, 2], "bf16", tuple(loss for loss in LOSSES if loss != "cross entropy, carried")),
+    "hopper, wide rows": (
+        90,
+        WIDE_TABLE[9, 2],
+        "bf16",
+        ("cross entropy", "cross entropy, bias", "cross entropy, carried", "tokens"),
+    ),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),
     "ada": (89, SAFE[2], "bf16", ("clip",)),
@@ -73,6 +79,7 @@ def compiled(kernel, constants, present, dtype, sizes, capability):
             "a_desc": (sizes.rows, sizes.depth),
             "b_desc": (sizes.cols, sizes.depth),
             "g_desc": (sizes.rows, sizes.cols),
+            "e_desc": (sizes.rows, sizes.cols),
         }
     signature, values = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -98,6 +105,7 @@ def main() -> None:
         for loss in losses:
             stats, terms, score, kind, wide, present = LOSSES[loss]
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": "tf32", "WIDE": wide, "PROGRAMS": 264}
+            shared["CARRY"] = "e_desc" in present
             masks = kind == MANY or bool(score & 4)
             for kernel, sizes, bits in (
                 (tokens.token_kernel if loss == "tokens" else forward.forward_kernel, forward_sizes, {"STATS": stats}),
@@ -106,10 +114,14 @@ def main() -> None:
                 (positive.positive_kernel, None, {}),
                 (positive.positive_gradient_kernel, None, {"TERMS": terms}),
                 (tokens.merge_tokens_kernel, None, {"STATS": stats} | MERGE),
+                (carried.carried_kernel, None, {"R": carried.BLOCK_ROWS, "C": carried.BLOCK_COLS}),
             ):
                 if kernel is tokens.merge_tokens_kernel and loss != "tokens":
                     continue
-                if (sizes is None and (kind == MANY or card != "hopper")) or (
+                if kernel is carried.carried_kernel and loss != "cross entropy, carried":
+                    continue
+                small = kernel is not carried.carried_kernel and sizes is None
+                if (small and (kind == MANY or card != "hopper")) or (
                     kernel is forward.repair_kernel and loss != "clip"
                 ):
                     continue

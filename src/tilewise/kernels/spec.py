@@ -219,6 +219,9 @@ class Backend(Protocol):
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """The statistics that ``spec`` asks for."""
 
+    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
+        """The same where the gradient of the columns will be asked for, and what may spare ``backward`` work."""
+
     def backward(
         self,
         pair: Pair,
@@ -229,6 +232,7 @@ class Backend(Protocol):
         options: TileOptions,
         *,
         grad_dtype: torch.dtype | None = None,
+        carried: object | None = None,
     ) -> Grads:
         """Gradients, given statistics over ALL blocks: ``row_lse``, ``row_entropy``, ``col_lse``, ``row_pos`` if known.
 
@@ -237,7 +241,7 @@ class Backend(Protocol):
         dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
         ``grad_dtype`` is the type of the feature gradients, by default that of the features; a ring, which adds
-        up the gradients of many blocks, asks for float32.
+        up the gradients of many blocks, asks for float32. ``carried`` is what ``forward_carrying`` gave, once.
         """
 
 

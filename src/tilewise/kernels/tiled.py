@@ -55,6 +55,10 @@ class TorchBackend:
                 running.add(tiles, i, j)
             return running.stats(tiles)
 
+    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, None]:
+        """Carries nothing."""
+        return self.forward(pair, spec, options), None
+
     def backward(
         self,
         pair: Pair,
@@ -65,6 +69,7 @@ class TorchBackend:
         options: TileOptions,
         *,
         grad_dtype: torch.dtype | None = None,
+        carried: object | None = None,
     ) -> Grads:
         """Gradients from tiles that are computed a second time."""
         with matmul_precision(options.precision), torch.no_grad():

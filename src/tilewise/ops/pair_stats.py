@@ -115,15 +115,17 @@ def _backward(
     options: TileOptions,
     group_name: str,
     kept: KeptRows | None = None,
+    carried: object | None = None,
 ) -> Grads:
     if kept is not None:
         stats, grad = kept.of_stats(stats), kept.of_grad(grad)
-        return kept.widen_grads(_backward(kept.of_pair(pair), stats, grad, needs, spec, options, group_name))
+        pair = kept.of_pair(pair)
+        return kept.widen_grads(_backward(pair, stats, grad, needs, spec, options, group_name, carried=carried))
     if group_name:
         from tilewise.ops.over_ring import ring_backward
 
         return ring_backward(pair, stats, grad, needs, spec, options, group_name)
-    return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
+    return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options, carried=carried)
 
 
 def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -174,6 +176,21 @@ def _stats_and_kept(
         kept = KeptRows.find(pair, spec)
         stats = _forward(pair, spec, options, group_name, kept)
     return tuple(getattr(stats, name) for name in NAMES), kept
+
+
+def _stats_and_carried(
+    tensors: tuple[Any, ...], plan: _Plan, columns_only: bool
+) -> tuple[Any, KeptRows | None, object | None]:
+    """The same, and what a backend carries over to backward where the gradient of the columns will be asked for."""
+    if plan.group_name or not columns_only:
+        return *_stats_and_kept(tensors, *plan[1:]), None
+    pair = _pair(*tensors)
+    with without_autocast(pair.a):
+        kept = KeptRows.find(pair, plan.spec)
+        pair = pair if kept is None else kept.of_pair(pair)
+        stats, carried = choose_backend(pair, plan.spec, plan.options).forward_carrying(pair, plan.spec, plan.options)
+        stats = stats if kept is None else kept.widen_stats(stats)
+    return tuple(getattr(stats, name) for name in NAMES), kept, carried
 
 
 _pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats, mutates_args=())
@@ -240,6 +257,7 @@ def _grads_of_kept(
     needs: list[bool],
     plan: tuple[PairSpec, TileOptions, str],
     kept: KeptRows | None,
+    carried: object | None = None,
 ) -> Any:
     """Gradients, when it is known which rows count."""
     pair = _pair(*tensors)
@@ -247,7 +265,7 @@ def _grads_of_kept(
     stats, grad = Stats(**known), GradStats(**dict(zip(GRAD_NAMES, coming, strict=True)))
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with without_autocast(a):
-        grads = _backward(pair, stats, grad, wanted, *plan, kept)
+        grads = _backward(pair, stats, grad, wanted, *plan, kept, carried)
     grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
     grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
     return grads.a, grads.b, grad_scale, grad_bias
@@ -322,7 +340,8 @@ class _Eager(torch.autograd.Function):
         ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
         tensors = a, b, scale, bias, *plan.keys
-        output, ctx.kept = _stats_and_kept(tensors, *plan[1:])
+        need_columns = ctx.needs_input_grad[1] and not ctx.needs_input_grad[3]
+        output, ctx.kept, ctx.carried = _stats_and_carried(tensors, plan, need_columns)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         known = (output[NAMES.index(name)] for name in (*KNOWN, "row_pos"))
@@ -345,5 +364,6 @@ class _Eager(torch.autograd.Function):
             values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, encode(*plan[1:]))
         else:
             named = dict(zip((*KNOWN, "row_pos"), known, strict=True))
-            values = _grads_of_kept(tensors, named, tuple(parts), needs, plan[1:], ctx.kept)
+            carried, ctx.carried = ctx.carried, None  # given away: another backward does without
+            values = _grads_of_kept(tensors, named, tuple(parts), needs, plan[1:], ctx.kept, carried)
         return *(value if need else None for value, need in zip(values, needs, strict=True)), None

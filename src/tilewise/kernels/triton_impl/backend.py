@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import Backward
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import interpreted
@@ -74,6 +75,14 @@ class TritonBackend:
             values = taped(kind_of(("forward", *how(pair, spec, options)), inputs), inputs, run, pair.a.device)
             return Stats(**dict(zip(STATISTICS, values, strict=True)))
 
+    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, Carried | None]:
+        """The same, and what spares backward a part of its work, if the gradient of the columns will be asked for."""
+        carried = Carried.of(pair, spec)
+        if carried is None:
+            return self.forward(pair, spec, options), None
+        with on_device(pair.a), torch.no_grad():
+            return Forward(Call.of(pair, spec, options), carried).run(), carried
+
     def backward(
         self,
         pair: Pair,
@@ -84,12 +93,14 @@ class TritonBackend:
         options: TileOptions,
         *,
         grad_dtype: torch.dtype | None = None,
+        carried: object | None = None,
     ) -> Grads:
-        """Gradients: G of a macro-tile, then two products."""
+        """Gradients: G of a macro-tile, then two products. ``carried`` is given away: its memory is the gradient."""
         out_dtype = grad_dtype or pair.a.dtype
+        assert carried is None or isinstance(carried, Carried)
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            if not host_bound(pair):
-                return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype).run()
+            if carried is not None or not host_bound(pair):
+                return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, carried).run()
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
                 call = Call.of(pair, spec, options, tape)

@@ -69,11 +69,14 @@ def guess_top(peaks, count):
 
 @triton.jit(do_not_specialize=["softcap", "peak_count", "n", "m", "first", "ahead"])
 def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, peaks, peak_count, n, m, first, ahead,
+                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, peaks, peak_count, e_desc, n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                   EXACT: tl.constexpr):  # fmt: skip
-    """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (row tiles, m)."""
+                   EXACT: tl.constexpr, CARRY: tl.constexpr):  # fmt: skip
+    """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (row tiles, m).
+
+    With CARRY the exponentials are stored too, measured from the sample's largest score.
+    """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     top = 0.0
@@ -124,6 +127,8 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
                 total = tl.sum(e, 1)
                 tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
                 tl.store(doubt + rows * 0, 1, mask=ok_rows & untrusted(total))
+            if CARRY:
+                e_desc.store([tile_row * R, tile_col * C], (e * 2.0**-BELOW_PEAK).to(e_desc.dtype))
             if COLS & STATS:
                 total = column_sums(e, R, C)
                 tl.store(col_part + tile_row * m + cols, total, mask=ok_cols)

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
+from tilewise.kernels.triton_impl.carried import Carried, column_pieces
 from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, vector
 
 FINISH_ROWS = 16
@@ -19,7 +20,15 @@ SPAN_BLOCK = 1024
 class Backward:
     """Gradients of all macro-tiles."""
 
-    def __init__(self, call: Call, stats: Stats, grad: GradStats, needs: Needs, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        call: Call,
+        stats: Stats,
+        grad: GradStats,
+        needs: Needs,
+        grad_dtype: torch.dtype,
+        carried: Carried | None = None,
+    ) -> None:
         self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
         self.pair, self.spec, self.sizes = call.pair, call.spec, call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
@@ -27,6 +36,8 @@ class Backward:
         self.need_a = needs.a or sym or (needs.scale and not needs.b)
         self.need_b = needs.b and not sym
         self.row_step, self.col_step = self._macro()
+        rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
+        self.carried = carried if rows_only and self.row_step >= self.n else None
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
             size = incoming_size(grad).to(scale)
@@ -98,13 +109,15 @@ class Backward:
     def run(self) -> Grads:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
         call, pair, sym = self.call, self.pair, self.spec.symmetric
-        row_pieces, col_pieces = pieces(self.n, self.row_step), pieces(self.m, self.col_step)
+        row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.carried)
         item = pair.a.element_size()
         width = cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
         g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
         dot_a, dot_b = self.needs.scale and self.need_a, self.needs.scale and not self.need_a
         grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1, dot=dot_a) if self.need_a else None
-        grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b) if self.need_b else None
+        out_b = None if self.carried is None else self.carried.memory
+        once_b = len(row_pieces) == 1
+        grad_b = Sum(self, self.m, whole=True, once=once_b, dot=dot_b, out=out_b) if self.need_b else None
         bias = Bias(self) if self.needs.bias else None
         views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
         for i in row_pieces:
@@ -112,10 +125,13 @@ class Backward:
                 if sym and j.start < i.start:
                     continue
                 shape = i.stop - i.start, j.stop - j.start
-                if shape not in views:
-                    g = g_all[: shape[0], : shape[1]]
+                ready = None if self.carried is None else self.carried.chunk(j)
+                if ready is not None or shape not in views:
+                    g = g_all[: shape[0], : shape[1]] if ready is None else ready
                     views[shape] = g, g.T, TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
                 g, g_t, desc = views[shape]
+                if ready is not None:
+                    del views[shape]
                 self._gradient(g, desc, i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
@@ -156,8 +172,12 @@ class Backward:
         call = self.call
         part = None if bias is None else bias.part(i, j)
         shared = {"factor": self.inside, "TERMS": self.bits}
+        span = self.span
+        if self.carried is not None and self.carried.chunk(j) is not None:
+            self.carried.to_gradient(call, g, self.inside)
+            span = self.carried.doubt  # a span that only the doubtful exceed
         for wide in (False, True) if self.span is not None else (True,):
-            more = {"g_desc": desc, "span": self.span, "bias_part": part, "WIDE": wide}
+            more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide, "CARRY": span is not self.span}
             call.run(backward.gradient_kernel, i, j, self.sizes, **more, **shared)
         if self._meets(i, j):
             call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
@@ -237,16 +257,19 @@ class Sum:
     ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
     ``once``: each row meets one macro-tile only, so its product is final and needs no float32 accumulator.
     ``dot``: the gradient of the scale is taken from this side.
+    ``out``: memory that the gradient may take.
     """
 
-    def __init__(self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool) -> None:
+    def __init__(
+        self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool, out: Tensor | None = None
+    ) -> None:
         self.parent, self.whole, self.dot = parent, whole, dot
         self.scaled = parent.outside is not None  # a factor is still to be multiplied in
         in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
         new = parent.call.empty
         held = rows if whole else min(rows, parent.row_step)
-        self.out: Tensor | None = None
-        if in_place or not whole:
+        self.out = out if in_place else None
+        if self.out is None and (in_place or not whole):
             self.out = new(rows, parent.d, dtype=parent.grad_dtype)
         self.total = None if in_place else new(held, parent.d, dtype=torch.float32)
         self.started: set[int] = set()

@@ -216,7 +216,7 @@ class Call:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
         score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~parts.ITSELF.value
-        switches = kernel, score, values.get("STATS"), values.get("TERMS"), values.get("WIDE")
+        switches = kernel, score, values.get("STATS"), values.get("TERMS"), values.get("WIDE"), values.get("CARRY")
         prepared = self.prepared.get(switches)
         if prepared is None:
             key = (*switches[1:], self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)

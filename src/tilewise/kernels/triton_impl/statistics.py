@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
+from tilewise.kernels.triton_impl.carried import Carried, column_pieces
 from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces
 
 MERGE_BLOCK = 64  # rows of one program; divides every tile
@@ -19,8 +21,8 @@ MERGE_PARTS = 16  # parts that it reads at once
 class Forward:
     """The statistics of all macro-tiles, merged."""
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
+    def __init__(self, call: Call, carried: Carried | None = None) -> None:
+        self.call, self.spec, self.sizes, self.carried = call, call.spec, call.forward_sizes, carried
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         spec = self.spec
         self.row_step, self.col_step = self._macro()
@@ -72,7 +74,7 @@ class Forward:
         hits = self._positives(pos)
         seen: set[tuple[str, int]] = set()
         for i in pieces(self.n, self.row_step):
-            for j in pieces(self.m, self.col_step):
+            for j in column_pieces(self.m, self.col_step, self.carried):
                 if spec.symmetric and j.start < i.start:
                     continue
                 mirrored = spec.symmetric and i != j
@@ -85,6 +87,8 @@ class Forward:
                     self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
                 if spec.row_sum:
                     self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+        if self.carried is not None:
+            self.carried.peaks, self.carried.doubt = self.peaks, self.doubt.to(torch.float32).mul_(1e9)
         return Stats(
             row_lse=row if spec.row_lse else None,
             row_softplus=row if spec.softplus else None,
@@ -103,7 +107,9 @@ class Forward:
         parts |= {"tops": self.tops, "doubt": self.doubt}
         more: dict[str, Any] = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
         more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
-        self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, **parts, **more)
+        e = None if self.carried is None else self.carried.chunk(j)
+        more["e_desc"] = None if e is None else TensorDescriptor.from_tensor(e[i], [self.sizes.rows, self.sizes.cols])
+        self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, CARRY=e is not None, **parts, **more)
         self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
 
     def _positives(self, pos: Tensor | None) -> Tensor | None:
@@ -113,7 +119,9 @@ class Forward:
         if self.spec.positive == "many":
             return keys.hits(self.call.pair, self.spec)
         hits, everything = self.call.empty(self.n), (slice(0, self.n), slice(0, self.m))
-        if self.call.a.element_size() == 2:  # float32 keeps the tile's own maximum, for its last digits
+        if (
+            self.call.a.element_size() == 2 or self.carried is not None
+        ):  # float32 keeps the tile's own maximum, for its last digits
             self.peaks = self.call.empty(cdiv(self.n, POSITIVE_ROWS))
         self.call.run_positive(
             positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=self.peaks, doubt=self.doubt

@@ -1,0 +1,144 @@
+"""Exponentials that forward leaves for backward in the gradient's own memory, in Triton's interpreter."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.kernels.pair_cases import incoming_gradients
+from tests.kernels.quick_interpreter import make_quick
+
+import tilewise as tw
+from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.triton_impl import carried, gradients
+from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.carried import Carried, column_pieces
+from tilewise.options import TileOptions
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.usefixtures("nan_filled_empty"),
+]
+BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest", gradients="backward")
+SPEC = PairSpec(row_lse=True, positive="one", drop_rows=True)
+NEEDS = Needs(a=True, b=True, scale=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Float32 in chunks of one tile: the interpreter knows no bfloat16."""
+    make_quick(monkeypatch)
+    monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    monkeypatch.setattr(carried, "COLS", 64)
+    monkeypatch.setattr(carried, "NARROWEST", 8)
+
+
+def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(n, d, generator=generator) * spread, torch.randn(m, d, generator=generator)
+    key = torch.randint(0, m, (n,), generator=generator)
+    key[::5] = -1
+    bias = torch.randn(m, generator=generator)
+    return Pair(a=a, b=b, scale=torch.tensor(0.3), bias=bias, row_key=key)
+
+
+@pytest.mark.parametrize("n, m, d", [(48, 400, 32), (24, 500, 64), (70, 333, 128), (64, 1000, 8)])
+def test_what_is_carried_lies_behind_what_is_written(n, m, d):
+    found = Carried.of(pair_of(n, m, d), SPEC)
+    if found is None:
+        assert (m - 64) * d // (64 * max(n, d)) < 1
+        return
+    assert found.memory.shape == (m, d)
+    columns = column_pieces(m, 128, found)
+    assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
+    assert (columns[0].start, columns[-1].stop) == (0, m)
+    start, end = found.memory.data_ptr(), found.memory.data_ptr() + found.memory.nbytes
+    held = [found.chunk(j) for j in columns]
+    assert [chunk is not None for chunk in held] == [k < found.chunks for k in range(len(columns))]
+    for k, j in enumerate(columns[: found.chunks]):
+        assert held[k].shape == (n, 64)
+        assert start <= held[k].data_ptr()
+        assert held[k].data_ptr() + held[k].nbytes <= end
+        written = start + 4 * j.stop * d
+        assert all(later.data_ptr() >= written for later in held[k : found.chunks])
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "doubtful"])
+@pytest.mark.parametrize("n, m, d", [(48, 400, 32), (24, 500, 64), (130, 700, 40)])
+def test_gradients_with_and_without_are_the_same(n, m, d, spread):
+    pair = pair_of(n, m, d, spread)
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert held is not None
+    assert bool(held.doubt > 0) == (spread > 500.0), "a guess that is too far off is noticed"
+    plain = BACKEND.forward(pair, SPEC, OPTIONS)
+    assert_close(stats.row_lse, plain.row_lse, 1e-6, "lse")
+    grad = incoming_gradients(plain)
+    want = BACKEND.backward(pair, plain, grad, NEEDS, SPEC, OPTIONS)
+    memory = held.memory
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    assert got.b.data_ptr() == memory.data_ptr(), "the memory is the gradient"
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 2e-6, name)
+    terms = pair.a.norm() * want.a.norm() / pair.scale  # the scale's gradient is a sum of these, and may cancel
+    assert abs(got.scale - want.scale) <= 2e-5 * terms
+
+
+def test_it_spares_products(monkeypatch):
+    """The gradient kernel works on the other columns only."""
+    pair = pair_of()
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    seen, plain = [], gradients.Backward._gradient
+
+    def watched(self, g, desc, i, j, bias):
+        seen.append(self.carried is not None and self.carried.chunk(j) is not None)
+        plain(self, g, desc, i, j, bias)
+
+    monkeypatch.setattr(gradients.Backward, "_gradient", watched)
+    BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, carried=held)
+    assert seen.count(True) == held.chunks >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"col_lse": True}, {"softcap": 3.0}, {"row_sum": True}, {"itself": True}, {"positive": "none"}],
+    ids=str,
+)
+def test_other_losses_carry_nothing(change):
+    assert Carried.of(pair_of(), dataclasses.replace(SPEC, **change)) is None
+
+
+def test_needs_that_do_without(monkeypatch):
+    """A frozen classifier, or a bias that learns, takes the ordinary way."""
+    pair = pair_of()
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    grad = incoming_gradients(stats)
+    for needs in (Needs(a=True, b=False), Needs(a=True, b=True, bias=True)):
+        got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+        want = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS)
+        assert_close(got.a, want.a, 1e-6, "a")
+
+
+@pytest.mark.parametrize("ignored", [0, 7])
+def test_the_loss_twice_through_one_graph(ignored, monkeypatch):
+    """From the public function: the first backward takes the memory, the second does without."""
+    monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(40, 32, generator=generator, requires_grad=True)
+    classifier = torch.randn(300, 32, generator=generator, requires_grad=True)
+    target = torch.randint(0, 300, (40,), generator=generator)
+    target[:ignored] = -100
+    seen, plain = [], Carried.of
+    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: seen.append(plain(*args)) or seen[-1]))
+    loss = tw.linear_cross_entropy(hidden, classifier, target, options=OPTIONS)
+    assert len(seen) == 1
+    assert seen[0] is not None
+    first = torch.autograd.grad(loss, (hidden, classifier), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, classifier))
+    dense = torch.nn.functional.cross_entropy(hidden.double() @ classifier.double().T, target)
+    want = torch.autograd.grad(dense, (hidden, classifier))
+    for one, other, exact in zip(first, second, want, strict=True):
+        assert_close(one, exact, 5e-6, "first")
+        assert_close(other, exact, 5e-6, "second")
