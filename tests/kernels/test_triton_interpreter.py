@@ -242,6 +242,19 @@ def test_every_score_switch_at_once():
     check(weighted, PairSpec(row_lse=True, col_lse=True, row_sum=True, positive="one", softcap=4.0))
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "siglip"])
+def test_the_gradient_of_a_bias_at_a_scale_of_zero(name):
+    pair, spec = make_case(name, torch.float32)
+    pair = dataclasses.replace(pair, scale=torch.zeros(()), row_zero=None)
+    stats = BACKEND.forward(pair, spec, OPTIONS)
+    grad = incoming_gradients(stats)
+    got = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
+    want = dense_grads(leaves_of(pair, torch.float64), spec, grad)
+    assert_close(got.bias.sum(), want.bias.sum(), 1e-5, "sum")
+    if name == "cross_entropy":
+        assert_close(got.bias, want.bias, 1e-5, "bias")
+
+
 @pytest.mark.parametrize("scale", [0.0, -7.0])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_a_scale_of_zero_or_below(scale, dtype):

@@ -200,6 +200,7 @@ class Bias:
     def __init__(self, parent: Backward) -> None:
         self.parent, self.shared = parent, parent.shared_bias
         self.total = parent.pair.scale.new_zeros(1 if self.shared else parent.m)
+        self.factor = parent.inside.masked_fill(parent.inside == 0, backward.TINY_SCALE.value)  # as the kernels do
         self.held: Tensor | None = None
 
     def part(self, i: slice, j: slice) -> Tensor:
@@ -225,7 +226,7 @@ class Bias:
         coming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
         if coming is None:
             return
-        worth = coming * (-parent.inside if parent.spec.softplus else parent.inside)
+        worth = coming * (-self.factor if parent.spec.softplus else self.factor)
         if parent.spec.softcap:
             own, zero = call.by_row["own"], parent.pair.row_zero
             assert own is not None
@@ -247,8 +248,7 @@ class Bias:
         self._add_positives()
         if self.shared:
             return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
-        factor = self.parent.inside
-        return self.total / factor.masked_fill(factor == 0, backward.TINY_SCALE.value)
+        return self.total / self.factor
 
 
 class Sum:
