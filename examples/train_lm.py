@@ -1,6 +1,6 @@
 """Train a small causal language model with 100,000 words on the CPU, without ever building its logits.
 
-    python examples/train_lm.py                          two cores: two to four minutes, nothing is downloaded
+    python examples/train_lm.py                          two cores: two to three minutes, nothing is downloaded
     python examples/train_lm.py --steps 1000 --cache runs/lm
     python examples/train_lm.py --text ~/notes           your own .txt, .md, .rst and .py files
 
@@ -44,7 +44,7 @@ SUFFIXES = {".py", ".txt", ".md", ".rst"}
 class Settings:
     """What is trained, and how."""
 
-    steps: int = 80
+    steps: int = 150
     batch: int = 8
     length: int = 128
     vocabulary: int = 102_400
