@@ -15,7 +15,7 @@ class TokenForward(Forward):
     """Log-sum-exp, entropy, largest score and only positive of the rows of all macro-tiles."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
+        self.call, self.spec, self.sizes, self.carried = call, call.spec, call.forward_sizes, None
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         self.row_step, self.col_step = self._macro()
         self.peaks = None  # every row of a tile has a shift of its own, and no sum is in doubt
