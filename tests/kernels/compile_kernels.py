@@ -45,7 +45,8 @@ LOSSES = {
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
         *(19, 19, 8, MANY, False),
-        OPTIONAL - {"bias", "row_skip", "col_skip", "sum_part", "peaks", "bias_part", "grad_sum", "col_weight"},
+        OPTIONAL
+        - {"bias", "row_skip", "col_skip", "sum_part", "peaks", "bias_part", "grad_sum", "col_weight", "e_desc"},
     ),
     "info_nce with ids": (
         3,
