@@ -285,9 +285,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         "seconds": seconds,
     }
     console.print(result_table(result, settings))
-    console.print(
-        continue_text(model, tokenizer, "import os\n\ndef ")[:200], style="dim", highlight=False, markup=False
-    )
+    written = continue_text(model, tokenizer, "import os\n\ndef ").splitlines()
+    written = [line.rstrip()[:76] for line in written if line.strip()]
+    console.print("\n".join(written[:6]), style="dim", highlight=False, markup=False)
     return result
 
 
