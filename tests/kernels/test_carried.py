@@ -86,6 +86,23 @@ def test_gradients_with_and_without_are_the_same(n, m, d, spread):
     assert abs(got.scale - want.scale) <= 2e-5 * terms
 
 
+@pytest.mark.parametrize("peak, trusted", [(40.0, True), (80.0, False), (100.0, False), (130.0, False)])
+def test_one_row_far_above_the_others(peak, trusted):
+    """The shift is the largest score met; a row far below it has exponentials that underflow and a factor that overflows."""
+    pair = pair_of()
+    a, key = pair.a * 0.1, pair.row_key.clamp(min=0)
+    own = pair.b[key[3]]
+    a[3] = own * (peak / own.square().sum())
+    pair = dataclasses.replace(pair, a=a, row_key=key, scale=torch.tensor(1.0), bias=None)
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert bool(held.doubt == 0) == trusted
+    grad = incoming_gradients(stats)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 2e-6, name)
+
+
 def test_it_spares_products(monkeypatch):
     """The gradient kernel works on the other columns only."""
     pair = pair_of()

@@ -14,8 +14,9 @@ to be read:
 
     (k + 1) W d + (K - k) n W <= m d   for every k < K,   so K <= (m - W) d / (W max(n, d))
 
-If the shift was no good guess for some row (`doubt`), the exponentials are left alone and these chunks are computed like
-all others; the host does not hear of it. Peak memory is that of backward, as before; it is only taken earlier.
+If the shift was no good guess for some row (`doubt`: forward had to repair a sum, or the row's log-sum-exp lies so far
+below t that what matters of its exponentials underflows), the exponentials are left alone and these chunks are computed
+like all others; the host does not hear of it. Peak memory is that of backward, as before; it is only taken earlier.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, an
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than is saved
 COLS = 8192  # of a chunk
 ALIGNED = 8  # numbers of a half type in 16 bytes
+FARTHEST = 100.0  # log2 of exp(t - lse): probabilities down to 2**-26 are then normal numbers, and the factor is finite
 BLOCK_ROWS, BLOCK_COLS = 4, 2048
 
 
@@ -78,6 +80,14 @@ class Carried:
             return None
         end = self.memory.numel() - (self.chunks - k - 1) * size
         return self.memory.view(-1)[end - size : end].view(self.rows, self.cols)
+
+    def settle(self, peaks: Tensor, doubt: Tensor, row_lse: Tensor) -> None:
+        """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column."""
+        below = BELOW_PEAK.value
+        top = peaks.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).amax() - below
+        top = torch.where(top.abs() < 1e30, top, 0.0) + below
+        far = ((top - row_lse * LOG2E.value > FARTHEST) & (row_lse > -torch.inf)).any()
+        self.peaks, self.doubt = peaks, (far | (doubt != 0)).to(torch.float32).mul_(1e9)
 
     def to_gradient(self, call: Call, g: Tensor, factor: Tensor) -> None:
         """G in place of the exponentials, a positive left out; nothing if there is doubt."""

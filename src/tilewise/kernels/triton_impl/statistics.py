@@ -88,7 +88,9 @@ class Forward:
                 if spec.row_sum:
                     self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
         if self.carried is not None:
-            self.carried.peaks, self.carried.doubt = self.peaks, self.doubt.to(torch.float32).mul_(1e9)
+            assert self.peaks is not None
+            assert row is not None
+            self.carried.settle(self.peaks, self.doubt, row)
         return Stats(
             row_lse=row if spec.row_lse else None,
             row_softplus=row if spec.softplus else None,
