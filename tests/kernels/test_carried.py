@@ -88,7 +88,7 @@ def test_gradients_with_and_without_are_the_same(n, m, d, spread):
 
 @pytest.mark.parametrize("peak, trusted", [(40.0, True), (80.0, False), (100.0, False), (130.0, False)])
 def test_one_row_far_above_the_others(peak, trusted):
-    """The shift is the largest score met; a row far below it has exponentials that underflow and a factor that overflows."""
+    """The shift is the largest score met; what a row far below it carries underflows."""
     pair = pair_of()
     a, key = pair.a * 0.1, pair.row_key.clamp(min=0)
     own = pair.b[key[3]]

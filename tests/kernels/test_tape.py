@@ -1,6 +1,7 @@
 """Launches that were written down and are repeated with other tensors, in Triton's interpreter."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tests.kernels.pair_cases import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import launch, tape
+from tilewise.kernels.triton_impl import gradients, launch, tape
 from tilewise.kernels.triton_impl.backend import STATISTICS, TritonBackend
 from tilewise.options import TileOptions
 
@@ -146,3 +147,66 @@ def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
     for n in range(64, 71):
         everything(pair_of(CLIP, 0, n=n), CLIP)
         assert len(tapes) <= 4
+
+
+def test_memory_that_torch_uses_again_is_no_slot():
+    """A sum by torch may take the memory of scratch that was given back: what it holds cannot be repeated."""
+    given = torch.zeros(8)
+    fresh = tape.Tape(given.device)
+    fresh.take([given])
+    scratch = fresh.empty(given, (64,), torch.float32, zero=False)
+    assert fresh.find(scratch[3:]) == tape.Where(1, 12, (61,), (1,), torch.float32)
+    del scratch
+    summed = torch.zeros(64)
+    fresh.slots[1].address = summed.data_ptr()  # as an allocator does that gives it out again
+    assert fresh.find(summed) is None
+    assert fresh.finish([given]) is None
+
+
+def test_what_has_no_slot_is_not_kept_alive(monkeypatch):
+    """With a bias, each macro-tile has sums of its own, made by torch: they go as they come, also while recording."""
+    monkeypatch.setattr(gradients.Backward, "_macro", lambda self: (64, 64))
+    pair = dataclasses.replace(pair_of(CLASSES, 0, n=200), bias=torch.zeros(200))
+    alive, plain = [], gradients.Bias.part
+
+    def part(self, i, j):
+        alive.append(weakref.ref(plain(self, i, j)))
+        assert sum(one() is not None for one in alive) <= 3
+        return self.held
+
+    monkeypatch.setattr(gradients.Bias, "part", part)
+    everything(pair, CLASSES, Needs(a=True, b=True, bias=True))
+    assert len(alive) == 16
+
+
+def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
+    alive, plain = [], gradients.Backward._take_out
+
+    def empty(self, like, shape, dtype, zero):
+        made = like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
+        alive.append((shape, tape.StorageWeakRef(made.untyped_storage())))
+        return made
+
+    def take_out(self, dots):
+        assert all(memory.expired() for shape, memory in alive if shape == (70, 72))
+        return plain(self, dots)
+
+    monkeypatch.setattr(tape.Tape, "empty", empty)
+    monkeypatch.setattr(gradients.Backward, "_take_out", take_out)
+    everything(pair_of(CLIP, 0), CLIP)
+    assert sum(shape == (70, 72) for shape, _ in alive) == 1
+
+
+def test_threads_share_tapes(monkeypatch):
+    """One thread looks for its tape while another makes room."""
+
+    class Shared(dict):
+        def __contains__(self, kind):
+            found = super().__contains__(kind)
+            self.clear()
+            return found
+
+    pair = pair_of(CLIP, 0)
+    want = everything(pair, CLIP)
+    monkeypatch.setattr(tape, "_tapes", Shared(tape._tapes))
+    assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), want, strict=True))

@@ -143,6 +143,7 @@ class Backward:
                 grad_a.finish(i, call.a)
         del g_all, g, g_t, desc
         views.clear()
+        call.prepared.clear()  # their arguments hold G too
         if grad_a is not None and sym:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.triton_impl.quick_launch import QuickLaunch, nobody_watches
@@ -27,7 +28,8 @@ POOLED = 2**20  # bytes; scratch up to this size shares one block
 ALIGNED = 256
 MOST_TAPES = 256
 MOST_STEPS = 20_000  # of all tapes together; a step takes about 3 kB
-_tapes: dict[Any, Tape | None] = {}
+_tapes: dict[Any, Tape | None] = {}  # shared by all threads: backward runs in one of autograd's
+_UNKNOWN = object()
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Slot:
     last: int = -1
     multiplied: bool = False  # a product takes tensors, not addresses
     pool_at: int = -1
+    memory: StorageWeakRef | None = None  # of an allocation, during recording: torch may use it again once it is free
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,15 @@ class Tape:
     def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
         """Allocate, and remember it."""
         made = like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
-        self.slots.append(Slot(made.data_ptr(), made.nbytes, tuple(made.shape), dtype, zero, first=len(self.steps)))
+        slot = Slot(made.data_ptr(), made.nbytes, tuple(made.shape), dtype, zero, first=len(self.steps))
+        slot.memory = StorageWeakRef(made.untyped_storage())
+        self.slots.append(slot)
         return made
 
     def launched(self, run: Callable[..., None], args: list[Any], compiled: Any, programs: int) -> None:
         """A kernel was launched; ``compiled`` is None in the interpreter."""
+        if not self.whole:
+            return  # nor keep alive what has no slot
         open_tensors, descriptors, kept = [], [], list(args)
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and (where := self.find(arg)) is not None:
@@ -163,7 +170,9 @@ class Tape:
                 descriptors.append((place, where, like))
                 kept[place] = None
         step = Launch(run, kept, open_tensors, descriptors)
-        if compiled is not None and self.whole:
+        if not self.whole:
+            return
+        if compiled is not None:
             places = sorted(open_tensors + [(p, w) for p, w, _ in descriptors], key=lambda one: one[0])
             step.sources = [(where.slot, where.offset) for _, where in places]
             open_at = [place for place, _ in places]
@@ -188,11 +197,14 @@ class Tape:
             self.steps.append(Product(run, into, one, other, first))
 
     def find(self, tensor: Tensor) -> Where | None:
-        """The slot of a tensor: the newest that holds its address, since memory is given back and used again."""
+        """The slot of a tensor: the one that lives and holds its address. Memory is given back and used again, also by
+        tensors that have no slot.
+        """
         address = tensor.data_ptr()
         for index in reversed(range(len(self.slots))):
             slot = self.slots[index]
-            if slot.address <= address < slot.address + slot.bytes:
+            gone = slot.memory is not None and slot.memory.expired()
+            if slot.address <= address < slot.address + slot.bytes and not gone:
                 slot.last = len(self.steps)
                 return Where(index, address - slot.address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         self.whole = False
@@ -204,6 +216,8 @@ class Tape:
         self.outputs = [None if tensor is None else self.find(tensor) for tensor in outputs]
         if not self.whole or not steps:
             return None
+        for slot in self.slots:
+            slot.memory = None
         kept = {where.slot for where in self.outputs if where is not None}
         self.made_at, self.done_at = [[] for _ in range(steps)], [[] for _ in range(steps)]
         for index, slot in enumerate(self.slots[self.inputs :], start=self.inputs):
@@ -280,14 +294,15 @@ def taped(
     device: torch.device,
 ) -> Sequence[Tensor | None]:
     """Replay the tape of this kind of call, or run it and leave one."""
-    if kind in _tapes:
-        tape = _tapes[kind]
-        return run(None) if tape is None else tape.replay(inputs)
+    known: Any = _tapes.get(kind, _UNKNOWN)  # one look: another thread may clear them
+    if known is not _UNKNOWN:
+        return run(None) if known is None else known.replay(inputs)
     fresh = Tape(device)
     fresh.take(inputs)
     outputs = run(fresh)
-    steps = sum(len(tape.steps) for tape in _tapes.values() if tape is not None)
-    if len(_tapes) >= MOST_TAPES or steps + len(fresh.steps) > MOST_STEPS:
+    made = fresh.finish(outputs)
+    steps = sum(len(tape.steps) for tape in (*list(_tapes.values()), made) if tape is not None)
+    if len(_tapes) >= MOST_TAPES or steps > MOST_STEPS:
         _tapes.clear()
-    _tapes[kind] = fresh.finish(outputs)
+    _tapes[kind] = made
     return outputs
