@@ -1,6 +1,7 @@
 """Exponentials that forward leaves for backward in the gradient's own memory, in Triton's interpreter."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -159,3 +160,26 @@ def test_the_loss_twice_through_one_graph(ignored, monkeypatch):
     for one, other, exact in zip(first, second, want, strict=True):
         assert_close(one, exact, 5e-6, "first")
         assert_close(other, exact, 5e-6, "second")
+
+
+@pytest.mark.parametrize("how", ["no grad", "frozen classifier", "a second derivative"])
+def test_nothing_is_held_for_a_backward_that_takes_nothing(how, monkeypatch):
+    """An evaluation needs no memory for gradients, though its classifier is a parameter."""
+    monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
+    hidden, classifier = torch.randn(40, 32, requires_grad=True), torch.nn.Parameter(torch.randn(300, 32))
+    classifier.requires_grad_(how != "frozen classifier")
+    memory, plain = [], Carried.of
+
+    def watched(*args):
+        found = plain(*args)
+        memory.append(weakref.ref(found.memory))
+        return found
+
+    monkeypatch.setattr(Carried, "of", staticmethod(watched))
+    with torch.set_grad_enabled(how != "no grad"):
+        loss = tw.linear_cross_entropy(hidden, classifier, torch.arange(40), options=OPTIONS)
+    if how == "a second derivative":
+        torch.autograd.grad(loss, (hidden, classifier), create_graph=True)
+        assert len(memory) == 1
+    assert all(one() is None for one in memory)
+    assert how == "a second derivative" or not memory

@@ -71,7 +71,7 @@ def pair_stats(
     assert spec.symmetric == (b is None)
     named = keys.row_key, keys.col_key, keys.row_skip, keys.col_skip, keys.row_zero, keys.col_zero, keys.col_weight
     if _holds_numbers(a):
-        values = _Eager.apply(a, b, scale, bias, _Plan(named, spec, options, group_name))
+        values = _Eager.apply(a, b, scale, bias, _Plan(named, spec, options, group_name, torch.is_grad_enabled()))
     else:
         values = torch.ops.tilewise.pair_stats(a, b, scale, bias, *named, encode(spec, options, group_name))
     wanted = wanted_stats(spec)
@@ -85,6 +85,12 @@ class _Plan(NamedTuple):
     spec: PairSpec
     options: TileOptions
     group_name: str
+    recorded: bool  # whether a backward may follow: an autograd function is told only what its inputs require
+
+    @property
+    def choices(self) -> tuple[PairSpec, TileOptions, str]:
+        """As `encode` takes them."""
+        return self.spec, self.options, self.group_name
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,7 +189,7 @@ def _stats_and_carried(
 ) -> tuple[Any, KeptRows | None, object | None]:
     """The same, and what a backend carries over to backward where the gradient of the columns will be asked for."""
     if plan.group_name or not columns_only:
-        return *_stats_and_kept(tensors, *plan[1:]), None
+        return *_stats_and_kept(tensors, *plan.choices), None
     pair = _pair(*tensors)
     with without_autocast(pair.a):
         kept = KeptRows.find(pair, plan.spec)
@@ -340,7 +346,7 @@ class _Eager(torch.autograd.Function):
         ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
         tensors = a, b, scale, bias, *plan.keys
-        need_columns = ctx.needs_input_grad[1] and not ctx.needs_input_grad[3]
+        need_columns = plan.recorded and ctx.needs_input_grad[1] and not ctx.needs_input_grad[3]
         output, ctx.kept, ctx.carried = _stats_and_carried(tensors, plan, need_columns)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
@@ -358,12 +364,12 @@ class _Eager(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, known = saved[: -len(KNOWN) - 1], saved[-len(KNOWN) - 1 :]
         needs = [bool(needed) for needed in ctx.needs_input_grad[:4]]
+        carried, ctx.carried = ctx.carried, None  # given away: another backward does without
         if torch.is_grad_enabled():
             # With create_graph a second derivative may be asked for; the registered operator answers it with an error.
             known = _present(*known[: len(KNOWN)], like=tensors[0])
-            values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, encode(*plan[1:]))
+            values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, encode(*plan.choices))
         else:
             named = dict(zip((*KNOWN, "row_pos"), known, strict=True))
-            carried, ctx.carried = ctx.carried, None  # given away: another backward does without
-            values = _grads_of_kept(tensors, named, tuple(parts), needs, plan[1:], ctx.kept, carried)
+            values = _grads_of_kept(tensors, named, tuple(parts), needs, plan.choices, ctx.kept, carried)
         return *(value if need else None for value, need in zip(values, needs, strict=True)), None
