@@ -11,7 +11,7 @@ from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import carried, gradients
+from tilewise.kernels.triton_impl import carried, gradients, statistics
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried, column_pieces
 from tilewise.options import TileOptions
@@ -126,6 +126,27 @@ def test_it_spares_products(monkeypatch):
 )
 def test_other_losses_carry_nothing(change):
     assert Carried.of(pair_of(), dataclasses.replace(SPEC, **change)) is None
+
+
+def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
+    """The parts of a macro-tile lie in memory of the workspace's size: a wider one would be written past its end."""
+    monkeypatch.setattr(carried, "COLS", 128)
+    pair = pair_of()
+    widest, plain = [], statistics.Forward._tiles
+
+    def watched(self, i, j, mirrored):
+        widest.append(j.stop - j.start)
+        if widest[-1] <= self.col_step:
+            plain(self, i, j, mirrored)
+
+    monkeypatch.setattr(statistics.Forward, "_tiles", watched)
+    assert BACKEND.forward_carrying(pair, SPEC, OPTIONS)[1] is not None
+    widest.clear()
+    monkeypatch.setattr(statistics.Forward, "_macro", lambda self: (64, 64))
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert max(widest) <= 64
+    assert held is None
+    assert_close(stats.row_lse, BACKEND.forward(pair, SPEC, OPTIONS).row_lse, 1e-6, "lse")
 
 
 def test_needs_that_do_without(monkeypatch):

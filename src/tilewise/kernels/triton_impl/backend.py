@@ -81,7 +81,9 @@ class TritonBackend:
         if carried is None:
             return self.forward(pair, spec, options), None
         with on_device(pair.a), torch.no_grad():
-            return Forward(Call.of(pair, spec, options), carried).run(), carried
+            forward = Forward(Call.of(pair, spec, options), carried)
+            del carried
+            return forward.run(), forward.carried
 
     def backward(
         self,

@@ -22,10 +22,12 @@ class Forward:
     """The statistics of all macro-tiles, merged."""
 
     def __init__(self, call: Call, carried: Carried | None = None) -> None:
-        self.call, self.spec, self.sizes, self.carried = call, call.spec, call.forward_sizes, carried
+        self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         spec = self.spec
         self.row_step, self.col_step = self._macro()
+        # Carried columns come in macro-tiles of their own; a workspace too small for the parts of one carries nothing.
+        self.carried = None if carried is None or carried.cols > self.col_step else carried
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
         many = spec.positive == "many"
