@@ -21,8 +21,8 @@ def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
         f"{int(spec.same_rows)},{int(spec.row_entropy)},{int(spec.row_top)}"
     )
     how = (
-        f"{options.backend},{options.workspace_mib},{int(options.deterministic)},{options.precision},"
-        f"{options.filter_tolerance!r},{options.ring_gradients},{options.gradients}"
+        f"{options.backend},{int(options.workspace_mib)},{int(options.deterministic)},{options.precision},"
+        f"{float(options.filter_tolerance)!r},{options.ring_gradients},{options.gradients}"
     )
     return f"{what};{how};{group_name}"
 
