@@ -254,6 +254,20 @@ def test_compile_sees_new_sizes():
         assert_close(grads["image"], want["image"], 1e-12)
 
 
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compile_sees_new_options(dynamic):
+    """Their numbers are no sizes: they become part of the graph, and others make another graph."""
+    torch._dynamo.reset()
+    made = problem("siglip", torch.float32)
+    whole = torch.compile(tw.siglip_loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    _, want = solve(made.ours, made.leaves)
+    for mib in (64, 32):
+        for when in ("forward", "backward"):
+            options = tw.TileOptions(workspace_mib=mib, gradients=when)
+            _, grads = solve(lambda p, how=options: whole(p.image, p.text, p.scale, p.bias, options=how), made.leaves)
+            assert_close(grads["image"], want["image"], 1e-6)
+
+
 @pytest.mark.slow
 def test_compile_with_inductor():
     torch._dynamo.reset()
@@ -294,6 +308,52 @@ def test_ignored_rows_meet_no_column(calls):
     assert not hidden.grad[::2].any()
     assert hidden.grad.isfinite().all()
     assert classes.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [EARLY, LATE])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_weights_of_classes_that_add_up_to_nothing(options, z_loss):
+    """0 / 0 in the loss and in its gradients, as in torch: no gradient that looks like one."""
+    hidden, classes = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    target, weight = torch.tensor([1, 2, 1, -100, 2]), torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+    settings = {"weight": weight, "z_loss": z_loss, "options": options}
+    loss = tw.linear_cross_entropy(hidden, classes, target, **settings)
+    loss.backward()
+    assert not loss.isfinite()
+    assert not hidden.grad[target >= 0].isfinite().any()
+    assert not hidden.grad[3].any()
+    assert tw.linear_cross_entropy(hidden, classes, target, reduction="sum", **settings).isfinite()
+
+
+@pytest.mark.parametrize("options", [EARLY, LATE, tw.TileOptions(filter_tolerance=1e-9)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_target_that_a_bias_rules_out(options, dtype):
+    """An infinite loss, and the gradients of the dense loss, which are finite."""
+    hidden, classes = torch.randn(9, 4).to(dtype).requires_grad_(), torch.randn(40, 4).to(dtype).requires_grad_()
+    bias, target = torch.zeros(40, dtype=dtype), torch.arange(9)
+    bias[2] = -torch.inf
+    bias.requires_grad_()
+    leaves = hidden, classes, bias
+    loss = tw.linear_cross_entropy(hidden, classes, target, linear_bias=bias, options=options)
+    assert loss == torch.inf
+    got = torch.autograd.grad(loss, leaves)
+    dense = torch.nn.functional.cross_entropy(hidden.double() @ classes.double().T + bias.double(), target)
+    for grad, want in zip(got, torch.autograd.grad(dense, leaves), strict=True):
+        assert_close(grad, want, {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype])
+
+
+@pytest.mark.parametrize("options", [EARLY, LATE, tw.TileOptions(filter_tolerance=1e-3)])
+@pytest.mark.parametrize("changed", range(4))
+def test_inputs_that_change_before_backward_are_noticed(options, changed):
+    leaves = torch.randn(9, 4), torch.randn(40, 4), torch.randn(40), torch.ones(())
+    hidden, classes, bias, scale = inputs = [1.0 * leaf.requires_grad_() for leaf in leaves]
+    loss = tw.linear_cross_entropy(
+        hidden, classes, torch.arange(9), linear_bias=bias, logit_scale=scale, options=options
+    )
+    with torch.no_grad():
+        inputs[changed].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # When ------------------------------------------------------------------------------------------------------------

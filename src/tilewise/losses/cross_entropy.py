@@ -99,9 +99,9 @@ def linear_cross_entropy(
     if reduction != "none" and forms_early(a, c, scale, bias, spec=spec, options=options, group_name=name):
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
         total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
-        share = torch.where(total == 0, 1.0, total).reciprocal()
-        square = z_loss * share * valid if z_loss else None
-        early = pair_loss(a, c, scale, bias, weight=each * share, square=square, keys=keys, spec=spec, options=options)
+        counts = torch.where(valid, each / total, 0.0)  # weights that add up to 0 say so: 0 / 0
+        square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
+        early = pair_loss(a, c, scale, bias, weight=counts, square=square, keys=keys, spec=spec, options=options)
         return early + torch.where(total == 0, torch.nan, 0.0)
     compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
     stats = compute(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
@@ -201,7 +201,10 @@ def _target_scores(
     if bias is not None:
         score = score + _pick(bias.detach().to(score.dtype), own)
     score = column_sum(score, group_name)
-    return softcap * torch.tanh(score / softcap) if softcap else score
+    if softcap:
+        return softcap * torch.tanh(score / softcap)
+    # A target that a bias of -inf rules out is no place to measure from: -inf less -inf is not a number.
+    return score if bias is None else torch.where(score == -torch.inf, 0.0, score)
 
 
 class LinearCrossEntropyLoss(nn.Module):
