@@ -207,7 +207,7 @@ class Head:
 
 
 def worst(got, want):
-    return max(relative_error(got[name], want[name]) for name in want)
+    return torch.tensor([relative_error(got[name], want[name]) for name in want]).max()  # NaN is seen
 
 
 SETTINGS = {
@@ -296,6 +296,19 @@ def test_ignored_tokens_get_nothing_and_change_nothing():
     few = {**head.leaves, "input": head.leaves["input"][target >= 0]}
     loss = head.loss(1e-2, leaves=few, target=target[target >= 0], reduction="sum")
     want = dict(zip(head.leaves, torch.autograd.grad(loss, list(head.leaves.values())), strict=True))
+    assert worst(got, want) < 1e-12
+
+
+@pytest.mark.usefixtures("never_dense")
+def test_what_ignored_tokens_hold_reaches_nothing():
+    head = Head()
+    target = head.target.clone()
+    target[::3] = -100
+    want = head.grads(1e-2, target=target)
+    with torch.no_grad():
+        head.leaves["input"][::3] = torch.nan
+    got = head.grads(1e-2, target=target)
+    assert all(value.isfinite().all() for value in got.values())
     assert worst(got, want) < 1e-12
 
 
@@ -480,6 +493,24 @@ def test_compiled():
     got = dict(zip(head.leaves, torch.autograd.grad(loss, list(head.leaves.values())), strict=True))
     assert loss.item() == head.loss(1e-2).item()
     assert worst(got, head.grads(1e-2)) < 1e-6
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_with_one_tolerance_after_another(dynamic):
+    torch._dynamo.reset()
+    head = Head(torch.float32)
+    x = head.leaves
+
+    def step(options):
+        return tw.linear_cross_entropy(x["input"], x["weight"], head.target, options=options)
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    tolerances = 1e-2, 1e-3, 0.3
+    with tw.record_filtering() as report:
+        for tolerance in tolerances:
+            for mib in (64, 32):
+                whole(TileOptions(filter_tolerance=tolerance, workspace_mib=mib)).backward()
+    assert [tolerance for _, _, tolerance in report._plans] == [value for value in tolerances for _ in range(2)]
 
 
 def test_the_registered_operators_are_sound():

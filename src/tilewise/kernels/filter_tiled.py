@@ -267,6 +267,11 @@ class _Backward:
         # A row that drops nothing must not meet 0 * inf.
         return torch.where(mass_tn > 0, dropped, 0.0)
 
+    def _rows(self, r: slice, dtype: torch.dtype) -> Tensor:
+        """Rows of a, and zeros for those that do not count, whatever they hold: 0 times NaN would reach the columns."""
+        assert self.pair.row_key is not None
+        return torch.where(self.pair.row_key[r, None] >= 0, self.pair.a[r].to(dtype), 0.0)
+
     def _add_means(self, dropped_tn: Tensor, t: slice) -> None:
         """dA_i += the mass that row i drops in a tile times the tile's mean column."""
         assert self.a is not None
@@ -280,7 +285,7 @@ class _Backward:
         total = dropped_tn.new_zeros((dropped_tn.shape[0], self.pair.a.shape[1]))
         for start in range(0, dropped_tn.shape[1], 4 * ROWS):
             r = slice(start, start + 4 * ROWS)
-            total.addmm_(dropped_tn[:, r], self.pair.a[r].to(total.dtype))
+            total.addmm_(dropped_tn[:, r], self._rows(r, total.dtype))
         return total / self.count[t, None]
 
     def _tile(self, tile: int, cols: Tensor, total_cd: Tensor | None) -> None:
@@ -320,7 +325,7 @@ class _Backward:
         if self.needs.scale and self.a is not None:
             for start in range(0, self.a.shape[0], 4 * ROWS):
                 r = slice(start, start + 4 * ROWS)
-                self.scale += (self.a[r] * pair.a[r].to(self.a.dtype)).sum(dtype=torch.float64)
+                self.scale += (self.a[r] * self._rows(r, self.a.dtype)).sum(dtype=torch.float64)
         return Grads(
             a=self.a.mul_(factor.to(self.a.dtype)).to(pair.a.dtype) if self.a is not None and self.needs.a else None,
             b=self.b,
