@@ -315,6 +315,17 @@ def columns_masked_by_bias(make: Maker) -> Case:
 
 
 @case
+def ruled_out_under_softcap(make: Maker) -> Case:
+    """softcap * tanh(-inf) is -softcap: a column with a bias of -inf keeps a share, but has no slope."""
+    n, m = make.rows(40), make.rows(90)
+    bias = make.vector(m)
+    bias[::3] = -torch.inf
+    pair = Pair(a=make.features(n, 16), b=make.features(m, 16), scale=make.number(5.0), bias=bias)
+    pair = dataclasses.replace(pair, row_key=make.integers(m, n))
+    return pair, PairSpec(row_lse=True, col_lse=True, positive="one", softcap=3.0)
+
+
+@case
 def excluded_under_softcap(make: Maker) -> Case:
     pair, spec = ids_excluded(make)
     return dataclasses.replace(pair, row_zero=None, col_zero=None), dataclasses.replace(spec, softcap=6.0)

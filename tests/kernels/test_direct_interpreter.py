@@ -1,5 +1,6 @@
 """The kernels that form gradients in forward, in Triton's interpreter, on the CPU."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -158,9 +159,11 @@ def test_rows_that_do_not_count():
         assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)
 
 
-def test_a_class_that_is_ruled_out():
-    """A bias of -inf: no share in any row; as a target, an infinite loss, as in the dense path."""
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_class_that_is_ruled_out(softcap):
+    """A bias of -inf: no share in any row; as a target, an infinite loss, as in the dense path. A cap makes it -5."""
     pair, spec = softmax_pair(70, 90, 8, 3.0)
+    spec = dataclasses.replace(spec, softcap=softcap)
     bias = torch.zeros(90)
     bias[pair.row_key[0]] = -torch.inf
     for target in (pair.row_key, (pair.row_key + 1) % 90):
@@ -169,6 +172,7 @@ def test_a_class_that_is_ruled_out():
             masked, spec, kernels.RowWeights(each=torch.ones(70)), Needs(bias=True)
         )
         assert loss.isinf() == want.isinf()
+        assert not (softcap and loss.isinf())
         assert loss.isinf() or abs(loss - want) < 1e-4
         for field in ("a", "b", "bias"):
             assert_close(getattr(grads, field), getattr(want_grads, field), 2e-6, field)

@@ -112,8 +112,9 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     else:
         offset = tl.where(inside, 0.0, float("-inf"))
     if SOFTCAP & SCORE:
-        x = tl.where(offset[None, :] == float("-inf"), 0.0, acc * scale + offset[None, :])
-        x = tl.where(offset[None, :] == float("-inf"), float("-inf"), (softcap * LOG2E) * tanh(x / softcap))
+        # The cap lifts a bias of -inf to -softcap, as its equation says; only columns past the end stay out.
+        x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
+        x = tl.where(inside[None, :], x, float("-inf"))
     else:
         x = acc * (scale * LOG2E) + (offset * LOG2E)[None, :]
     if SKIP & SCORE:
