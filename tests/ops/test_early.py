@@ -6,7 +6,8 @@ from tests.compare import assert_close
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.ops.early import launches_early, symmetric_loss
+from tilewise.kernels.spec import Pair
+from tilewise.ops.early import _incoming, launches_early, symmetric_loss
 from tilewise.options import TileOptions
 
 OPTIONS = TileOptions()
@@ -77,6 +78,33 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(symmetric_loss(a, b, scale, 1 / 37, OPTIONS), a, create_graph=True)
     with pytest.raises(GradientError, match="first derivatives only"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("n", [1, 37, 64])
+def test_what_comes_in_needs_no_copy(n):
+    """A copy to an aligned address would keep the launches of such a batch from being repeated."""
+    a, b, scale = leaves(torch.float32, n)
+    coming = _incoming(Pair(a=a, b=b, scale=scale), 0.5)
+    for part, value in ((coming.row_lse, 0.25), (coming.col_lse, 0.25), (coming.row_pos, -0.5)):
+        assert torch.equal(part, torch.full((n,), value))
+        assert part.is_contiguous()
+        assert part.data_ptr() % 16 == 0
+
+
+def test_features_changed_in_place_are_noticed():
+    a, b, scale = leaves()
+    loss = symmetric_loss(a, b, scale, 1 / 37, OPTIONS)
+    with torch.no_grad():
+        b.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_loss_scale_too_large_for_half_overflows():
+    a, b, scale = leaves(torch.float16)
+    (2.0**20 * symmetric_loss(a, b, scale, 1.0, OPTIONS)).backward()
+    assert a.grad.isinf().any()
+    assert not a.grad.isnan().any()
 
 
 def test_nothing_on_the_cpu_launches_early():

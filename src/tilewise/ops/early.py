@@ -47,7 +47,8 @@ def symmetric_loss(a: Tensor, b: Tensor, scale: Tensor, share: float, options: T
 def _incoming(pair: Pair, share: float) -> GradStats:
     """What the loss says of each statistic."""
     n, stat = pair.a.shape[0], pair.stat_dtype
-    halves = torch.full((2, n), share / 2, dtype=stat, device=pair.a.device)
+    aligned = -(-n // 4) * 4  # both halves at 16-byte addresses: a kernel then reads them as they are
+    halves = torch.full((2, aligned), share / 2, dtype=stat, device=pair.a.device)[:, :n]
     minus = torch.full((n,), -share, dtype=stat, device=pair.a.device)
     return GradStats(row_lse=halves[0], col_lse=halves[1], row_pos=minus)
 

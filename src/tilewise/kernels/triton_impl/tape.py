@@ -203,8 +203,9 @@ class Tape:
         address = tensor.data_ptr()
         for index in reversed(range(len(self.slots))):
             slot = self.slots[index]
-            gone = slot.memory is not None and slot.memory.expired()
-            if slot.address <= address < slot.address + slot.bytes and not gone:
+            if not slot.address <= address < slot.address + slot.bytes:
+                continue
+            if slot.memory is None or not slot.memory.expired():
                 slot.last = len(self.steps)
                 return Where(index, address - slot.address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
         self.whole = False
