@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.compare import assert_close
 from tests.kernels.pair_cases import CASES, dense_grads, incoming_gradients, leaves_of, make_case, stats_asked
 from tests.losses import loss_cases
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise.errors import BackendError
@@ -331,3 +332,28 @@ def test_the_torch_backend_never_refuses():
     for name in CASES:
         for dtype in (torch.float64, torch.bfloat16):
             assert TorchBackend().why_not(*make_case(name, dtype), OPTIONS) is None
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_compiler_of_backward_sees_the_operator(traced, monkeypatch):
+    """Compiled autograd traces the backward of an eager forward: it must not look into kernels."""
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    a, b = (torch.randn(9, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    want = torch.autograd.grad(tw.clip_loss(a, b, 2.0), (a, b))
+    loss = tw.clip_loss(a, b, 2.0)
+    with monkeypatch.context() as patch, Seen() as seen:
+        if traced:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        got = torch.autograd.grad(loss, (a, b))
+    assert ("tilewise.pair_grads.default" in seen.names) == traced
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, 1e-12, "gradient")

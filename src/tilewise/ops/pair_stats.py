@@ -365,8 +365,9 @@ class _Eager(torch.autograd.Function):
         tensors, known = saved[: -len(KNOWN) - 1], saved[-len(KNOWN) - 1 :]
         needs = [bool(needed) for needed in ctx.needs_input_grad[:4]]
         carried, ctx.carried = ctx.carried, None  # given away: another backward does without
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not _holds_numbers(tensors[0]):
             # With create_graph a second derivative may be asked for; the registered operator answers it with an error.
+            # A compiler of backward passes takes it as it is, instead of looking into kernels.
             known = _present(*known[: len(KNOWN)], like=tensors[0])
             values = torch.ops.tilewise.pair_grads(*tensors, *known, *parts, needs, encode(*plan.choices))
         else:
