@@ -127,6 +127,15 @@ def test_a_target_out_of_range_is_not_a_number():
     assert tw.linear_cross_entropy(hidden, classes, target, options=GPU.options(gradients="forward")).isnan()
 
 
+def test_a_bias_that_is_not_a_number_is_seen_in_every_gradient():
+    """The smaller of NaN and a number is the number, unless asked otherwise."""
+    image, text = (torch.randn(50, 16, device="cuda", requires_grad=True) for _ in range(2))
+    bias = torch.tensor(torch.nan, device="cuda", requires_grad=True)
+    loss = tw.siglip_loss(image, text, 2.0, bias, options=GPU.options(gradients="forward"))
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, (image, text, bias)))
+
+
 @pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias"])
 def test_torch_compile_makes_one_graph(name, seed):
     checks.check_compiled(GPU, name, torch.bfloat16, n=600, d=72, seed=seed)

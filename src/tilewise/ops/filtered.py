@@ -72,6 +72,8 @@ def _capturing(a: Tensor) -> bool:
 class FilterReport:
     """What the calls inside of `record_filtering` left out of their backward. Reading it waits for the device.
 
+    Holds the plan of each call, a number for each row and tile, for as long as it lives.
+
     Args:
         kept_share: for each call, the share of its (row, tile) pairs that backward computes.
         mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
@@ -118,6 +120,8 @@ _reports: list[FilterReport] = []
 @contextlib.contextmanager
 def record_filtering() -> Iterator[FilterReport]:
     """Record what `TileOptions.filter_tolerance` leaves out, call by call; costs nothing when nobody asks.
+
+    Calls of all threads are recorded, and a forward that checkpointing runs again is a call of its own.
 
     >>> import tilewise as tw
     >>> from torch import randn

@@ -285,7 +285,7 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
             key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
             x = tl.where(key[:, None] == cols[None, :], -x, x)
         w = tl.load(grad_row + rows, mask=rows < n, other=0.0)
-        t = tl.exp2(tl.minimum(x, LARGEST_SCORE))
+        t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
         logs, largest = log_of_joined(t, R, C)
         loss += w * logs
         tl.store(doubt + rows * 0, 1, mask=(rows < n) & (largest > LARGEST_JOINED))
