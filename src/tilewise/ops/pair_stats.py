@@ -9,7 +9,6 @@ Saved for backward: the features, the keys and the statistics. Never a tile.
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
 import contextlib
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -93,7 +92,6 @@ class _Plan(NamedTuple):
         return self.spec, self.options, self.group_name
 
 
-@functools.lru_cache(maxsize=256)
 def wanted_stats(spec: PairSpec) -> tuple[str, ...]:
     """The names of the statistics that ``spec`` asks for."""
     has_pos = spec.positive != "none" and not spec.softplus
