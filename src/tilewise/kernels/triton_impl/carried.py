@@ -16,7 +16,8 @@ to be read:
 
 If the shift was no good guess for some row (`doubt`: forward had to repair a sum, or the row's log-sum-exp lies so far
 below t that what matters of its exponentials underflows), the exponentials are left alone and these chunks are computed
-like all others; the host does not hear of it. Peak memory is that of backward, as before; it is only taken earlier.
+like all others; the host does not hear of it. The peak of one loss is that of backward, as
+before, only taken earlier; several losses that wait for one backward each hold their own.
 """
 
 from __future__ import annotations
