@@ -6,6 +6,9 @@ First each loss by itself, beside the model and the batch that a step would hold
 memory. Then whole steps through the gradient cache while the time lasts: every loss at the smallest batch, there and
 back again so that a drift of the card cancels; every loss at the next; ours at the large ones; the baselines there.
 A step that did not fit the time is estimated from its parts and says so. The file is written after every step.
+With --add-to FILE every step is taken once, and rows of other batches are kept as that file has them:
+
+    PYTHONPATH=src python3 -m benchmarks.train_step --batches 65536,131072 --add-to benchmarks/results/train-step-X.json
 
 Batches are random. On the device they are whole tensors, made before the clock starts; with offload a row of the
 batch is a row of a smaller pool in host memory, copied for every chunk as a row of a whole batch would be.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -269,13 +273,24 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
                 found |= {"step_s": bench.expected_s(batch, found), "step_measured": False}
             data = 0 if "offload" in method else batch * pair_bytes
             results[batch, method] = {"batch": batch, "method": method, "data_bytes": data, **found}
-    report["results"] = list(results.values())
+    earlier = rows_of_others(args.add_to, args.batches)
+    report["results"] = [*earlier, *results.values()]
     save(report)
-    for batch, method in schedule(args.batches, methods):
+    turns = schedule(args.batches, methods) if args.add_to is None else [(b, m) for b in args.batches for m in methods]
+    for batch, method in turns:
         take_step(bench, results, batch, method)
         report["step_ratios"] = step_ratios(report["results"])
         save(report)
     return report
+
+
+def rows_of_others(path: Path | None, batches: Sequence[int]) -> list[Row]:
+    """What an earlier file says of other batches, each row with the commit and the time that it was measured at."""
+    if path is None:
+        return []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    origin = {name: report[name] for name in ("commit", "date", "command") if name in report}
+    return [{**origin, **row} for row in report["results"] if row["batch"] not in batches]
 
 
 def repeatable(module: str, argv: Sequence[str]) -> str:
@@ -397,6 +412,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=("activations", "layers"), help="compile these, if it works and is faster")
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--add-to", type=Path, help="take every step once, and keep this file's rows of other batches")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))

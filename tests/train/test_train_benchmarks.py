@@ -30,6 +30,30 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
     assert "divided by that of the faster baseline" in text
 
 
+def test_steps_are_added_to_an_earlier_file(tmp_path):
+    """Rows of other batches stay as they were, with the commit that they were measured at; ours come once each."""
+    first = train_step.main([*TINY, "--batches", "16", "--max-seconds", "9999", "--out", str(tmp_path / "a.json")])
+    earlier = json.loads(first.read_text())
+    again = [
+        *TINY,
+        "--batches",
+        "24",
+        "--max-seconds",
+        "9999",
+        "--add-to",
+        str(first),
+        "--out",
+        str(tmp_path / "b.json"),
+    ]
+    report = json.loads(train_step.main(again).read_text())
+    old, new = ([row for row in report["results"] if row["batch"] == batch] for batch in (16, 24))
+    assert [row["steps_s"] for row in old] == [row["steps_s"] for row in earlier["results"]]
+    assert {row["command"] for row in old} == {earlier["command"]}
+    assert [len(row["steps_s"]) for row in new] == [1] * len(new)
+    assert len(new) == len(old)
+    assert set(report["step_ratios"]) == {"16", "24"}
+
+
 def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):
     small = [*TINY, "--batches", "32", "--max-seconds", "0", "--methods", "tilewise"]
     report = json.loads(train_step.main([*small, "--out", str(tmp_path / "t.json")]).read_text())
