@@ -36,6 +36,7 @@ MODELS = {
 }
 OURS = ("tilewise", "tilewise, gradients in forward", "tilewise, filter 1e-2", "tilewise, filter 1e-3")
 BACKWARD = "tilewise, gradients in backward"
+ONE_BLOCK = "tilewise, gradients in forward, workspace 2,400 MiB"
 EVERYONE = (*OURS, BACKWARD, "torch.compile", "CCE", "CCE exact", "Liger", "eager")
 FILTERED = (*OURS, "torch.compile, filtered", "CCE", "Liger, filtered", "eager, filtered", "eager")
 QUICK = (*OURS, "torch.compile", "CCE")
@@ -93,7 +94,7 @@ def all_cases() -> list[LmCase]:
         _case("1", first, decay=1.8, methods=EVERYONE + wide),
         _case("1", first, decay=1.5, methods=EVERYONE + wide),
         _case("1", first, decay=0.0),
-        _case("A2", "Llama 3 8B", decay=1.8),
+        _case("A2", "Llama 3 8B", decay=1.8, methods=(*EVERYONE, ONE_BLOCK)),
         _case("A1", first, ignored=0.5, methods=FILTERED),
         _case("A1", first, ignored=0.9, methods=FILTERED),
         *(_case("A2", model, decay=1.8) for model in others if model != "Llama 3 8B"),
@@ -199,6 +200,7 @@ def _liger_filtered(x: peers.Inputs) -> peers.Forward:
 METHODS: dict[str, Callable[[peers.Inputs], peers.Forward]] = {
     "tilewise": tilewise_forward,
     "tilewise, gradients in forward": lambda x: tilewise_forward(x, gradients="forward"),
+    ONE_BLOCK: lambda x: tilewise_forward(x, gradients="forward", workspace_mib=2400),
     BACKWARD: lambda x: tilewise_forward(x, gradients="backward"),
     "tilewise, filter 1e-3": lambda x: tilewise_forward(x, filter_tolerance=1e-3),
     "tilewise, filter 1e-2": lambda x: tilewise_forward(x, filter_tolerance=1e-2),

@@ -3,10 +3,13 @@
     python -m benchmarks.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
     python -m benchmarks.lm_tables --small                               anywhere: does it run at all?
     python -m benchmarks.lm_tables --only 'table 1,*'                    some blocks
+    python -m benchmarks.lm_tables --add-to benchmarks/results/lm-X.json what that file lacks, beside what it has
 
 Writes benchmarks/results/lm-<device>.json and .md after every row. Within a block the methods warm up one after the
 other (then memory and gradient error are taken), and take turns for their times. A row that did not get its turn
-before --max-seconds says so; out of memory is a result.
+before --max-seconds says so; out of memory is a result. With --add-to a block is measured whole or not at all, and
+blocks that are not measured again are kept with the commit and the date of their time. --warm 8 compiles the shapes
+side by side first, in processes that leave their results in the caches of triton and torch.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
+import json
+import multiprocessing
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,7 @@ from tilewise.ops.filtered import record_filtering
 Row = dict[str, Any]
 PARTS = ("loss", "gradient", "both")
 BASELINES = ("torch.compile", "torch.compile, filtered")
+ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
 
 @dataclass
@@ -46,6 +54,9 @@ class Session:
     dtype: torch.dtype
     repeats: int
     max_seconds: float
+    chosen: list[LmCase] = field(default_factory=list)
+    earlier: list[Row] = field(default_factory=list)  # rows of another run's file
+    rows: list[Row] = field(default_factory=list)
     start: float = field(default_factory=time.perf_counter)
 
     @property
@@ -56,8 +67,21 @@ class Session:
     def save(self) -> None:
         """Both files, whole at any time."""
         self.report["seconds"] = round(time.perf_counter() - self.start, 1)
+        self.report["results"] = merged(self.earlier, self.rows)
+        there = {row["case"] for row in self.report["results"]}
+        self.report["not_reached"] = [case.name for case in self.chosen if case.name not in there]
         run.write(self.path, self.report)
         self.path.with_suffix(".md").write_text(markdown(self.report))
+
+    @contextmanager
+    def spending(self, case: LmCase, what: str) -> Iterator[None]:
+        """Add the time of this to the report: where does a block's time go?"""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = self.report.setdefault("spent_s", {}).setdefault(case.name, {})
+            spent[what] = round(spent.get(what, 0.0) + time.perf_counter() - start, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -68,9 +92,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.small:
         raise SystemExit("torch sees no CUDA device. The full sizes need one; --small runs anywhere")
-    chosen = choose(arguments.only, arguments.methods, arguments.small)
+    chosen = choose(arguments.only or "*", arguments.methods, arguments.small)
     if not chosen:
         raise SystemExit(f"no block is called like {arguments.only!r} with methods like {arguments.methods!r}")
+    name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else run.cpu_name()
+    earlier = rows_of_file(arguments.add_to, name_of_device)
+    if arguments.add_to and arguments.methods != "*":
+        raise SystemExit("--methods leaves rows out, and --add-to takes whole blocks: give one of them")
+    if arguments.add_to and arguments.only is None:
+        chosen = [case for case in chosen if lacking(case, earlier)]
     command = arguments.command or shlex.join(["python", "-m", "benchmarks.lm_tables", *(argv or sys.argv[1:])])
     report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds)
     report["commit"] = report["commit"] or arguments.commit or "unknown"
@@ -82,13 +112,18 @@ def main(argv: Sequence[str] | None = None) -> Path:
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=arguments.repeats,
         max_seconds=arguments.max_seconds,
+        chosen=chosen,
+        earlier=earlier,
     )
+    if arguments.warm:
+        compiled = compile_ahead(chosen, arguments.warm, arguments.peers, seconds=arguments.max_seconds / 3)
+        report["compiled_ahead_s"] = round(time.perf_counter() - session.start, 1)
+        print(f"compiled {compiled} shapes in {report['compiled_ahead_s']} s", file=sys.stderr, flush=True)
     for case in chosen:
         if session.over:
             break
         print(f"measuring {case.name}", file=sys.stderr, flush=True)
         run_block(case, session)
-    report["not_reached"] = [case.name for case in chosen if case.name not in {r["case"] for r in report["results"]}]
     session.save()
     print(f"wrote {session.path}")
     return session.path
@@ -100,8 +135,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--max-seconds", type=float, default=300.0, help="begin nothing after this long")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
-    parser.add_argument("--only", default="*", help="blocks whose name matches this pattern")
+    parser.add_argument("--only", help="blocks whose name matches this pattern")
     parser.add_argument("--methods", default="*", help="methods whose name matches this pattern")
+    parser.add_argument(
+        "--add-to", type=Path, help="measure what this file lacks (or --only), and keep its other blocks"
+    )
+    parser.add_argument("--warm", type=int, default=0, help="compile first, in this many processes side by side")
     parser.add_argument("--small", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
     parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
@@ -121,31 +160,128 @@ def choose(only: str, methods: str, small: bool) -> list[LmCase]:
     return chosen
 
 
+# An earlier file
+
+
+def rows_of_file(path: Path | None, device: str) -> list[Row]:
+    """The rows of an earlier run, each with the commit, the date and the versions that it was measured with."""
+    if path is None:
+        return []
+    report = json.loads(path.read_text())
+    if report["device"] != device:
+        raise SystemExit(f"{path} was measured on {report['device']}, this is {device}. Give --out, without --add-to")
+    origin = {name: report[name] for name in ORIGIN if name in report}
+    return [{"origin": origin, **row} for row in report["results"]]
+
+
+def lacking(case: LmCase, rows: Sequence[Row]) -> bool:
+    """Whether a method of the case has no row, or one that was not reached."""
+    there = {row["method"] for row in rows if row["case"] == case.name and row["status"] != "not reached"}
+    return not there.issuperset(case.methods)
+
+
+def merged(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """All blocks in the order of the tables: each from one run, the later one unless it got less far."""
+    blocks: dict[str, list[Row]] = {}
+    for some in (earlier, rows):
+        named: dict[str, list[Row]] = {}
+        for row in some:
+            named.setdefault(row["case"], []).append(row)
+        for name, block in named.items():
+            if measured(block) >= measured(blocks.get(name, [])):
+                blocks[name] = block
+    order = [case.name for case in lm_cases.all_cases()]
+    known = sorted(blocks, key=lambda name: order.index(name) if name in order else len(order))
+    return [row for name in known for row in blocks[name]]
+
+
+def measured(block: Sequence[Row]) -> int:
+    """Rows that say something."""
+    return sum(row.get("status", "not reached") not in ("not reached", "warm") for row in block)
+
+
+# Compiling
+
+
+def compile_ahead(chosen: Sequence[LmCase], processes: int, folders: Sequence[Path], seconds: float) -> int:
+    """Run every shape once in a process of its own, some at a time: how many came to their end.
+
+    What they compile stays in the caches on disk. Those that are not done after `seconds` are ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting = list({(c.vocabulary, c.hidden, c.counted, c.tokens): c for c in reversed(chosen)}.values())
+    running: list[Any] = []
+    done, end = 0, time.perf_counter() + seconds
+    while (waiting or running) and time.perf_counter() < end:
+        while waiting and len(running) < processes:
+            process = context.Process(target=compile_block, args=(waiting.pop(), folders, 0.9 / processes))
+            process.start()
+            running.append(process)
+        wait([process.sentinel for process in running], timeout=max(0.0, end - time.perf_counter()))
+        done += sum(process.exitcode == 0 for process in running)
+        running = [process for process in running if process.exitcode is None]
+    for process in running:
+        process.terminate()
+        process.join()
+    return done
+
+
+def compile_block(case: LmCase, folders: Sequence[Path], memory_share: float) -> None:
+    """One step of every method that compiles something; what fails here fails again when it is measured."""
+    sys.path[:0] = [str(folder.resolve()) for folder in folders]
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(memory_share)
+    inputs = lm_cases.make_inputs(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    for method in case.methods:
+        if method.startswith("eager"):
+            continue
+        try:
+            step = lm_cases.build_step(method, inputs)
+            step()
+            step.clear()
+        except Exception as error:
+            print(f"{case.name}, {method}: {measure.failure_of(error).reason}", file=sys.stderr, flush=True)
+
+
+# Measuring
+
+
 def run_block(case: LmCase, session: Session) -> None:
     """All methods of a case; its rows are in the report as soon as there is something to say."""
-    rate = measure.sustained_rate(session.device)
-    inputs = lm_cases.make_inputs(case, session.device, session.dtype)
-    want = lm_cases.exact_gradients(inputs)
+    gc.collect()
+    gc.freeze()  # or every look for garbage, before memory is measured, goes through all that compilers have loaded
+    with session.spending(case, "rate"):
+        rate = measure.sustained_rate(session.device)
+    with session.spending(case, "inputs and reference"):
+        inputs = lm_cases.make_inputs(case, session.device, session.dtype)
+        want = lm_cases.exact_gradients(inputs)
+        measure.synchronize(session.device)
     rows: dict[str, Row] = {"lower bound": lower_bound(case, inputs, rate)}
-    session.report["results"].append(rows["lower bound"])
+    session.rows.append(rows["lower bound"])
     steps: dict[str, measure.Step] = {}
     for method in case.methods:
         row = rows[method] = describe_row(case, method, rate)
-        session.report["results"].append(row)
+        session.rows.append(row)
         if session.over:
             row |= {"status": "not reached", "reason": "the time was up"}
             continue
         try:
-            steps[method] = lm_cases.build_step(method, inputs)
-            row |= first_look(steps[method], session.device, want)
+            with session.spending(case, "first looks"):
+                steps[method] = lm_cases.build_step(method, inputs)
+                row |= first_look(steps[method], session.device, want)
         except Exception as error:
             absent = isinstance(error, peers.PeerAbsent)
             failure = measure.Failure("absent", str(error)) if absent else measure.failure_of(error)
             row |= {"status": failure.status, "reason": failure.reason}
             steps.pop(method, None)
         session.save()
-    take_turns({method: (steps[method], rows[method]) for method in steps}, case, session)
+    with session.spending(case, "turns"):
+        take_turns({method: (steps[method], rows[method]) for method in steps}, case, session)
     del steps, inputs, want
+    gc.unfreeze()
     gc.collect()
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -297,7 +433,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"## {name[0].upper()}{name[1:]}",
             "",
             f"{first['tokens']:,} tokens, vocabulary {first['vocabulary']:,}, hidden {first['hidden']:,}; "
-            f"R = {first['rate_tflops']:.4g} TFLOP/s.",
+            f"R = {first['rate_tflops']:.4g} TFLOP/s.{of_origin(first, report)}",
             "",
             "| method | loss MiB | ms | gradient MiB | ms | both MiB | ms | x | dE % | dC % | kept % | 3u / R |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -309,6 +445,17 @@ def markdown(report: dict[str, Any]) -> str:
     if report.get("not_reached"):
         lines += ["", "Not reached in the time: " + "; ".join(report["not_reached"]) + "."]
     return "\n".join(lines) + "\n"
+
+
+def of_origin(row: Row, report: dict[str, Any]) -> str:
+    """Where a block comes from, if it is another run than the page's, and what was different there."""
+    origin = row.get("origin")
+    if origin is None:
+        return ""
+    commit = origin["commit"][:10] + (" with local changes" if origin.get("dirty") else "")
+    other = [f"{name} {origin[name]}" for name in ("torch", "triton", "python") if origin.get(name) != report[name]]
+    words = [f"Measured {origin['date']}", f"commit {commit}", f"at most {origin['repeats']} turns", *other]
+    return f" {', '.join(words)}: `{origin['command']}`."
 
 
 def row_line(row: Row) -> str:

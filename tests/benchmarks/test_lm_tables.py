@@ -126,6 +126,60 @@ def test_what_the_time_did_not_allow_is_named(tmp_path, monkeypatch):
     assert "| tilewise, filter 1e-2 | not reached |" in page
 
 
+def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
+    case, other = (lm_cases.replace(TINY, model=model, methods=("tilewise", "eager")) for model in ("one", "two"))
+    third = lm_cases.replace(case, table="A1", ignored=0.5)
+    monkeypatch.setattr(lm_cases, "all_cases", lambda: [case, other, third])
+    monkeypatch.setattr(lm_cases, "shrunk", lambda case: case)
+    first = lm_tables.main(["--small", "--out", str(tmp_path / "a.json")])
+    earlier = json.loads(first.read_text())
+    assert len(earlier["results"]) == 9
+    earlier["results"] = earlier["results"][:6]  # as if the time had ended in the second block
+    earlier["results"][-1] = {name: earlier["results"][-1][name] for name in ("case", "method")}
+    earlier["results"][-1]["status"] = "not reached"
+    earlier |= {"commit": "0123456789abcdef", "torch": "1.13", "dirty": False, "not_reached": [third.name]}
+    first.write_text(json.dumps(earlier))
+
+    add = ["--small", "--add-to", str(first), "--out", str(tmp_path / "b.json")]
+    path = lm_tables.main(add)
+    report, page = json.loads(path.read_text()), path.with_suffix(".md").read_text()
+    assert [(r["case"], r["method"], r["status"]) for r in report["results"]] == [
+        (c.name, method, "ok") for c in (case, other, third) for method in ("lower bound", "tilewise", "eager")
+    ]
+    assert report["not_reached"] == []
+    assert [row.pop("origin")["commit"] for row in report["results"][:3]] == ["0123456789abcdef"] * 3
+    assert report["results"][:3] == earlier["results"][:3]  # not measured again
+    assert not any("origin" in row for row in report["results"][3:])
+    assert set(report["spent_s"]) == {other.name, third.name}
+    assert page.count("commit 0123456789, at most 3 turns, torch 1.13") == 1
+
+    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: True))  # gets nowhere: nothing is lost
+    same = json.loads(lm_tables.main([*add, "--only", f"{case.name}*"]).read_text())
+    assert [(r["case"], r["method"], r["status"]) for r in same["results"]] == [
+        (r["case"], r["method"], r["status"]) for r in earlier["results"]
+    ]
+    with pytest.raises(SystemExit, match="whole blocks"):
+        lm_tables.main([*add, "--methods", "tilewise"])
+
+
+def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
+    kept = {"case": "c", "method": "m", "status": "ok", "origin": {"commit": "old"}}
+    report = {"device": "abacus", "commit": "new", "results": [kept, {"case": "d", "method": "m", "status": "ok"}]}
+    (tmp_path / "x.json").write_text(json.dumps(report))
+    rows = lm_tables.rows_of_file(tmp_path / "x.json", "abacus")
+    assert [row["origin"]["commit"] for row in rows] == ["old", "new"]
+    assert lm_tables.rows_of_file(None, "abacus") == []
+    with pytest.raises(SystemExit, match="measured on abacus, this is slide rule"):
+        lm_tables.rows_of_file(tmp_path / "x.json", "slide rule")
+
+
+@pytest.mark.group
+def test_shapes_are_compiled_in_processes_of_their_own():
+    shapes = [lm_cases.replace(TINY, hidden=hidden, methods=("tilewise", "CCE")) for hidden in (8, 16, 16)]
+    assert lm_tables.compile_ahead(shapes, 2, [], seconds=120) == 2  # the same shape once; an absent peer is no failure
+    assert lm_tables.compile_ahead(shapes, 2, [], seconds=0.0) == 0
+
+
 def test_full_sizes_are_refused_without_a_gpu(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
