@@ -145,7 +145,7 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
             raise RangeError(f"{name} must be finite, got {value.item()}. Did a step with a large gradient spoil it?")
         if positive and can_read(value) and not value.item() > 0:
             raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
-        return value.reshape(())
+        return value if value.dim() == 0 else value.reshape(())  # a view is a step of the graph
     check_number(name, value, positive=positive)
     stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.full((), value, dtype=stat, device=like.device)

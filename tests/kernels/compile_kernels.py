@@ -10,13 +10,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import backward, carried, forward, positive, tokens
+from tilewise.kernels.triton_impl import backward, carried, forward, positive, small_step, tokens
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
 POINTERS |= {"place_part": "*i32", "row_top_col": "*i64"}
-NUMBERS = {"softcap": "fp32"} | dict.fromkeys(
-    ("peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride", "parts"), "i32"
+NUMBERS = {"softcap": "fp32", "share": "fp32"} | dict.fromkeys(
+    ("a_size", "b_size", "peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride", "parts"), "i32"
 )
 OPTIONAL = {
     *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
@@ -135,6 +135,14 @@ def main() -> None:
                 programs = 1 if sizes is None else sizes.programs
                 line = {"card": card, "capability": capability, "loss": loss, "kernel": kernel.__name__}
                 print(json.dumps(line | {"shared": result.metadata.shared, "programs": programs}), flush=True)
+    for card, (capability, _, _, _) in CARDS.items():
+        for kernel, block in (
+            (small_step.loss_kernel, small_step.SUM_BLOCK),
+            (small_step.times_kernel, small_step.TIMES_BLOCK),
+        ):
+            result = compiled(kernel, {"BLOCK": block}, {"col_lse"}, "fp32", None, capability)
+            line = {"card": card, "capability": capability, "kernel": kernel.__name__, "programs": 1}
+            print(json.dumps(line | {"shared": result.metadata.shared}), flush=True)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ def test_memory_is_given_back_after_its_last_use(tapes):
     kept = {where.slot for where in backward.outputs if where is not None}
     for index, slot in enumerate(backward.slots[backward.inputs :], start=backward.inputs):
         if slot.last >= 0 and slot.pool_at < 0:
-            assert any(index in made for made in backward.made_at)
-            assert any(index in done for done in backward.done_at) == (index not in kept)
+            assert any(index == other for made, _, _ in backward.turns for other, _ in made)
+            assert any(index in done for _, _, done in backward.turns) == (index not in kept)
 
 
 def test_what_is_multiplied_is_a_tensor_of_its_own(tapes):

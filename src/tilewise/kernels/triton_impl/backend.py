@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl import small_step
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import Backward
 from tilewise.kernels.triton_impl.launch import Call
@@ -115,6 +116,23 @@ class TritonBackend:
             what = "backward", needs, out_dtype, *how(pair, spec, options)
             a, b, scale, bias = taped(kind_of(what, inputs), inputs, run, pair.a.device)
             return Grads(a=a, b=b, scale=scale, bias=bias)
+
+    @staticmethod
+    def loss_and_gradients(
+        a: Tensor, b: Tensor, scale: Tensor, share: float, needs: Needs, spec: PairSpec, options: TileOptions
+    ) -> tuple[Tensor, Grads]:
+        """A small symmetric loss with its gradients in float32: see `small_step`. Called without a graph."""
+        with on_device(a):
+            number = scale if scale.dtype == torch.float32 else scale.float()
+            return small_step.loss_and_gradients(a, b, number, share, needs, spec, options)
+
+    @staticmethod
+    def times(
+        held: Grads, upstream: Tensor, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    ) -> tuple[Tensor | None, ...]:
+        """Those gradients times what comes in, each rounded to its type."""
+        with on_device(upstream):
+            return small_step.times(held, upstream, dtypes)
 
 
 def forward_of(call: Call) -> Forward:

@@ -28,6 +28,7 @@ class Backward:
         needs: Needs,
         grad_dtype: torch.dtype,
         carried: Carried | None = None,
+        factors: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
         self.pair, self.spec, self.sizes = call.pair, call.spec, call.gradient_sizes
@@ -40,9 +41,12 @@ class Backward:
         self.carried = carried if rows_only and self.row_step >= self.n else None
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
-            size = incoming_size(grad).to(scale)
-            self.inside = 1.0 / size
-            self.outside: Tensor | None = scale * size
+            inside, outside = factors
+            if inside is None or outside is None:
+                size = incoming_size(grad).to(scale)
+                inside, outside = 1.0 / size, scale * size
+            self.inside = inside
+            self.outside: Tensor | None = outside
         else:
             self.inside, self.outside = scale, None
         row_in = vector(grad.row_softplus if self.spec.softplus else grad.row_lse)

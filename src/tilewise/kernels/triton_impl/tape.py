@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.triton_impl.quick_launch import QuickLaunch, nobody_watches
 
-POOLED = 2**20  # bytes; scratch up to this size shares one block
+POOLED = 2**22  # bytes; scratch up to this size shares one block
 ALIGNED = 256
 MOST_TAPES = 256
 MOST_STEPS = 20_000  # of all tapes together; a step takes about 3 kB
@@ -111,6 +111,7 @@ class Product:
     left: Where
     right: Where
     first: bool
+    quick: None = None
 
 
 @dataclass
@@ -123,8 +124,7 @@ class Tape:
     outputs: list[Where | None] = field(default_factory=list)
     inputs: int = 0
     whole: bool = True  # nothing was met that has no slot
-    made_at: list[list[int]] = field(default_factory=list)  # slots by first step
-    done_at: list[list[int]] = field(default_factory=list)  # slots by last step
+    turns: list[tuple[list[tuple[int, Slot]], Launch | Product, list[int]]] = field(default_factory=list)
     pooled: list[tuple[int, Slot]] = field(default_factory=list)
     pool_bytes: int = 0
 
@@ -220,7 +220,8 @@ class Tape:
         for slot in self.slots:
             slot.memory = None
         kept = {where.slot for where in self.outputs if where is not None}
-        self.made_at, self.done_at = [[] for _ in range(steps)], [[] for _ in range(steps)]
+        made_at: list[list[tuple[int, Slot]]] = [[] for _ in range(steps)]  # what is allocated before a step
+        done_at: list[list[int]] = [[] for _ in range(steps)]  # and what is given back after it
         for index, slot in enumerate(self.slots[self.inputs :], start=self.inputs):
             if slot.last < 0:
                 continue  # allocated and never used
@@ -232,8 +233,9 @@ class Tape:
                 self.pool_bytes += -(-slot.bytes // ALIGNED) * ALIGNED
                 continue
             else:
-                self.done_at[slot.last].append(index)
-            self.made_at[min(slot.first, steps - 1)].append(index)
+                done_at[slot.last].append(index)
+            made_at[min(slot.first, steps - 1)].append((index, slot))
+        self.turns = list(zip(made_at, self.steps, done_at, strict=True))
         return self
 
     # -- replaying ------------------------------------------------------------------------------------------------
@@ -243,22 +245,22 @@ class Tape:
         device, cuda = self.device, self.device.type == "cuda"
         tensors: list[Tensor | None] = [*inputs, *([None] * (len(self.slots) - self.inputs))]
         at = [0 if tensor is None else tensor.data_ptr() for tensor in inputs] + [0] * (len(self.slots) - self.inputs)
-        pool = torch.empty(self.pool_bytes, dtype=torch.uint8, device=device)
-        base = pool.data_ptr()
-        for index, slot in self.pooled:
-            at[index] = base + slot.pool_at
-            if not cuda:
-                part = pool[slot.pool_at : slot.pool_at + slot.bytes]
-                tensors[index] = part.view(slot.dtype).view(slot.shape)
+        if self.pooled:
+            pool = torch.empty(self.pool_bytes, dtype=torch.uint8, device=device)
+            base = pool.data_ptr()
+            for index, slot in self.pooled:
+                at[index] = base + slot.pool_at
+                if not cuda:
+                    part = pool[slot.pool_at : slot.pool_at + slot.bytes]
+                    tensors[index] = part.view(slot.dtype).view(slot.shape)
         stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
         how, quiet = ({"stream": stream} if cuda else {}), nobody_watches()
-        for step, made, done in zip(self.steps, self.made_at, self.done_at, strict=True):
-            for index in made:
-                slot = self.slots[index]
+        for made, step, done in self.turns:
+            for index, slot in made:
                 make = torch.zeros if slot.zero else torch.empty
                 tensor = tensors[index] = make(slot.shape, dtype=slot.dtype, device=device)
                 at[index] = tensor.data_ptr()
-            if isinstance(step, Launch) and step.quick is not None and quiet:
+            if quiet and step.quick is not None:
                 step.quick(stream, [at[slot] + offset for slot, offset in step.sources])
             elif isinstance(step, Launch):
                 args = step.args.copy()
