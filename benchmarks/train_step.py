@@ -6,9 +6,9 @@ First each loss by itself, beside the model and the batch that a step would hold
 memory. Then whole steps through the gradient cache while the time lasts: every loss at the smallest batch, there and
 back again so that a drift of the card cancels; every loss at the next; ours at the large ones; the baselines there.
 A step that did not fit the time is estimated from its parts and says so. The file is written after every step.
-With --add-to FILE every step is taken once, and rows of other batches are kept as that file has them:
+With --turns k every step is taken k times, there and back again; with --add-to FILE other rows stay as it has them:
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --batches 65536,131072 --add-to benchmarks/results/train-step-X.json
+    PYTHONPATH=src python3 -m benchmarks.train_step --batches 65536 --turns 2 --add-to train-step-X.json
 
 Batches are random. On the device they are whole tensors, made before the clock starts; with offload a row of the
 batch is a row of a smaller pool in host memory, copied for every chunk as a row of a whole batch would be.
@@ -273,24 +273,25 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
                 found |= {"step_s": bench.expected_s(batch, found), "step_measured": False}
             data = 0 if "offload" in method else batch * pair_bytes
             results[batch, method] = {"batch": batch, "method": method, "data_bytes": data, **found}
-    earlier = rows_of_others(args.add_to, args.batches)
+    earlier = other_rows(args.add_to, set(results))
     report["results"] = [*earlier, *results.values()]
     save(report)
-    turns = schedule(args.batches, methods) if args.add_to is None else [(b, m) for b in args.batches for m in methods]
-    for batch, method in turns:
+    for batch, method in (
+        schedule(args.batches, methods) if not args.turns else rounds(args.batches, methods, args.turns)
+    ):
         take_step(bench, results, batch, method)
         report["step_ratios"] = step_ratios(report["results"])
         save(report)
     return report
 
 
-def rows_of_others(path: Path | None, batches: Sequence[int]) -> list[Row]:
-    """What an earlier file says of other batches, each row with the commit and the time that it was measured at."""
+def other_rows(path: Path | None, measured: set[tuple[int, str]]) -> list[Row]:
+    """An earlier file's rows of what is not measured here, each with its commit and its date."""
     if path is None:
         return []
     report = json.loads(path.read_text(encoding="utf-8"))
     origin = {name: report[name] for name in ("commit", "date", "command") if name in report}
-    return [{**origin, **row} for row in report["results"] if row["batch"] not in batches]
+    return [{**origin, **row} for row in report["results"] if (row["batch"], row["method"]) not in measured]
 
 
 def repeatable(module: str, argv: Sequence[str]) -> str:
@@ -332,6 +333,16 @@ def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, 
     return turns
 
 
+def rounds(batches: Sequence[int], methods: Sequence[str], turns: int) -> list[tuple[int, str]]:
+    """Every step so many times, there and back again.
+
+    >>> rounds([8], ["dense", "tilewise"], 3)
+    [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (8, 'dense'), (8, 'tilewise')]
+    """
+    orders = [methods if turn % 2 == 0 else methods[::-1] for turn in range(turns)]
+    return [(batch, method) for batch in batches for order in orders for method in order]
+
+
 def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, method: str) -> None:
     """Measure one step, if there is time for it; several of a method are averaged."""
     found = results[batch, method]
@@ -363,10 +374,12 @@ def estimate(bench: Bench, row: Row, backbone_bytes: int | None) -> Row:
 
 
 def step_ratios(results: Sequence[Row]) -> dict[str, float]:
-    """Our step divided by the fastest baseline's, for every batch where both were measured whole."""
+    """Our step divided by the fastest baseline's, for every batch where both were measured whole, in one run."""
     ratios = {}
     for batch in sorted({row["batch"] for row in results}):
-        whole = {row["method"]: row["step_s"] for row in results if row["batch"] == batch and row.get("step_measured")}
+        rows = [row for row in results if row["batch"] == batch and row.get("step_measured")]
+        run = next((row.get("date") for row in rows if row["method"] == "tilewise"), None)
+        whole = {row["method"]: row["step_s"] for row in rows if row.get("date") == run}
         baselines = [whole[name] for name in BASELINES if name in whole]
         if "tilewise" in whole and baselines:
             ratios[str(batch)] = whole["tilewise"] / min(baselines)
@@ -382,7 +395,7 @@ def markdown(report: Row) -> str:
         "| batch | loss | step s | whole steps | loss s | M_data GiB | M_loss GiB | M_peak GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in report["results"]:
+    for row in sorted(report["results"], key=lambda row: (row["batch"], METHODS.index(row["method"]))):
         gib = [
             f"{row[k] / 2**30:.2f}" if row.get(k) is not None else "-"
             for k in ("data_bytes", "loss_bytes", "peak_bytes")
@@ -412,7 +425,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=("activations", "layers"), help="compile these, if it works and is faster")
     parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--add-to", type=Path, help="take every step once, and keep this file's rows of other batches")
+    parser.add_argument("--turns", type=int, default=0, help="how often every step is taken; 0: as the time allows")
+    parser.add_argument("--add-to", type=Path, help="keep this file's rows of what is not measured now")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))

@@ -31,27 +31,23 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
 
 
 def test_steps_are_added_to_an_earlier_file(tmp_path):
-    """Rows of other batches stay as they were, with the commit that they were measured at; ours come once each."""
-    first = train_step.main([*TINY, "--batches", "16", "--max-seconds", "9999", "--out", str(tmp_path / "a.json")])
+    """Other rows stay as they were, with the commit that they were measured at; ratios are those within one run."""
+    common = [*TINY, "--max-seconds", "9999", "--turns"]
+    first = train_step.main([*common, "1", "--batches", "16,24", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())
-    again = [
-        *TINY,
-        "--batches",
-        "24",
-        "--max-seconds",
-        "9999",
-        "--add-to",
-        str(first),
-        "--out",
-        str(tmp_path / "b.json"),
-    ]
-    report = json.loads(train_step.main(again).read_text())
-    old, new = ([row for row in report["results"] if row["batch"] == batch] for batch in (16, 24))
-    assert [row["steps_s"] for row in old] == [row["steps_s"] for row in earlier["results"]]
-    assert {row["command"] for row in old} == {earlier["command"]}
-    assert [len(row["steps_s"]) for row in new] == [1] * len(new)
-    assert len(new) == len(old)
-    assert set(report["step_ratios"]) == {"16", "24"}
+    again = [*common, "2", "--batches", "24", "--methods", "dense,tilewise", "--add-to", str(first)]
+    report = json.loads(train_step.main([*again, "--out", str(tmp_path / "b.json")]).read_text())
+    rows = {(row["batch"], row["method"]): row for row in report["results"]}
+    assert len(rows) == len(report["results"]) == 8
+    for row in earlier["results"]:
+        name = row["batch"], row["method"]
+        kept = row["batch"] == 16 or row["method"] not in ("dense", "tilewise")
+        assert (rows[name]["steps_s"] == row["steps_s"]) == kept
+        assert rows[name].get("command") == (earlier["command"] if kept else None)
+        assert len(rows[name]["steps_s"]) == (1 if kept else 2)
+    wanted = rows[24, "tilewise"]["step_s"] / rows[24, "dense"]["step_s"]
+    assert report["step_ratios"]["24"] == pytest.approx(wanted)
+    assert report["step_ratios"]["16"] == earlier["step_ratios"]["16"]
 
 
 def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):
