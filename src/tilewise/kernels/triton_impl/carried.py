@@ -1,4 +1,4 @@
-"""Exponentials that forward carries over to backward, in the memory that the gradient of the columns will take.
+"""Exponentials that forward carries over to backward, in memory that backward will need anyway.
 
 An exact loss that stores no scores computes them twice: four products against the three of a loss that stores all of
 them. But between the passes the memory of dB (m x d) lies idle. Forward fills it with
@@ -9,15 +9,19 @@ and backward makes G of them without a product: G_ij = e_ij g_i exp(t - lse_i), 
 itself. The carried columns come first and lie at the end of the memory, so that dB is written in front of what is still
 to be read:
 
-    dB     | 0 | 1 | 2 | 3 |                                       columns of chunk k, W rows of d numbers
-    e      |            | chunk 0 | chunk 1 | chunk 2 | chunk 3 |  n x W numbers each
+    dB     | 0 | 1 | 2 | 3 |                                       columns of chunk k, W_k <= W rows of d numbers
+    e      |            | chunk 0 | chunk 1 | chunk 2 | chunk 3 |  n x W_k numbers each
 
-    (k + 1) W d + (K - k) n W <= m d   for every k < K,   so K <= (m - W) d / (W max(n, d))
+    (W_0 + .. + W_k) d + (W_k + .. + W_K) n <= m d   for every k <= K,   so sum W_k <= (m - W) d / max(n, d)
+
+The columns after these wait in the memory in which backward will keep G of one macro-tile after another: they are the
+first that it holds.
 
 If the shift was no good guess for some row (`doubt`: forward had to repair a sum, or the row's log-sum-exp lies so far
 below t that what matters of its exponentials underflows), the exponentials are left alone and these chunks are computed
 like all others; the host does not hear of it. The peak of one loss is that of backward, as
-before, only taken earlier; several losses that wait for one backward each hold their own.
+before, only taken earlier: the gradient of the columns and G are held from forward on. Several losses that wait for one
+backward each hold their own.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ NARROWEST = (
 MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than is saved
 COLS = 8192  # of a chunk
+FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
 ALIGNED = 8  # numbers of a half type in 16 bytes
 FARTHEST = 100.0  # log2 of exp(t - lse): probabilities down to 2**-26 are then normal numbers, and the factor is finite
 BLOCK_ROWS, BLOCK_COLS = 4, 2048
@@ -50,12 +55,14 @@ BLOCK_ROWS, BLOCK_COLS = 4, 2048
 
 @dataclass
 class Carried:
-    """The exponentials of some columns, in what will be the gradient of all of them."""
+    """The exponentials of some columns, in what will be the gradient of all of them and in what will be G."""
 
     memory: Tensor  # (m, d)
     rows: int
-    cols: int  # of a chunk
-    chunks: int
+    cols: int  # of a chunk, at most
+    inside: int  # columns whose exponentials lie in the memory
+    buffer: Tensor | None = None  # what will be G, flat
+    behind: int = 0  # columns whose exponentials lie there, next to the others
     peaks: Tensor | None = None  # from which the shift is guessed
     doubt: Tensor | None = None
 
@@ -69,18 +76,44 @@ class Carried:
             return None
         if pair.row_skip is not None or pair.row_zero is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        chunks = (m - COLS) * d // (COLS * max(n, d))
-        if chunks < 1:
+        inside = (m - COLS) * d // max(n, d) // FULL_TILES * FULL_TILES
+        if inside < COLS:
             return None
-        return Carried(pair.b.new_empty((m, d)), n, COLS, chunks)
+        return Carried(pair.b.new_empty((m, d)), n, COLS, inside)
+
+    @property
+    def end(self) -> int:
+        """The first column that is not carried."""
+        return self.inside + self.behind
+
+    def hold_g(self, cols: int) -> None:
+        """Take the memory in which backward will keep G of that many columns at a time, and carry as many more in it."""
+        self.behind = min(cols, self.memory.shape[0] - self.inside)
+        if self.behind > 0:
+            self.buffer = self.memory.new_empty(self.rows * aligned(self.behind))
+
+    def columns(self) -> list[slice]:
+        """The columns of each chunk."""
+        first, last = pieces(self.inside, self.cols), pieces(self.behind, self.cols)
+        return first + [slice(self.inside + j.start, self.inside + j.stop) for j in last]
 
     def chunk(self, j: slice) -> Tensor | None:
-        """Where the exponentials of the columns j are: (n, W); None for columns that are not carried."""
-        k, size = j.start // self.cols, self.rows * self.cols
-        if k >= self.chunks:
+        """Where the exponentials of the columns j, one of `columns`, are: (n, W); None for columns not carried."""
+        n, width = self.rows, j.stop - j.start
+        if j.start >= self.end:
             return None
-        end = self.memory.numel() - (self.chunks - k - 1) * size
-        return self.memory.view(-1)[end - size : end].view(self.rows, self.cols)
+        if j.start < self.inside:
+            end = self.memory.numel() - n * (self.inside - j.stop)
+            return self.memory.view(-1)[end - n * width : end].view(n, width)
+        assert self.buffer is not None
+        start, stride = n * (j.start - self.inside), aligned(width)
+        return self.buffer[start : start + n * stride].view(n, stride)[:, :width]
+
+    def g(self, rows: int, cols: int) -> Tensor | None:
+        """The memory of G, when no exponentials are left in it: (rows, cols); None if there is not as much."""
+        if self.buffer is None or self.buffer.numel() < rows * cols:
+            return None
+        return self.buffer[: rows * cols].view(rows, cols)
 
     def settle(self, peaks: Tensor, doubt: Tensor, row_lse: Tensor) -> None:
         """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column."""
@@ -95,6 +128,7 @@ class Carried:
         assert self.peaks is not None
         values: dict[str, Any] = {
             "g": g,
+            "g_stride": g.stride(0),
             "row_lse": call.by_row["row_lse"],
             "grad_row": call.by_row["grad_row"],
             "factor": factor,
@@ -105,17 +139,23 @@ class Carried:
         call.prepare(carried_kernel, 4, 1, (g.dtype,)).put(values).put(shape).launch(programs)
 
 
+def aligned(cols: int) -> int:
+    """As many, or a few more, so that every row of a matrix starts at a 16-byte address."""
+    return cdiv(cols, ALIGNED) * ALIGNED
+
+
 def column_pieces(cols: int, step: int, carried: Carried | None) -> list[slice]:
     """The columns of each macro-tile, those first that are carried."""
     if carried is None:
         return pieces(cols, step)
-    first = [slice(k * carried.cols, (k + 1) * carried.cols) for k in range(carried.chunks)]
-    start = first[-1].stop
-    return first + [slice(start + j.start, start + j.stop) for j in pieces(cols - start, step)]
+    start = carried.end
+    return carried.columns() + [slice(start + j.start, start + j.stop) for j in pieces(cols - start, step)]
 
 
-@triton.jit(do_not_specialize=["peak_count", "n", "m"])
-def carried_kernel(g, row_lse, grad_row, factor, peaks, peak_count, doubt, n, m, R: tl.constexpr, C: tl.constexpr):
+@triton.jit(do_not_specialize=["peak_count", "n", "m", "g_stride"])
+def carried_kernel(
+    g, g_stride, row_lse, grad_row, factor, peaks, peak_count, doubt, n, m, R: tl.constexpr, C: tl.constexpr
+):
     """G_ij = e_ij g_i exp(t - lse_i), in place."""
     if tl.load(doubt) < 1.0:
         col_blocks = tl.cdiv(m, C)
@@ -126,7 +166,7 @@ def carried_kernel(g, row_lse, grad_row, factor, peaks, peak_count, doubt, n, m,
         level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
         share = tl.load(grad_row + rows, mask=ok, other=0.0) * outer_factor(factor)
         share = share * tl.exp2((guess_top(peaks, peak_count) + BELOW_PEAK) - level)
-        at = g + rows.to(tl.int64)[:, None] * m + cols[None, :]
+        at = g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
         inside = ok[:, None] & (cols < m)[None, :]
         e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, (e * share[:, None]).to(g.dtype.element_ty), mask=inside)

@@ -7,14 +7,40 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.spec import Grads, GradStats, Needs, Stats, incoming_size
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
 from tilewise.kernels.triton_impl.carried import Carried, column_pieces
 from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.sizes import Sizes
+from tilewise.options import TileOptions
 
 FINISH_ROWS = 16
 ONE_MACRO = 16384  # rows or columns
 SPAN_BLOCK = 1024
+
+
+def macro_tile(pair: Pair, spec: PairSpec, sizes: Sizes, options: TileOptions) -> tuple[int, int]:
+    """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
+    budget, item = options.workspace_bytes, pair.a.element_size()
+    n, m, d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
+    tile, entries = max(sizes.rows, sizes.cols), budget * 3 // 4 // item  # of G
+    block = max(tile, budget // 4 // (4 * d) // tile * tile)  # rows whose float32 gradients fit
+    rows = max(tile, min(8192, block, entries // tile) // tile * tile)
+    if spec.symmetric:
+        while rows > tile and rows * rows > entries:
+            rows = cdiv(rows // 2, tile) * tile
+        return rows, rows
+    all_rows, all_cols = cdiv(n, tile) * tile, cdiv(m, tile) * tile
+    rows = min(rows, all_rows)
+    # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
+    if n <= ONE_MACRO and all_rows * tile <= entries:
+        rows = all_rows
+    elif m <= ONE_MACRO and all_cols * tile <= entries:
+        rows = entries // all_cols // tile * tile
+        return min(rows, block) if pair.a.dtype == torch.float16 else rows, all_cols
+    # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
+    most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
+    return rows, min(all_cols, max(tile, most), 65536)
 
 
 class Backward:
@@ -78,26 +104,7 @@ class Backward:
         call.col_cuts.clear()
 
     def _macro(self) -> tuple[int, int]:
-        """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
-        budget, item = self.call.options.workspace_bytes, self.pair.a.element_size()
-        tile, entries = max(self.sizes.rows, self.sizes.cols), budget * 3 // 4 // item  # of G
-        block = max(tile, budget // 4 // (4 * self.d) // tile * tile)  # rows whose float32 gradients fit
-        rows = max(tile, min(8192, block, entries // tile) // tile * tile)
-        if self.spec.symmetric:
-            while rows > tile and rows * rows > entries:
-                rows = cdiv(rows // 2, tile) * tile
-            return rows, rows
-        all_rows, all_cols = cdiv(self.n, tile) * tile, cdiv(self.m, tile) * tile
-        rows = min(rows, all_rows)
-        # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
-        if self.n <= ONE_MACRO and all_rows * tile <= entries:
-            rows = all_rows
-        elif self.m <= ONE_MACRO and all_cols * tile <= entries:
-            rows = entries // all_cols // tile * tile
-            return min(rows, block) if self.pair.a.dtype == torch.float16 else rows, all_cols
-        # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
-        most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
-        return rows, min(all_cols, max(tile, most), 65536)
+        return macro_tile(self.pair, self.spec, self.sizes, self.call.options)
 
     def _span(self) -> Tensor | None:
         """How far apart the log-sum-exps are, when both directions share an exponential."""
@@ -115,8 +122,11 @@ class Backward:
         call, pair, sym = self.call, self.pair, self.spec.symmetric
         row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.carried)
         item = pair.a.element_size()
-        width = cdiv(min(self.m, self.col_step) * item, 16) * 16 // item
-        g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
+        others = self.m if self.carried is None else self.m - self.carried.end
+        width = cdiv(min(others, self.col_step) * item, 16) * 16 // item
+        g_all = None if self.carried is None else self.carried.g(self.n, width)
+        if g_all is None:
+            g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
         dot_a, dot_b = self.needs.scale and self.need_a, self.needs.scale and not self.need_a
         grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1, dot=dot_a) if self.need_a else None
         out_b = None if self.carried is None else self.carried.memory
@@ -147,6 +157,8 @@ class Backward:
                 grad_a.finish(i, call.a)
         del g_all, g, g_t, desc
         views.clear()
+        if self.carried is not None:
+            self.carried.buffer = None
         call.prepared.clear()  # their arguments hold G too
         if grad_a is not None and sym:
             grad_a.finish(slice(0, self.n), call.a)
@@ -178,7 +190,7 @@ class Backward:
         part = None if bias is None else bias.part(i, j)
         shared = {"factor": self.inside, "TERMS": self.bits}
         span = self.span
-        if self.carried is not None and self.carried.chunk(j) is not None:
+        if self.carried is not None and j.start < self.carried.end:
             self.carried.to_gradient(call, g, self.inside)
             span = self.carried.doubt  # a span that only the doubtful exceed
         for wide in (False, True) if self.span is not None else (True,):

@@ -12,6 +12,7 @@ from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
 from tilewise.kernels.triton_impl.carried import Carried, column_pieces
+from tilewise.kernels.triton_impl.gradients import macro_tile
 from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces
 
 MERGE_BLOCK = 64  # rows of one program; divides every tile
@@ -21,13 +22,22 @@ MERGE_PARTS = 16  # parts that it reads at once
 class Forward:
     """The statistics of all macro-tiles, merged."""
 
+    carried: Carried | None = None
+
     def __init__(self, call: Call, carried: Carried | None = None) -> None:
         self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         spec = self.spec
+        self.carried = carried
         self.row_step, self.col_step = self._macro()
-        # Carried columns come in macro-tiles of their own; a workspace too small for the parts of one carries nothing.
-        self.carried = None if carried is None or carried.cols > self.col_step else carried
+        if carried is not None:
+            rows, cols = macro_tile(call.pair, spec, call.gradient_sizes, call.options)
+            # Carried columns come in macro-tiles of their own, and backward takes them with all rows at once. A workspace
+            # too small for that carries nothing.
+            if carried.cols > self.col_step or rows < self.n:
+                self.carried = None
+            else:
+                carried.hold_g(cols)
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
         many = spec.positive == "many"
@@ -47,7 +57,7 @@ class Forward:
         self.merges: dict[Any, Prepared] = {}
 
     def _macro(self) -> tuple[int, int]:
-        """Rows and columns of a macro-tile whose parts take at most half the workspace."""
+        """Rows and columns of a macro-tile whose parts take at most half the workspace, a quarter beside carried columns."""
         spec, sizes = self.spec, self.sizes
         both = spec.col_lse or spec.symmetric
         rows, cols = min(self.n, 65536), min(self.m, 65536 if both else 2**20)
@@ -58,7 +68,8 @@ class Forward:
         def bytes_of(rows: int, cols: int) -> float:
             return 4 * rows * cols * (tall / sizes.cols + both * (1 + (spec.positive == "many")) / sizes.rows)
 
-        while bytes_of(rows, cols) > self.call.options.workspace_bytes / 2 and max(rows, cols) > 256:
+        most = self.call.options.workspace_bytes / (2 if self.carried is None else 4)
+        while bytes_of(rows, cols) > most and max(rows, cols) > 256:
             if spec.symmetric:
                 rows = cols = rows // 2
             else:
