@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compare import assert_close, relative_error
+from tests.compare import assert_close, assert_no_worse, relative_error
 from tests.kernels.quick_interpreter import make_quick
 from tests.losses.loss_cases import converted, problem, solve
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 import tilewise as tw
+from tilewise.errors import GradientError
 from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl import direct, gradients, sizes
@@ -87,6 +89,116 @@ def test_float16_softmax_is_left_to_two_passes():
         assert_close(grads[leaf], want[leaf], 1e-3, leaf)
 
 
+@pytest.fixture
+def waiting(monkeypatch):
+    """Exponentials wait, however small a call is; how many were made, and how many gradients of them."""
+    counts = {"exponentials": 0, "gradients": 0, "direct": 0}
+
+    def counted(name, real):
+        def call(*arguments):
+            counts[name] += 1
+            return real(*arguments)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(kernels, name, counted(name, getattr(kernels, name)))
+    monkeypatch.setattr(kernels, "waits", lambda pair, needs, spec, options: needs.b and spec.row_lse)
+    return counts
+
+
+WAITING = ["info_nce_ids_one_way", "cross_entropy_bias", "cross_entropy_weighted", "cross_entropy_softcap"]
+
+
+@pytest.mark.parametrize("k", [1.0, 3.0, -1e-12])
+@pytest.mark.parametrize("name", [*WAITING, "cross_entropy_z_loss"])
+def test_exponentials_that_wait(name, k, waiting):
+    """Every gradient is made in backward, with what comes in; ignored rows are left out of both passes."""
+    made = problem(name, torch.float32)
+    loss, grads = solve(lambda p: k * made.ours(p, options=EARLY), made.leaves)
+    want, want_grads = solve(lambda p: k * made.dense(p), converted(made.leaves, torch.float64))
+    assert waiting == {"exponentials": 1, "gradients": 1, "direct": 0}
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 2e-6, leaf)
+
+
+def test_exponentials_are_given_away(waiting):
+    made = problem("cross_entropy_bias", torch.float32)
+    leaves = list(made.leaves.values())
+    loss = 3.0 * made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    node = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert node.held is not None
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert node.held is None
+    second = torch.autograd.grad(loss, leaves)
+    assert waiting == {"exponentials": 2, "gradients": 2, "direct": 0}
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_a_frozen_classifier_keeps_no_exponentials(waiting):
+    made = problem("cross_entropy_bias", torch.float32)
+    _, want = solve(made.ours, made.leaves, options=LATE)
+    frozen = {leaf: value.detach().requires_grad_(leaf != "classifier") for leaf, value in made.leaves.items()}
+    _, grads = solve(made.ours, frozen, options=EARLY)
+    assert waiting == {"exponentials": 0, "gradients": 0, "direct": 1}
+    assert_close(grads["hidden"], want["hidden"], 2e-6)
+
+
+def test_a_second_derivative_of_what_waited_is_refused(waiting):
+    made = problem("cross_entropy", torch.float32, n=8, d=4)
+    loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    grads = torch.autograd.grad(loss, list(made.leaves.values()), create_graph=True)
+    with pytest.raises(GradientError, match="first derivatives only"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+@pytest.mark.parametrize("name", ["info_nce", "cross_entropy_bias"])
+def test_exponentials_wait_in_a_compiled_graph(name, waiting):
+    """The operator announces memory for all rows, also where fewer count."""
+    torch._dynamo.reset()
+    made = problem(name, torch.float32)
+
+    def whole(p):
+        return torch.compile(lambda: 3.0 * made.ours(p, options=EARLY), fullgraph=True, backend="aot_eager")()
+
+    loss, grads = solve(whole, made.leaves)
+    assert waiting == {"exponentials": 1, "gradients": 1, "direct": 0}
+    want, want_grads = solve(lambda p: 3.0 * made.ours(p, options=EARLY), made.leaves)
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 1e-6, leaf)
+
+
+def test_gradients_of_bfloat16_exponentials_are_rounded_once():
+    """Their error is the same whatever comes in, and by our rule no worse than that of a dense loss. E is made here:
+    the interpreter gets bfloat16 products wrong."""
+    pair, _ = softmax_pair(200, 300, 48, 3.0)
+    leaves = [pair.a.bfloat16().requires_grad_(), pair.b.bfloat16().requires_grad_()]
+    half = Pair(a=leaves[0].detach(), b=leaves[1].detach(), scale=pair.scale)
+    x = pair.scale * half.a.float() @ half.b.float().T
+    e = (x - x.gather(1, pair.row_key[:, None])).exp()
+    total = e.sum(1)
+    e.scatter_(1, pair.row_key[:, None], (1.0 - total)[:, None])
+    held = kernels.Exponentials(e=e.bfloat16(), factor=1.0 / (200 * total))
+
+    def dense(k, leaves):
+        logits = 3.0 * leaves[0] @ leaves[1].T
+        return torch.autograd.grad(k * torch.nn.functional.cross_entropy(logits.float(), pair.row_key), leaves)
+
+    errors = {}
+    for k in (1.0, 3.0, 1.0 / 3.0, 1.0 + 2.0**-9):
+        grads = kernels.gradients(held, half, torch.tensor(k), Needs(scale=True, bias=True), EARLY)
+        exact = dense(k, [leaf.detach().double().requires_grad_() for leaf in leaves])
+        for got, theirs, want in zip((grads.a, grads.b), dense(k, leaves), exact, strict=True):
+            assert got.dtype == torch.bfloat16
+            assert_no_worse(got, theirs, want)
+        errors[k] = relative_error(grads.a, exact[0]), relative_error(grads.b, exact[1])
+        assert max(errors[k][0] / errors[1.0][0], errors[k][1] / errors[1.0][1]) < 1.05  # two roundings: 1.2
+        assert_close(grads.bias, k * (held.e.double() * held.factor[:, None]).sum(0), 1e-5)
+        assert_close(grads.scale, (exact[0] * leaves[0].double()).sum() / 3.0, 5e-3)
+
+
 def softmax_pair(n, m, d, scale, seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(rows, d, generator=generator) / d**0.5 for rows in (n, m))
@@ -122,9 +234,9 @@ def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
     doubts = []
 
     class Spied(direct.Softmax):
-        def _exponentials(self, e, row_part, i):
+        def _exponentials(self, e, row_part, i, scaled):
             assert self.doubt.item() == 0
-            result = super()._exponentials(e, row_part, i)
+            result = super()._exponentials(e, row_part, i, scaled)
             doubts.append(self.call.by_row["shift"][i].clone())
             return result
 

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels import direct as kernels
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import Needs, Pair, PairSpec
 from tilewise.kernels.tiled import TorchBackend
 from tilewise.ops.direct import forms_early
 
@@ -186,9 +186,9 @@ def test_nothing_is_held_after_backward():
     made = problem("info_nce", torch.float32)
     loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
     node = loss.grad_fn
-    assert node.grads is not None
+    assert node.held is not None
     loss.backward()
-    assert node.grads is None
+    assert node.held is None
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -404,16 +404,23 @@ def test_auto_on_a_gpu():
     assert not early(8192, 128_256, 4096, workspace_mib=2000, **bf16)
 
 
-def test_a_large_classifier_keeps_its_type_until_backward():
+def test_exponentials_wait_where_a_large_classifier_would(monkeypatch):
     """As float32 its gradient would take as much memory as all scores of the call."""
-    half, wide, options = torch.bfloat16, torch.float32, tw.TileOptions(workspace_mib=2100)
-    large, small = (8192, 128_256, 4096), (16_384, 16_384, 512)
-    assert kernels.held_dtypes(large, half, "cuda", SOFTMAX, options) == (wide, half)
-    assert kernels.held_dtypes(large, half, "cuda", SOFTMAX, tw.TileOptions()) == (wide, wide)  # several blocks
-    assert kernels.held_dtypes(small, half, "cuda", SOFTMAX, options) == (wide, wide)
-    assert kernels.held_dtypes(large, half, "cuda", SIGMOID, options) == (wide, wide)
-    assert kernels.held_dtypes(large, torch.float16, "cpu", SOFTMAX, options) == (wide, wide)
-    assert kernels.held_dtypes(large, torch.float64, "cpu", SOFTMAX, options) == (torch.float64, torch.float64)
+
+    def waits(n, m, d, dtype=torch.bfloat16, spec=SOFTMAX, mib=2100, **needs):
+        a, b = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, m))
+        options = tw.TileOptions(workspace_mib=mib)
+        return kernels.waits(Pair(a=a, b=b, scale=torch.ones(())), Needs(**needs), spec, options)
+
+    assert not waits(8192, 128_256, 4096)  # the torch backend has gradients only
+    monkeypatch.setattr(kernels, "choose_backend", lambda *_: SimpleNamespace(name="triton"))
+    assert waits(8192, 128_256, 4096)
+    assert not waits(8192, 128_256, 4096, mib=256)  # several blocks, added up in float32
+    assert waits(900, 128_256, 4096, mib=256)  # a part of a batch whose gradients are accumulated
+    assert not waits(16_384, 16_384, 512)  # small
+    assert not waits(8192, 128_256, 4096, b=False)  # the rows' gradient is small
+    assert not waits(8192, 128_256, 4096, spec=SIGMOID)
+    assert not waits(8192, 128_256, 4096, dtype=torch.float32)  # waits in its own type
 
 
 def test_a_workspace_too_small_for_a_row_takes_two_passes(monkeypatch):

@@ -7,6 +7,9 @@
 Three products instead of four. For a softmax the scores of a block of rows with ALL columns are held until the sums of
 the rows are known; a sigmoid needs nothing but the score itself, and goes tile by tile.
 
+`direct` gives the gradients, which wait until it is known what they are multiplied by. Where they would take too much
+memory for that, `exponentials` gives what they are made of, and `gradients` makes them.
+
 Axes: n rows of a, m rows of b, d features; r rows of one block; i, j slices of rows and columns.
 """
 
@@ -92,19 +95,52 @@ def held_dtype(features: torch.dtype) -> torch.dtype:
     return torch.float32 if features in (torch.float16, torch.bfloat16) else features
 
 
-def held_dtypes(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: str, spec: PairSpec, options: TileOptions
-) -> tuple[torch.dtype, torch.dtype]:
-    """The same for rows and columns. A large bfloat16 classifier on a GPU, whose gradient one product makes, keeps its
-    own type: it would take as much memory again, and bfloat16 has the range (but is rounded twice)."""
-    _, m, d = shape
-    held, budget = held_dtype(dtype), options.workspace_bytes
-    at_once = dtype == torch.bfloat16 and device == "cuda" and not spec.softplus and one_block(shape, dtype, budget)
-    return held, dtype if at_once and 4 * m * d > budget // 4 else held
+def waits(pair: Pair, needs: Needs, spec: PairSpec, options: TileOptions) -> bool:
+    """Whether exponentials wait for backward instead of gradients.
+
+    The gradient of a large bfloat16 classifier would wait as float32, twice the memory that it takes in the end. Where
+    one block holds all rows, `Exponentials` take none that the call has not had already, and the products that make
+    gradients of them know what comes in: these too are rounded once.
+    """
+    n, m, d = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
+    budget = options.workspace_bytes
+    if not needs.b or spec.softplus or pair.a.dtype != torch.bfloat16 or 4 * m * d <= budget // 4:
+        return False
+    return one_block((n, m, d), pair.a.dtype, budget) and choose_backend(pair, spec, options).name == "triton"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponentials:
+    """What gradients are made of: G_ij = factor_i E_ij."""
+
+    e: Tensor  # (n or more, m or more), in the type of the features; what is more is not looked at
+    factor: Tensor  # (n or more,), in the type of the statistics
+
+
+def row_width(m: int, features: torch.dtype) -> int:
+    """Numbers from one row of E to the next, so that each starts at a 16-byte address."""
+    step = 16 // features.itemsize
+    return (m + step - 1) // step * step
+
+
+def exponentials(
+    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
+) -> tuple[Tensor, Exponentials]:
+    """The loss, a number, and what waits for `gradients`, in memory for ``rows`` rows; ask `waits` before."""
+    from tilewise.kernels.triton_impl import direct as fused
+
+    return fused.exponentials(pair, weights, spec, options, rows)
+
+
+def gradients(held: Exponentials, pair: Pair, upstream: Tensor, needs: Needs, options: TileOptions) -> Grads:
+    """The gradients of the loss times ``upstream``, those of the features in their own type."""
+    from tilewise.kernels.triton_impl import direct as fused
+
+    return fused.gradients(held, pair, upstream, needs, options)
 
 
 def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions) -> tuple[Tensor, Grads]:
-    """The loss, a number, and its gradients, those of the features in the types of `held_dtypes`."""
+    """The loss, a number, and its gradients, those of the features in `held_dtype`."""
     assert serves(spec)
     backend = choose_backend(pair, spec, options)
     shape = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]

@@ -3,18 +3,23 @@
     forward    loss, dA, dB, dscale, dbias       three products
     backward   each of them times what comes in
 
+or, where those would take too much memory until backward (`tilewise.kernels.direct.waits`),
+
+    forward    loss, E, f                        one product
+    backward   dA, dB, dscale, dbias             two, with what comes in as a part of f
+
 Nothing is computed for a side that needs no gradient, and a call that needs none at all does not come here. The first
-backward multiplies the gradients in place and gives them away; another one through the same graph computes them anew.
+backward gives away what forward held; another one through the same graph computes it anew.
 """
 
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import direct
-from tilewise.kernels.spec import Grads, Needs, PairSpec, stat_dtype
+from tilewise.kernels.spec import Grads, Needs, Pair, PairSpec, stat_dtype
 from tilewise.ops.drop_rows import KeptRows
 from tilewise.ops.pair_stats import NO_KEYS, PairKeys, _holds_numbers, _no_second, _pair, _present, without_autocast
 from tilewise.ops.plan import decode, encode
@@ -87,6 +92,76 @@ def _needs(a: Tensor, b: Tensor, scale: Tensor, bias: Tensor | None) -> list[boo
     return [a.requires_grad, b.requires_grad, scale.requires_grad, bias is not None and bias.requires_grad]
 
 
+class _Held(NamedTuple):
+    """What forward leaves to backward."""
+
+    grads: Grads | direct.Exponentials  # exponentials of the rows that count only
+    kept: KeptRows | None  # of exponentials: which rows those are
+
+
+def _wanted(needs: list[bool]) -> Needs:
+    """By name."""
+    return Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
+
+
+def _waits(inputs: tuple[Any, ...]) -> bool:
+    """Whether exponentials wait instead of gradients: of the operator's inputs, whatever rows are ignored."""
+    a, b, scale, *_, needs, plan = inputs
+    spec, options, _ = decode(plan)
+    return direct.waits(Pair(a=a, b=b, scale=scale), _wanted(needs), spec, options)
+
+
+def _loss_and_held(inputs: tuple[Any, ...], rows: int | None = None) -> tuple[Tensor, _Held]:
+    """Of the operator's inputs. Exponentials are in memory for ``rows`` rows, or for those that count."""
+    *tensors, weight, square, needs, plan = inputs
+    spec, options, _ = decode(plan)
+    pair = _pair(*tensors, None, None)
+    weights, wanted = direct.RowWeights(each=weight, square=square), _wanted(needs)
+    with without_autocast(pair.a):
+        kept = KeptRows.find(pair, spec)
+        if kept is not None:
+            pair, weights = kept.of_pair(pair), weights.rows(kept.index)
+        if pair.a.shape[0] == 0:
+            loss, grads = _nothing(pair, wanted)
+        elif _waits(inputs):
+            loss, held = direct.exponentials(pair, weights, spec, options, rows or pair.a.shape[0])
+            return loss, _Held(held, kept)
+        else:
+            loss, grads = direct.direct(pair, weights, wanted, spec, options)
+        return loss, _Held(grads if kept is None else kept.widen_grads(grads), None)
+
+
+def _nothing(pair: Pair, needs: Needs) -> tuple[Tensor, Grads]:
+    """Of no rows at all."""
+    zero, held = torch.zeros_like(pair.scale), direct.held_dtype(pair.a.dtype)
+    return zero, Grads(
+        a=torch.zeros_like(pair.a, dtype=held) if needs.a else None,
+        b=torch.zeros_like(pair.b, dtype=held) if needs.b else None,
+        scale=zero.clone() if needs.scale else None,
+        bias=pair.scale.new_zeros(pair.b.shape[0]) if needs.bias else None,
+    )
+
+
+def _grads_of_held(held: _Held, inputs: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients times what comes in, in the types of the inputs."""
+    grads, kept = held
+    if isinstance(grads, Grads):
+        return tuple(
+            None if grad is None else _times(grad, upstream, value)
+            for grad, value in zip((grads.a, grads.b, grads.scale, grads.bias), inputs, strict=False)
+        )
+    *tensors, _, _, needs, plan = inputs
+    pair = _pair(*tensors, None, None)
+    with without_autocast(pair.a):
+        pair = pair if kept is None else kept.of_pair(pair)
+        made = direct.gradients(grads, pair, upstream, _wanted(needs), decode(plan)[1])
+        made = made if kept is None else kept.widen_grads(made)
+    return tuple(
+        None if grad is None else grad.to(value.dtype)
+        for grad, value in zip((made.a, made.b, made.scale, made.bias), inputs, strict=False)
+    )
+
+
 def _compute_loss(
     a: Tensor,
     b: Tensor,
@@ -102,46 +177,11 @@ def _compute_loss(
     needs: list[bool],
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    spec, options, _ = decode(plan)
-    pair = _pair(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, None, None)
-    weights = direct.RowWeights(each=weight, square=square)
-    wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
-    with without_autocast(a):
-        kept = KeptRows.find(pair, spec)
-        if kept is not None:
-            pair, weights = kept.of_pair(pair), weights.rows(kept.index)
-        if pair.a.shape[0] == 0:
-            loss, grads = _nothing(pair.a, pair.b, pair.scale, wanted)
-        else:
-            loss, grads = direct.direct(pair, weights, wanted, spec, options)
-        if kept is not None:
-            grads = kept.widen_grads(grads)
-    # Fewer rows, or another backend than usual, may have chosen other types than those that were announced.
-    held_a, held_b = _held(a, b, plan)
-    grads = Grads(
-        a=None if grads.a is None else grads.a.to(held_a),
-        b=None if grads.b is None else grads.b.to(held_b),
-        scale=grads.scale,
-        bias=grads.bias,
-    )
-    return loss, *_present(grads.a, grads.b, grads.scale, grads.bias, like=pair.scale)
-
-
-def _held(a: Tensor, b: Tensor, plan: str) -> tuple[torch.dtype, torch.dtype]:
-    """The types in which the gradients of a and b wait for backward."""
-    spec, options, _ = decode(plan)
-    return direct.held_dtypes((a.shape[0], b.shape[0], b.shape[1]), a.dtype, a.device.type, spec, options)
-
-
-def _nothing(a: Tensor, b: Tensor, scale: Tensor, needs: Needs) -> tuple[Tensor, Grads]:
-    """Of no rows at all."""
-    zero = torch.zeros_like(scale)
-    return zero, Grads(
-        a=torch.zeros_like(a) if needs.a else None,
-        b=torch.zeros_like(b) if needs.b else None,
-        scale=zero.clone() if needs.scale else None,
-        bias=scale.new_zeros(b.shape[0]) if needs.bias else None,
-    )
+    keys = row_key, col_key, row_skip, col_skip, row_zero
+    loss, (held, _) = _loss_and_held((a, b, scale, bias, *keys, weight, square, needs, plan), rows=a.shape[0])
+    if isinstance(held, direct.Exponentials):
+        return loss, *_present(held.e, held.factor, None, None, like=a)
+    return loss, *_present(held.a, held.b, held.scale, held.bias, like=a)
 
 
 _pair_loss_op = torch.library.custom_op("tilewise::pair_loss", _compute_loss, mutates_args=())
@@ -149,14 +189,13 @@ _pair_loss_op = torch.library.custom_op("tilewise::pair_loss", _compute_loss, mu
 
 @_pair_loss_op.register_fake
 def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan):  # type: ignore[no-untyped-def]
-    stat = stat_dtype(a.dtype)
-    dtypes = *_held(a, b, plan), stat, stat
-    shapes = [value.shape if need else (0,) for need, value in zip(needs, (a, b, scale, bias), strict=True)]
-    grads = [
-        a.new_empty(shape, dtype=dtype if need else stat)
-        for need, shape, dtype in zip(needs, shapes, dtypes, strict=True)
-    ]
-    return a.new_empty((), dtype=stat), *grads
+    stat, held = stat_dtype(a.dtype), direct.held_dtype(a.dtype)
+    values = zip(needs, (a, b, scale, bias), (held, held, stat, stat), strict=True)
+    shapes = [(value.shape, dtype) if need else ((0,), stat) for need, value, dtype in values]
+    if _waits((a, b, scale, needs, plan)):
+        e = (a.shape[0], direct.row_width(b.shape[0], a.dtype)), a.dtype
+        shapes = [e, ((a.shape[0],), stat), ((0,), stat), ((0,), stat)]
+    return a.new_empty((), dtype=stat), *(a.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
 def _compute_grads(
@@ -174,25 +213,33 @@ def _compute_grads(
     needs: list[bool],
     plan: str,
     upstream: Tensor,
+    e: OptTensor,
+    factor: OptTensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    keys = row_key, col_key, row_skip, col_skip, row_zero
-    grads = _compute_loss(a, b, scale, bias, *keys, weight, square, needs, plan)[1:]
-    return tuple(_times(grad, upstream, value) for grad, value in zip(grads, (a, b, scale, bias), strict=True))  # type: ignore[return-value]
+    inputs = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan)
+    if e is None or factor is None:
+        _, held = _loss_and_held(inputs)
+    else:
+        kept = KeptRows.find(_pair(*inputs[:9], None, None), decode(plan)[0])
+        held = _Held(direct.Exponentials(e=e, factor=factor), kept)
+    return _present(*_grads_of_held(held, inputs, upstream), like=a)
 
 
 _pair_loss_grads_op = torch.library.custom_op("tilewise::pair_loss_grads", _compute_grads, mutates_args=())
 
 
 @_pair_loss_grads_op.register_fake
-def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan, upstream):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan, upstream, e, factor
+):  # fmt: skip
     empty = a.new_empty(0, dtype=stat_dtype(a.dtype))
     inputs = zip(needs, (a, b, scale, bias), strict=True)
     return tuple(value.new_empty(value.shape) if need else empty.clone() for need, value in inputs)
 
 
-def _times(grad: Tensor, upstream: Tensor, like: Tensor | None) -> Tensor:
+def _times(grad: Tensor, upstream: Tensor, like: Tensor) -> Tensor:
     """grad * upstream in the type of its input, in place where it has that type, and rounded once."""
-    if grad.numel() == 0 or like is None or (not grad.is_cuda and upstream.item() == 1.0 and grad.dtype == like.dtype):
+    if grad.numel() == 0 or (not grad.is_cuda and upstream.item() == 1.0 and grad.dtype == like.dtype):
         return grad
     if grad.dim() < 2:
         return (grad * upstream).to(like.dtype)
@@ -214,8 +261,9 @@ def _times(grad: Tensor, upstream: Tensor, like: Tensor | None) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.needs, ctx.dtypes = inputs[-2], [value.dtype if isinstance(value, Tensor) else None for value in inputs[:4]]
-    ctx.save_for_backward(*output[1:])
+    *tensors, ctx.needs, ctx.plan = inputs
+    ctx.waits, ctx.dtypes = _waits(inputs), [None if value is None else value.dtype for value in inputs[:4]]
+    ctx.save_for_backward(*((*tensors, *output[1:3]) if ctx.waits else output[1:]))
 
 
 def _pull_back(ctx: Any, upstream: Tensor | None, *second: Tensor | None) -> tuple[Any, ...]:
@@ -224,10 +272,14 @@ def _pull_back(ctx: Any, upstream: Tensor | None, *second: Tensor | None) -> tup
         _no_second(ctx)
     if upstream is None:
         return (None,) * INPUTS
-    grads = [
-        (grad.to(upstream.dtype) * upstream).to(dtype) if need else None
-        for grad, need, dtype in zip(ctx.saved_tensors, ctx.needs, ctx.dtypes, strict=True)
-    ]
+    saved = ctx.saved_tensors
+    if ctx.waits:
+        *tensors, e, factor = saved
+        saved = torch.ops.tilewise.pair_loss_grads(*tensors, ctx.needs, ctx.plan, upstream, e, factor)
+    else:
+        held = zip(saved, ctx.needs, ctx.dtypes, strict=True)
+        saved = [(grad.to(upstream.dtype) * upstream).to(dtype) if need else grad for grad, need, dtype in held]
+    grads = (grad if need else None for grad, need in zip(saved, ctx.needs, strict=True))
     return *grads, *(None,) * (INPUTS - 4)
 
 
@@ -236,11 +288,11 @@ _pair_loss_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inpu
 
 
 class _Eager(torch.autograd.Function):
-    """The same operator without the dispatcher; its gradients are held once."""
+    """The same operator without the dispatcher; what waits is held once."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        loss, *ctx.grads = _compute_loss(*inputs)
+        loss, ctx.held = _loss_and_held(inputs)
         *tensors, ctx.needs, ctx.plan = inputs
         ctx.save_for_backward(*tensors)
         return loss
@@ -248,12 +300,13 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
         (upstream,) = incoming
-        saved, grads, ctx.grads = ctx.saved_tensors, ctx.grads, None
+        inputs = *ctx.saved_tensors, ctx.needs, ctx.plan
+        held, ctx.held = ctx.held, None
         # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
-        if grads is None or torch.is_grad_enabled():
-            grads = torch.ops.tilewise.pair_loss_grads(*saved, ctx.needs, ctx.plan, upstream)
+        if held is None or torch.is_grad_enabled():
+            grads = torch.ops.tilewise.pair_loss_grads(*inputs, upstream, None, None)
         else:
-            grads = [_times(grad, upstream, value) for grad, value in zip(grads, saved[:4], strict=True)]
+            grads = _grads_of_held(held, inputs, upstream)
         wanted = (
             grad if need and asked else None
             for grad, need, asked in zip(grads, ctx.needs, ctx.needs_input_grad[:4], strict=True)

@@ -1,8 +1,8 @@
 """A scalar loss and its gradients in one pass over the scores, in the Triton backend.
 
-What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those rows
-and their partial sums (at most w together, one row of tiles at the least). Sigmoid: as backward has it. Gradients wait for backward in float32, those of the columns of a bfloat16 softmax
-in bfloat16 if one block holds all rows and twice the memory would be too much.
+What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those
+rows and their partial sums (at most w together, one row of tiles at the least). Sigmoid: as backward has it. Gradients
+wait for backward in float32, or, of a large bfloat16 classifier whose rows are one block, E does in their place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.direct import RowWeights, held_dtype, held_dtypes, one_block
+from tilewise.kernels.direct import Exponentials, RowWeights, held_dtype, one_block, row_width
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_kernels, positive
@@ -45,7 +45,27 @@ def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, option
         call = Call.of(pair, spec, options)
         if spec.softplus:
             return Sigmoid(call, weights, needs).loss_and_grads()
-        return Softmax(call, weights, needs).run()
+        return Softmax(call, weights).loss_and_grads(needs)
+
+
+def exponentials(
+    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
+) -> tuple[Tensor, Exponentials]:
+    """The loss, and what gradients are made of; see `tilewise.kernels.direct`."""
+    with on_device(pair.a), torch.no_grad():
+        return Softmax(Call.of(pair, spec, options), weights).loss_and_exponentials(rows)
+
+
+def gradients(held: Exponentials, pair: Pair, upstream: Tensor, needs: Needs, options: TileOptions) -> Grads:
+    """Two products. What comes in is a part of f_i: what it multiplies is rounded after it, and only then."""
+    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+        # Keys, bias and softcap are in E already.
+        plain = Pair(a=pair.a, b=pair.b, scale=pair.scale)
+        call = Call.of(plain, PairSpec(row_lse=True), options)
+        n, m = call.a.shape[0], call.b.shape[0]
+        products = Products(call, needs, pair.a.dtype)
+        products.add(held.e[:n, :m], held.factor[:n] * upstream, slice(0, n))
+        return products.grads()
 
 
 def multiply(values: Tensor, by: Tensor, out: Tensor) -> None:
@@ -84,12 +104,11 @@ class Sigmoid(Backward):
 
 
 class Softmax:
-    """Loss and gradients of a softmax loss, a block of rows after another."""
+    """The loss of a softmax and E, a block of rows after another."""
 
-    def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
-        self.call, self.needs, self.pair, self.sizes = call, needs, call.pair, call.gradient_sizes
+    def __init__(self, call: Call, weights: RowWeights) -> None:
+        self.call, self.pair, self.sizes = call, call.pair, call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
-        self.need_a = needs.a or needs.scale
         self.row_step = self._blocks()
         self.col_tiles = cdiv(self.m, self.sizes.cols)
         self.all_cols = slice(0, self.m)
@@ -105,7 +124,6 @@ class Softmax:
         start.put(rows).put(values).put({"BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
         call.by_row |= rows
         call.row_cuts.clear()
-        self.dots: list[Tensor] = []
         self.losses: list[Tensor] = []
 
     def _blocks(self) -> int:
@@ -117,45 +135,34 @@ class Softmax:
         fits = max(tile, budget // row // tile * tile)
         return min(fits, cdiv(cdiv(self.n, cdiv(self.n, fits)), tile) * tile)
 
-    def run(self) -> tuple[Tensor, Grads]:
-        """All blocks."""
-        call, pair, needs = self.call, self.pair, self.needs
-        blocks = pieces(self.n, self.row_step)
-        item, rows = pair.a.element_size(), min(self.n, self.row_step)
-        width = cdiv(self.m * item, 16) * 16 // item
-        e_all = call.empty(rows, width, dtype=pair.a.dtype)
-        row_part = call.empty(self.col_tiles * rows)
-        held_a, held_b = held_dtypes(
-            (self.n, self.m, self.d), pair.a.dtype, pair.a.device.type, call.spec, call.options
-        )
-        grad_a = call.empty(self.n, self.d, dtype=held_a) if needs.a else None
-        total_b = call.empty(self.m, self.d, dtype=held_b) if needs.b else None
-        bias = call.empty(self.m) if needs.bias else None
-        for i in blocks:
+    def loss_and_grads(self, needs: Needs) -> tuple[Tensor, Grads]:
+        """All blocks, and the products of each before the next takes its memory."""
+        call, rows = self.call, min(self.n, self.row_step)
+        e_all, row_part = self._memory(rows), call.empty(self.col_tiles * rows)
+        products = Products(call, needs, held_dtype(self.pair.a.dtype))
+        for i in pieces(self.n, self.row_step):
             e = e_all[: i.stop - i.start, : self.m]
-            factor, scaled = self._exponentials(e, row_part, i)
-            first = i.start == 0
-            if total_b is not None:
-                assert scaled is not None
-                product(total_b, e.T, scaled, first)
+            scaled = call.empty(len(e), self.d, dtype=self.pair.a.dtype) if needs.b else None
+            products.add(e, self._exponentials(e, row_part, i, scaled), i, scaled)
             del scaled
-            if self.need_a:
-                self._row_gradients(e, factor, grad_a, i)
-            if bias is not None:
-                values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": bias, "n": len(e), "m": self.m}
-                prepared = call.prepare(direct_kernels.bias_kernel, 4, 2, (first, pair.a.dtype)).put(values)
-                prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS})
-                prepared.launch(cdiv(self.m, BIAS_COLS))
         del e_all, e, row_part
-        return _sum(self.losses), Grads(
-            a=grad_a,
-            b=total_b,
-            scale=_sum(self.dots) if needs.scale else None,
-            bias=bias,
-        )
+        return _sum(self.losses), products.grads()
 
-    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice) -> tuple[Tensor, Tensor | None]:
-        """E of the rows i; f_i for each of them; and f_i a_i, if the columns want a gradient."""
+    def loss_and_exponentials(self, rows: int) -> tuple[Tensor, Exponentials]:
+        """Of all rows, which are one block, in memory for ``rows`` of them."""
+        assert self.n <= min(rows, self.row_step)
+        e, everything = self._memory(rows), slice(0, self.n)
+        factor = self._exponentials(e[: self.n, : self.m], self.call.empty(self.col_tiles * self.n), everything)
+        if rows > self.n:
+            factor = torch.nn.functional.pad(factor, (0, rows - self.n))
+        return _sum(self.losses), Exponentials(e=e, factor=factor)
+
+    def _memory(self, rows: int) -> Tensor:
+        """For E."""
+        return self.call.empty(rows, row_width(self.m, self.pair.a.dtype), dtype=self.pair.a.dtype)
+
+    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Tensor:
+        """E of the rows i; f_i for each of them; and into ``scaled``, if it is there, scale f_i a_i."""
         call, n = self.call, i.stop - i.start
         desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
         shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt}
@@ -167,7 +174,6 @@ class Softmax:
                 again.put(call.rows(i, self.sizes)).put(shared).put({"parts": self.col_tiles})
                 again.put({"MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}).launch(cdiv(n, ROWS_BLOCK))
         factor, programs = call.empty(n), cdiv(n, ROWS_BLOCK)
-        scaled = call.empty(n, self.d, dtype=self.pair.a.dtype) if self.needs.b else None
         self.losses.append(call.empty(programs))
         a = call.rows(i, self.sizes)["a"]
         key = self.d, call.score_bits, call.positive, a.dtype, a.data_ptr() % 16
@@ -177,22 +183,66 @@ class Softmax:
         last.put({"scaled_stride": self.d, "loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
         last.put({"ahead": self.pair.row_start + i.start - self.pair.col_start, "WIDTH": WIDTH, "BLOCK": ROWS_BLOCK})
         last.launch(programs)
-        return factor, scaled
+        return factor
 
-    def _row_gradients(self, e: Tensor, factor: Tensor, grad_a: Tensor | None, i: slice) -> None:
-        """scale f_i sum_j E_ij b_j for the rows i, and their part of the scale's gradient."""
-        call, needs, rows = self.call, self.needs, i.stop - i.start
-        total = call.empty(rows, self.d, dtype=torch.float32) if grad_a is None else grad_a[i]
+
+class Products:
+    """Gradients from E, a block of rows after another. Those of the features are ``dtype``; a half type takes one block.
+
+    dA_i = scale f_i sum_j E_ij b_j,   dB_j = sum_i E_ij (scale f_i a_i),   dbias_j = sum_i f_i E_ij
+    """
+
+    def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
+        self.call, self.needs, self.dtype = call, needs, dtype
+        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
+        self.grad_a = call.empty(self.n, self.d, dtype=dtype) if needs.a else None
+        self.grad_b: Tensor | None = None
+        self.bias = call.empty(self.m) if needs.bias else None
+        self.dots: list[Tensor] = []
+
+    def add(self, e: Tensor, factor: Tensor, i: slice, scaled: Tensor | None = None) -> None:
+        """The rows i, of which E, f_i, and perhaps scale f_i a_i are known."""
+        if self.needs.a or self.needs.scale:
+            self._rows(e, factor, i)
+        if self.bias is not None:
+            self._bias(e, factor, self.bias, first=i.start == 0)
+        if self.needs.b:
+            if scaled is None:
+                a, rows = self.call.a[i], (factor * self.call.pair.scale)[:, None]
+                scaled = torch.mul(a, rows, out=self.call.empty(*a.shape, dtype=a.dtype))
+            if self.grad_b is None:
+                self.grad_b = self.call.empty(self.m, self.d, dtype=self.dtype)
+            product(self.grad_b, e.T, scaled, i.start == 0)
+
+    def grads(self) -> Grads:
+        """When all rows were added."""
+        scale = _sum(self.dots) if self.needs.scale else None
+        return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
+
+    def _rows(self, e: Tensor, factor: Tensor, i: slice) -> None:
+        """The gradients of the rows i, and their part of the scale's."""
+        call, rows, out = self.call, i.stop - i.start, None if self.grad_a is None else self.grad_a[i]
+        in_place = out is not None and out.dtype == torch.float32
+        total = out if in_place else call.empty(rows, self.d, dtype=torch.float32)
+        assert total is not None
         product(total, e, call.b, True)
         a, programs = call.a[i], cdiv(rows, ROWS_BLOCK)
-        dots = call.empty(programs) if needs.scale else None
+        dots = call.empty(programs) if self.needs.scale else None
         if dots is not None:
             self.dots.append(dots)
-        values = {"total": total, "total_stride": self.d, "factor": factor, "scale": self.pair.scale}
+        values = {"total": total, "total_stride": self.d, "factor": factor, "scale": call.pair.scale}
         values |= {"a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
         aligned = a.data_ptr() % 16, total.data_ptr() % 16
         last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
         last.put({"BLOCK": ROWS_BLOCK, "WIDTH": min(WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
+        if out is not None and not in_place:
+            out.copy_(total)
+
+    def _bias(self, e: Tensor, factor: Tensor, out: Tensor, *, first: bool) -> None:
+        """The bias's part of these rows, set or added."""
+        values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
+        prepared = self.call.prepare(direct_kernels.bias_kernel, 4, 2, (first, e.dtype)).put(values)
+        prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}).launch(cdiv(self.m, BIAS_COLS))
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
