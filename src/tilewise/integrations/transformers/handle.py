@@ -1,0 +1,208 @@
+"""The stand-in for one model's forward: made, verified, undone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tilewise import _check
+from tilewise.errors import ConfigError
+from tilewise.integrations.transformers.head_input import HeadInput
+from tilewise.integrations.transformers.model import CHECK_TOKENS, classes_of, head_of, loss_of, quiet, random_tokens
+from tilewise.integrations.transformers.unbuilt import LossSettings, UnbuiltLogits, without_logits
+from tilewise.options import TileOptions
+
+TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # what rounding the original's logits may change
+EXACT_TOLERANCE = 1e-4
+
+
+def use_linear_cross_entropy(
+    model: nn.Module,
+    *,
+    z_loss: float = 0.0,
+    verify: bool = True,
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> LossHandle:
+    """Train a language model without its logits.
+
+    From now on, ``model(input_ids, labels=labels)`` in training mode has the same loss and gradients as before,
+    ``F.cross_entropy(head(hidden), labels)`` through the model's own forward and loss function, with ``logits=None``.
+    In evaluation mode, without labels, and in ``generate`` nothing changes.
+
+    Args:
+        model: has ``get_output_embeddings()`` and takes ``labels``; tied or untied, with or without bias, capped,
+            scaled, with LoRA on the head. Only this instance is changed. Wrap it (DDP, ``torch.compile``) afterwards.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts.
+        verify: run the model on 16 random tokens, before and after, and refuse it if the two losses differ.
+        group: the head is spread over these ranks, slices of the vocabulary in rank order; nothing is verified then.
+        options: how, never what.
+
+    Returns:
+        A handle: ``remove()`` undoes everything, as does leaving it as a context manager.
+
+    Memory: no tensor of tokens x vocabulary, in forward or in backward. LoRA on the head costs a copy of its weight.
+    """
+    _check.check_number("z_loss", z_loss)
+    settings = LossSettings(z_loss, group, _check.check_options(options))
+    _check.group_name(group)
+    _check_model(model)
+    handle = LossHandle(model, settings)
+    if verify and group is None:
+        handle.verify()
+    handle.install()
+    return handle
+
+
+class LossHandle:
+    """Stands in for ``forward`` of one model, and undoes it: `use_linear_cross_entropy` makes it.
+
+    It is an object and not a closure, so that a copy of the model (``copy.deepcopy``) gets its own.
+    """
+
+    def __init__(self, model: nn.Module, settings: LossSettings) -> None:
+        self.model, self.settings = model, settings
+        self.previous = model.__dict__.get("forward")  # somebody else's stand-in, if there is one
+        self.active = True
+        self.head: nn.Module | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.recording: LossSettings | None = None  # only while the model runs in training
+        self.calls = 0  # of the head, in this run
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The model's own: `Trainer` reads from it which columns and keywords the model takes."""
+        return inspect.signature(self._original())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; in training with labels, with the head's product left to the loss."""
+        original = self._original()
+        if not (self.active and self.model.training and self._has_labels(args, kwargs)):
+            return original(*args, **kwargs)
+        return self._without_product(original, args, kwargs, self.settings)
+
+    def install(self) -> None:
+        """Become the model's forward."""
+        self._join_head()
+        self.model.forward = self
+
+    def remove(self) -> None:
+        """Give the model its own forward back. A second call does nothing."""
+        self._leave_head()
+        self.active = False  # for the case that somebody has wrapped us: then we stay, and only pass on
+        if self.model.__dict__.get("forward") is not self:
+            return
+        if self.previous is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.previous
+
+    def __enter__(self) -> LossHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def verify(self) -> None:
+        """The loss of a few random tokens as the model computes it and as we do; an error if they differ."""
+        inputs, original = random_tokens(self.model), self._original()
+        plain = self.settings._replace(z_loss=0.0)
+        name = type(self.model).__name__
+        with torch.no_grad(), quiet(self.model):
+            try:
+                want = loss_of(original(**inputs))
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} could not be checked: its own forward fails on input_ids and labels of shape "
+                    f"{CHECK_TOKENS} ({type(error).__name__}: {error}). If it needs other inputs, pass verify=False"
+                ) from error
+            try:
+                got = loss_of(self._without_product(original, (), inputs, plain))
+            finally:
+                self._leave_head()
+        tolerance = TOLERANCE.get(next(self.model.parameters()).dtype, EXACT_TOLERANCE)
+        if not abs(got - want) <= tolerance * max(1.0, abs(want)):
+            raise ConfigError(
+                f"{name} computes a loss of {want:.6g} on random tokens, and without its logits it would be {got:.6g}. "
+                "Its loss is not the cross-entropy of its head's output; it is left unchanged"
+            )
+
+    def _original(self) -> Callable[..., Any]:
+        if self.previous is not None:
+            previous: Callable[..., Any] = self.previous
+            return previous
+        # Not a bound method: torch.compile rebuilds one as model.forward, which is us.
+        return functools.partial(type(self.model).forward, self.model)
+
+    def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if args and "labels" not in kwargs:
+            kwargs = dict(zip(self.__signature__.parameters, args, strict=False))
+        return kwargs.get("labels") is not None
+
+    def _without_product(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: LossSettings
+    ) -> Any:
+        """Run the forward with a head that returns `UnbuiltLogits`; what comes back has None for them."""
+        head = head_of(self.model)
+        if head is not self.head:  # replaced since: resized, adapted
+            self._join_head()
+        self.recording, self.calls = settings, 0
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.recording = None
+        if not self.calls:
+            raise ConfigError(
+                f"{type(self.model).__name__} did not call its output embedding ({type(head).__name__}), so the logits "
+                "were built elsewhere. Call handle.remove()"
+            )
+        return without_logits(output)
+
+    def _before_head(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.recording is None:
+            return None
+        return (HeadInput.mark(inputs[0], classes_of(head), self.recording), *inputs[1:])
+
+    def _after_head(self, head: nn.Module, _: Any, output: Any) -> None:
+        if self.recording is None:
+            return
+        self.calls += 1
+        if not isinstance(output, UnbuiltLogits):
+            raise ConfigError(
+                f"the head is a {type(head).__name__}, which does not end in F.linear with {classes_of(head)} classes, "
+                "so its product cannot be left out. Use a linear head, or LoRA on one"
+            )
+
+    def _join_head(self) -> None:
+        self._leave_head()
+        self.head = head = head_of(self.model)
+        self.hooks = [
+            head.register_forward_pre_hook(self._before_head),
+            head.register_forward_hook(self._after_head, prepend=True),
+        ]
+
+    def _leave_head(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.head, self.hooks = None, []
+
+
+def _check_model(model: nn.Module) -> None:
+    name = type(model).__name__
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
+        raise ConfigError(
+            f"a language model of transformers is needed, one with get_output_embeddings(), got {name}. If it is "
+            "wrapped (DistributedDataParallel, torch.compile), pass the model inside, and before wrapping it"
+        )
+    if isinstance(model.__dict__.get("forward"), LossHandle):
+        raise ConfigError(f"this {name} has its loss from tilewise already. Call remove() on that handle first")
+    head_of(model)
+    parameters = inspect.signature(model.forward).parameters
+    if "labels" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(f"{name} takes no labels, so it computes no loss. Use tilewise.linear_cross_entropy itself")

@@ -1,0 +1,55 @@
+"""Hidden states on their way through the head, whose last product is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tilewise.integrations.transformers.unbuilt import LossSettings, Term, UnbuiltLogits
+
+
+class HeadInput(Tensor):
+    """Hidden states on their way through the head: the linear layer that makes classes of them is not computed.
+
+    Everything else is, so that a head may also drop out, normalize, or go through a low rank first (LoRA).
+    """
+
+    plain: Tensor
+    classes: int
+    settings: LossSettings
+
+    @staticmethod
+    def mark(hidden: Tensor, classes: int, settings: LossSettings) -> HeadInput:
+        """The same tensor, marked."""
+        marked = hidden.as_subclass(HeadInput)
+        marked.plain, marked.classes, marked.settings = hidden, classes, settings
+        return marked
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``F.linear`` to the classes is left out; other results are computed and marked."""
+        kwargs = kwargs or {}
+        marked = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, HeadInput)]
+        first = marked[0]
+        plain_args, plain_kwargs = pytree.tree_map(_unmarked, (tuple(args), kwargs))
+        if func is F.linear:
+            hidden, weight, bias = _linear_arguments(*plain_args, **plain_kwargs)
+            if weight.shape[0] == first.classes:
+                return UnbuiltLogits((Term(hidden, weight, weight.shape),), bias, None, first.settings)
+        result = func(*plain_args, **plain_kwargs)
+        if isinstance(result, Tensor) and not isinstance(result, HeadInput):
+            return cls.mark(result, first.classes, first.settings)
+        return result
+
+
+def _unmarked(value: Any) -> Any:
+    return value.plain if isinstance(value, HeadInput) else value
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias

@@ -1,0 +1,67 @@
+"""What is asked of a model: its head, its classes, and its loss of a few random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.errors import ConfigError, TilewiseError
+
+CHECK_TOKENS = (2, 8)
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Its output embedding."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Module):
+        raise ConfigError(f"{type(model).__name__} has no output embedding (head). Use a ...ForCausalLM")
+    return head
+
+
+def classes_of(head: nn.Module) -> int:
+    """The rows of the largest linear layer in the head."""
+    widths = [getattr(module, "out_features", None) for module in head.modules()]
+    sizes = [width for width in widths if isinstance(width, int)]
+    sizes = sizes or [weight.shape[0] for weight in head.parameters() if weight.dim() == 2]
+    if not sizes:
+        raise ConfigError(f"the head, a {type(head).__name__}, has no linear layer in it. Use a ...ForCausalLM")
+    return max(sizes)
+
+
+def random_tokens(model: nn.Module) -> dict[str, Tensor]:
+    """Inputs and labels that it takes, two of them ignored."""
+    weight = next(iter(head_of(model).parameters()))
+    if weight.device.type == "meta":
+        raise ConfigError("the model has no weights yet (meta device). Load them first, or pass verify=False")
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    classes = min(classes_of(head_of(model)), embedding.weight.shape[0])
+    ids = torch.randint(classes, CHECK_TOKENS, generator=torch.Generator().manual_seed(0)).to(weight.device)
+    labels = ids.clone()
+    labels[0, :2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and the random state as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        model.eval()
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def loss_of(output: Any) -> float:
+    """The number in what a model returned."""
+    loss = output[0] if isinstance(output, tuple) else output["loss"]
+    if not isinstance(loss, Tensor):
+        raise TilewiseError("the model returned no loss though it was given labels")
+    return float(loss)

@@ -1,0 +1,202 @@
+"""One call: the right answers' scores, then how many rivals are better, block by block of the gallery.
+
+Axes: n queries, m gallery items, d features, p right answers per query, e excluded items per query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ShapeError
+from tilewise.kernels import ranks as kernel
+from tilewise.ops.spread import Field, Spread
+from tilewise.options import TileOptions
+from tilewise.retrieval.checks import check_features, check_ids, check_index, check_not_excluded
+
+
+class BothRanks(NamedTuple):
+    """Ranks in the two directions of one matrix of scores."""
+
+    query_to_gallery: Tensor  #: (n,) or (n, p): of each right answer among the gallery
+    gallery_to_query: Tensor  #: (m,): of the best right query of each gallery item; -1 for an item without one
+
+
+@dataclass(frozen=True)
+class RankingCall:
+    """Arguments of a call, checked; then the two steps: scores of the right answers, then their rivals.
+
+    Indices of items and queries count over all ranks, blocks of the gallery come one by one.
+    """
+
+    queries: Tensor
+    gallery: Tensor
+    index: Tensor | None  # (n, p) right answers, or None with ids
+    own: bool  # item i of this rank answers its query i
+    flat: bool  # the ranks of queries are (n,)
+    ids: tuple[Tensor, Tensor] | None
+    exclude: Tensor | None  # (n, e)
+    spread: Spread
+    options: TileOptions
+    both: bool
+
+    @classmethod
+    def of(
+        cls,
+        queries: Tensor,
+        gallery: Tensor,
+        answers: tuple[Tensor | None, Tensor | None, Tensor | None],
+        exclude: Tensor | None,
+        spread: Spread,
+        options: TileOptions,
+        both: bool,
+    ) -> RankingCall:
+        """Checked, by all ranks together: an error of one is an error of each."""
+        positives, query_ids, gallery_ids = answers
+        with spread.telling():
+            check_features(queries, gallery)
+            ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
+            own = ids is None and positives is None
+            n, m = queries.shape[0], gallery.shape[0]
+            if own and m < n:
+                raise ShapeError(
+                    f"without positives, gallery item i answers query i, but there are {n} queries and {m} "
+                    "items. Pass positives=..., or query_ids=... and gallery_ids=..."
+                )
+        told = {
+            "call": "ranking in both directions" if both else "ranking",
+            "answers": "item i" if own else "positives" if ids is None else "ids",
+            "width": queries.shape[1],
+            "type": str(queries.dtype).removeprefix("torch."),
+            "device": queries.device.type,
+            "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
+        }
+        spread.meet(n, m, queries.device, told)
+        with spread.telling():
+            if own:
+                positives = torch.arange(n, device=queries.device) + spread.col_start
+            index = None if positives is None else check_index("positives", positives, queries, spread.all_cols)
+            out = None if exclude is None else check_index("exclude", exclude, queries, spread.all_cols)
+            if index is not None and out is not None:
+                check_not_excluded(index, out)
+        spread.meet(n, m, queries.device, {"call": "ranking, with indices that are in range"})
+        flat = positives is None or positives.dim() == 1
+        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, spread, options, both)
+
+    @property
+    def pairs(self) -> int:
+        """Scores to compute: every pair once, or twice with ids."""
+        return self.queries.shape[0] * self.spread.all_cols * (1 if self.ids is None else 2)
+
+    def arithmetic(self) -> Any:
+        """A context without gradients and autocast, with products as the options say."""
+        return kernel.rank_arithmetic(self.queries.device, self.options.precision)
+
+    def run(self, advance: kernel.Advance | None) -> BothRanks:
+        """Both steps."""
+        queries = self.queries
+        tile = kernel.ScoreTile(queries.device, queries.shape[1], queries.dtype, self.options.workspace_bytes)
+        excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, tile.side)
+        rows, best = self.answers(tile, excluded, advance)
+        block = {"gallery": self.gallery}
+        if best is not None:
+            block.update(score=best.score, index=best.index)
+        counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
+
+        def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            cols = _answers_of_best(kernel.Best(block["score"], block["index"]), tile) if self.both else None
+            row_counts, col_counts = kernel.count_better(
+                tile,
+                queries,
+                block["gallery"],
+                rows,
+                cols,
+                row_offset=self.spread.row_start,
+                col_offset=first,
+                excluded=excluded,
+                advance=advance,
+            )
+            counts.add_(row_counts)
+            return None if col_counts is None else {"count": col_counts}
+
+        credits = [Field("count", torch.int64)] if self.both else []
+        home = self.spread.visit(block, count, credits=credits, join=_add)
+        index = torch.stack([answers.index for answers in rows]) if rows else counts
+        ranks = torch.where(index < 0, -1, counts).T.contiguous()
+        back = self.gallery.new_zeros(0, dtype=torch.int64)
+        if best is not None:
+            back = torch.where(best.index == kernel.NO_INDEX, -1, home["count"])
+        return BothRanks(ranks[:, 0] if self.flat else ranks, back)
+
+    def answers(
+        self, tile: kernel.ScoreTile, excluded: kernel.Excluded | None, advance: kernel.Advance | None
+    ) -> tuple[list[kernel.Answers], kernel.Best | None]:
+        """The right answers of the queries and, if asked, of the gallery items, with their scores."""
+        n, spread = self.queries.shape[0], self.spread
+        mine = kernel.no_best(n, tile)
+        index = torch.empty(0) if self.index is None else self.index.T.contiguous()
+        scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
+
+        def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            items = block["gallery"]
+            best = kernel.no_best(items.shape[0], tile) if self.both else None
+            if self.ids is not None:
+                kernel.find_best(
+                    tile,
+                    self.queries,
+                    items,
+                    self.ids[0],
+                    block["ids"],
+                    mine,
+                    best,
+                    row_offset=spread.row_start,
+                    col_offset=first,
+                    excluded=excluded,
+                    advance=advance,
+                )
+            else:
+                for which, score in zip(index, scores, strict=True):
+                    kernel.pair_scores(tile, self.queries, items, which, col_offset=first, into=score)
+                    if best is not None:
+                        _merge_back(best, which - first, score, spread.row_start)
+            return None if best is None else {"score": best.score, "index": best.index}
+
+        block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
+        if self.own:  # no other rank's block has an answer
+            found = find(spread.col_start, block) or {}
+        else:
+            credits = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
+            found = spread.visit(block, find, credits=credits, join=_keep_best)
+        rows = [kernel.answers_of(which, score, tile.side) for which, score in zip(index, scores, strict=True)]
+        if self.ids is not None:
+            rows = [_answers_of_best(mine, tile)]
+        # A view of a buffer that held other credits too: the answers outlive it.
+        return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
+
+
+def _add(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    held["count"].add_(added["count"])
+
+
+def _keep_best(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    kernel.Best(held["score"], held["index"]).merge_(added["score"], added["index"])
+
+
+def _answers_of_best(best: kernel.Best, tile: kernel.ScoreTile) -> kernel.Answers:
+    return kernel.answers_of(torch.where(best.index == kernel.NO_INDEX, -1, best.index), best.score, tile.side)
+
+
+def _merge_back(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
+    """Query i is right for item item_i of the block: keep each item's highest score and, of equals, the first query."""
+    keep = (item >= 0) & (item < best.score.shape[0])
+    query = torch.arange(first_row, first_row + item.shape[0], device=item.device)[keep]
+    item, score = item[keep], score[keep]
+    top = torch.full_like(best.score, -torch.inf).scatter_reduce_(0, item, score, "amax")
+    first = torch.full_like(best.index, kernel.NO_INDEX).scatter_reduce_(
+        0, item, torch.where(score == top[item], query, kernel.NO_INDEX), "amin"
+    )
+    best.merge_(top, first)

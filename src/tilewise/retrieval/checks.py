@@ -1,0 +1,118 @@
+"""What a ranking refuses, and why.
+
+Axes: n queries, m gallery items, d features, p right answers per query, e excluded items per query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise._check import FLOATS, INTEGERS
+from tilewise.errors import BackendError, DeviceError, DtypeError, RangeError, ShapeError
+from tilewise.options import TileOptions
+
+
+def refuse_backend(options: TileOptions) -> None:
+    """There is one, and it runs everywhere."""
+    if options.backend == "triton":
+        raise BackendError(
+            'retrieval has only the torch backend, which runs on any device, got backend="triton". Use '
+            '"auto" or "torch"'
+        )
+
+
+def check_features(queries: Tensor, gallery: Tensor) -> None:
+    """Shapes, types, devices, and that every score is finite."""
+    for name, features in (("queries", queries), ("gallery", gallery)):
+        if not isinstance(features, Tensor):
+            raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor")
+    if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1]:
+        raise ShapeError(
+            "queries and gallery must be (n, d) and (m, d) with the same width d, "
+            f"got {tuple(queries.shape)} and {tuple(gallery.shape)}"
+        )
+    if queries.dtype != gallery.dtype or queries.dtype not in FLOATS:
+        raise DtypeError(
+            "queries and gallery must have one type out of float16, bfloat16, float32 and float64, "
+            f"got {queries.dtype} and {gallery.dtype}. Convert one of them"
+        )
+    if queries.device != gallery.device:
+        raise DeviceError(
+            f"queries and gallery must be on one device, got {queries.device} and {gallery.device}. Move one of them"
+        )
+    if 0 in (queries.shape[0], gallery.shape[0], queries.shape[1]):
+        return
+    ends = torch.stack([end.double() for side in (queries, gallery) for end in torch.aminmax(side.detach())])
+    low_q, high_q, low_g, high_g = ends.tolist()
+    bound = max(-low_q, high_q) * max(-low_g, high_g) * queries.shape[1]
+    limit = torch.finfo(torch.float64 if queries.dtype == torch.float64 else torch.float32).max
+    if not bound < limit:  # also true for NaN
+        raise RangeError(
+            "queries and gallery must be finite, and no score may overflow, but queries lie in "
+            f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. A NaN has no rank; normalize the "
+            "features"
+        )
+
+
+def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor:
+    """As (n, columns) int64 on the device of the queries, every entry -1 or a gallery index."""
+    n = queries.shape[0]
+    if index.dim() not in (1, 2) or index.shape[0] != n:
+        raise ShapeError(f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}")
+    if index.dtype not in INTEGERS:
+        raise DtypeError(f"{name} are gallery indices and must be integers, got {index.dtype}. Call .long() on them")
+    if index.device != queries.device:
+        raise DeviceError(f"{name} must be on {queries.device} like the queries, got {index.device}. Move them")
+    index = index.long() if index.dim() == 2 else index.long()[:, None]
+    if index.numel():
+        low, high = torch.stack(torch.aminmax(index)).tolist()
+        if low < -1 or high >= items:
+            raise RangeError(
+                f"{name} must be gallery indices from 0 to {items - 1}, or -1 for none, got values from {low} to {high}"
+            )
+    return index
+
+
+def check_ids(
+    query_ids: Tensor | None,
+    gallery_ids: Tensor | None,
+    positives: Tensor | None,
+    queries: Tensor,
+    gallery: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """Both as int64, or None if answers are not named by ids."""
+    if query_ids is None and gallery_ids is None:
+        return None
+    if query_ids is None or gallery_ids is None or positives is not None:
+        raise ShapeError(
+            "right answers are named by positives, or by query_ids and gallery_ids together, but "
+            f"positives is {_given(positives)}, query_ids {_given(query_ids)}, gallery_ids "
+            f"{_given(gallery_ids)}"
+        )
+    for name, ids, features in (("query_ids", query_ids, queries), ("gallery_ids", gallery_ids, gallery)):
+        if ids.shape != features.shape[:1]:
+            raise ShapeError(f"{name} must be ({features.shape[0]},), one id per row, got {tuple(ids.shape)}")
+        if ids.dtype not in INTEGERS:
+            raise DtypeError(f"{name} must be integers, got {ids.dtype}. Number the ids first")
+        if ids.device != features.device:
+            raise DeviceError(f"{name} must be on {features.device} like the features, got {ids.device}. Move them")
+    return query_ids.long(), gallery_ids.long()
+
+
+def _given(argument: Tensor | None) -> str:
+    return "missing" if argument is None else "given"
+
+
+def check_not_excluded(index: Tensor, exclude: Tensor) -> None:
+    """No right answer, (n, p), among the excluded items, (n, e)."""
+    clash = torch.zeros(index.shape[0], dtype=torch.bool, device=index.device)
+    for column in exclude.T:
+        clash |= ((index == column[:, None]) & (index >= 0)).any(dim=1)
+    if clash.any():
+        query = int(clash.nonzero()[0, 0])
+        raise RangeError(
+            f"query {query} excludes its own right answer: positives {index[query].tolist()}, exclude "
+            f"{exclude[query].tolist()}. An answer that is no candidate has no rank; take it out of one of "
+            "them"
+        )

@@ -1,0 +1,43 @@
+"""How far a ranking is: a bar, or a function of the caller."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tilewise.kernels import ranks as kernel
+
+Progress = Callable[[int, int], None]
+
+
+@contextmanager
+def reporter(progress: bool | Progress, total: int, device: torch.device) -> Iterator[kernel.Advance | None]:
+    """Turn the user's wish into the function that the tile loops call."""
+    if progress is False or (progress is True and importlib.util.find_spec("rich") is None):
+        yield None
+        return
+    done = 0
+
+    def report(pairs: int) -> None:
+        nonlocal done
+        done += pairs
+        if device.type != "cpu":  # what was launched is not yet done
+            torch.accelerator.synchronize(device)
+        show(done, total)
+
+    if callable(progress):
+        show = progress
+        yield report
+        return
+    from rich.progress import Progress as RichProgress
+
+    with RichProgress() as bar:
+        task = bar.add_task("ranking", total=total)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done)
+
+        yield report
