@@ -1,20 +1,28 @@
 """Figures 3 and 4 of "Cut Your Losses in Large-Vocabulary Language Models" from a small model that is trained for real.
 
-    python -m benchmarks.lm_figures              train, write benchmarks/results/lm-figures-<device>.json, draw
-    python -m benchmarks.lm_figures --draw       draw again from the file
+    python -m benchmarks.lm_figures                      train, write benchmarks/results/lm-figures-<device>.json, draw
+    python -m benchmarks.lm_figures --prepare FILE       only read and tokenize the text, for a machine without it
+    python -m benchmarks.lm_figures --data FILE          train on what --prepare wrote
+    python -m benchmarks.lm_figures --draw --docs        draw again from the file, update the documentation
 
-The model is the one of examples/train_lm.py: first it learns the standard library. Figure 3 is then the mean
-probability of its i-th most likely next token on held-out text. For figure 4 the same weights are fine-tuned on other
-text (the sources of torch), with `filter_tolerance` 0, 1e-3 and 1e-2 and several seeds of the batches: does leaving
-probability out of backward change the loss on held-out text by more than the seed does? Left to itself, backward
-computes everything where too many tiles matter for skipping to be faster; here it always skips, so that something is
-left out whatever the model has learned, and the file says what would have been chosen.
+The model is the one of examples/train_lm.py. First it learns the sources of Python's standard library and of
+transformers, for about half of --max-seconds. Figure 3 is then the mean probability of its i-th most likely next token
+on held-out text. For figure 4 the same weights are fine-tuned on other text, the sources of torch, several times:
+
+    exact              the loss as it is
+    filter 1e-3, 1e-2  with that `filter_tolerance`, which skips by itself where it pays, or not at all
+    dense              torch's own loss from all logits: the same numbers, rounded elsewhere
+    exact, again       the same once more: what a GPU's order of sums does
+    exact, other masks the same batches, with other dropout masks
+    exact, other batches
+
+How far do runs with a tolerance get from the exact run of the same batches and masks, and how far do the others get?
+The file is written after every run; a run that would not fit the time is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import importlib.util
 import json
@@ -22,8 +30,9 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +42,19 @@ from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
-from benchmarks import run
-from tilewise.kernels import filter as filter_plans
-from tilewise.kernels import filter_tiled
+from benchmarks import lm_pictures, lm_text, measure, run
 from tilewise.ops.filtered import record_filtering
 
-TOLERANCES = (0.0, 1e-3, 1e-2)
 THRESHOLD = 2.0**-12
+TOLERANCES = (1e-3, 1e-2)
+DROPOUT = 0.1  # of the attention, in fine-tuning only
+GENEROUS = 5.0  # seconds for each step: nobody need measure how many fit
 Report = dict[str, Any]
 
-# (pretraining, fine-tuning) by machine: what takes some minutes there.
+# (pretraining, fine-tuning) by machine. Steps are at most so many, fewer where the time is short.
 CUDA = (
-    Settings(steps=2000, batch=32, length=256, hidden=512, layers=6, lr=1.5e-3, warmup=100, held_out=16_384),
-    Settings(steps=200, batch=16, length=256, hidden=512, layers=6, lr=3e-4, warmup=10, held_out=16_384),
+    Settings(steps=4000, batch=64, length=512, hidden=512, layers=8, lr=1.2e-3, warmup=150, held_out=32_768),
+    Settings(steps=200, batch=32, length=512, hidden=512, layers=8, lr=3e-4, warmup=10, held_out=16_384),
 )
 CPU = (
     Settings(steps=200, batch=8, length=128, held_out=4096),
@@ -53,6 +62,46 @@ CPU = (
 )
 TINY = {"batch": 2, "length": 16, "vocabulary": 500, "hidden": 32, "layers": 1, "held_out": 64, "device": "cpu"}
 SMALL = (Settings(steps=4, **TINY), Settings(steps=4, **TINY))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One fine-tuning run."""
+
+    name: str
+    tolerance: float | None = 0.0  # None: the dense loss
+    batches: int = 1  # seed of their order
+    masks: int = 1  # seed of dropout
+
+
+EXACT = Variant(name="exact")
+VARIANTS = (  # most important first
+    EXACT,
+    *(Variant(name=f"filter {tolerance:g}", tolerance=tolerance) for tolerance in reversed(TOLERANCES)),
+    Variant(name="dense", tolerance=None),
+    Variant(name="exact, other masks", masks=2),
+    Variant(name="exact, other batches", batches=2),
+    Variant(name="exact, again"),
+    *(Variant(name=f"filter {t:g}, other batches", tolerance=t, batches=2) for t in reversed(TOLERANCES)),
+)
+
+
+class Clock:
+    """How much time is left, and who gets how much of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.start, self.seconds = time.perf_counter(), seconds
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.start)
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.start
+
+
+# Figure 3
 
 
 def probability_by_rank(hidden: Tensor, head: Tensor, rows: int = 128) -> Tensor:
@@ -66,8 +115,9 @@ def probability_by_rank(hidden: Tensor, head: Tensor, rows: int = 128) -> Tensor
 
 def figure_3(model: nn.Module, held_out: Tensor, settings: Settings) -> Report:
     """The curve at ranks that are even on a logarithmic axis, and where it crosses the paper's threshold."""
-    hidden, _ = train_lm.hidden_states(model, held_out, settings)
-    curve = probability_by_rank(hidden, model.get_output_embeddings().weight.detach()).cpu()
+    hidden, target = train_lm.hidden_states(model, held_out, settings)
+    head = model.get_output_embeddings().weight.detach()
+    curve = probability_by_rank(hidden, head).cpu()
     ranks = torch.logspace(0, torch.log10(torch.tensor(float(len(curve)))), 200).round().long().clamp(1, len(curve))
     ranks = ranks.unique()
     return {
@@ -76,136 +126,206 @@ def figure_3(model: nn.Module, held_out: Tensor, settings: Settings) -> Report:
         "probability": curve[ranks - 1].tolist(),
         "first_rank_below_2^-12": int((curve >= THRESHOLD).sum()) + 1,
         "mass_below_2^-12": float(curve[curve < THRESHOLD].sum()),
+        "skipping": {f"{t:g}": left_out(hidden, head, target, t, settings) for t in TOLERANCES},
     }
 
 
-def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settings, every: int) -> Report:
-    """Losses of a copy of the model, on its batches and on held-out text, and what backward left out."""
+def left_out(hidden: Tensor, head: Tensor, target: Tensor, tolerance: float, settings: Settings) -> Report:
+    """What backward would leave out of the loss of these tokens, in the type that training has."""
+    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
+    hidden, head = hidden.detach().to(dtype).requires_grad_(), head.detach().to(dtype)
+    with record_filtering() as found:
+        tw.linear_cross_entropy(hidden, head, target, options=tw.TileOptions(filter_tolerance=tolerance))
+    return seen_of(found)
+
+
+def seen_of(found: Any) -> Report:
+    """The one call that was recorded; one that was exact has kept everything."""
+    if not len(found):
+        return {"kept_share": 1.0, "skips": False, "mean_dropped": 0.0, "largest_dropped": 0.0}
+    dropped = {"mean_dropped": found.mean_dropped[0], "largest_dropped": found.largest_dropped[0]}
+    return {"kept_share": found.kept_share[0], "skips": not found.dense[0], **dropped}
+
+
+# Training
+
+
+def pace(model: nn.Module, text: Tensor, settings: Settings, steps: int = 12) -> float:
+    """Seconds of a step, from the second half of a few with a copy of the model: the first ones compile."""
+    marks: list[float] = []
+
+    def watch(step: int, loss: Tensor) -> None:
+        if step in (steps // 2 - 1, steps - 1):
+            loss.item()  # waits
+            marks.append(time.perf_counter())
+
+    train_lm.train(copy.deepcopy(model), text, replace(settings, steps=steps), watch)
+    return (marks[1] - marks[0]) / (steps - steps // 2)
+
+
+def pretrain(model: nn.Module, text: Tensor, settings: Settings, clock: Clock, seconds: float) -> Report:
+    """As many steps as fit the seconds, at most those of the settings."""
+    if seconds < GENEROUS * settings.steps:
+        settings = replace(settings, steps=max(2, min(settings.steps, int(seconds / pace(model, text, settings)))))
+    start, last = clock.spent, clock.seconds - 0.2 * seconds
+
+    with lm_pictures.progress("pretraining", settings.steps) as tick:
+
+        def watch(step: int, loss: Tensor) -> bool:
+            tick(lambda: f"loss {loss:.3f}")
+            return clock.spent > last  # the pace was wrong: leave something for the figures
+
+        losses = train_lm.train(model, text, settings, watch)
+    taken = clock.spent - start
+    return {"steps": len(losses), "seconds": taken, "step_ms": 1e3 * taken / len(losses), "losses": losses}
+
+
+def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settings, variant: Variant) -> Report:
+    """Losses of a copy of the model, on its batches and on held-out text, and what its backward left out."""
     model = copy.deepcopy(model)
-    held: list[tuple[int, float]] = [(0, train_lm.evaluate(model, held_out, settings)["loss"])]
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = DROPOUT
+    options = None if variant.tolerance is None else tw.TileOptions(filter_tolerance=variant.tolerance)
+    settings = replace(settings, seed=variant.batches, options=options)
+    step_now = 0
 
-    def watch(step: int, loss: float) -> None:
-        if (step + 1) % every == 0 or step + 1 == settings.steps:
-            held.append((step + 1, train_lm.evaluate(model, held_out, settings)["loss"]))
-            model.train()
+    def seed_masks(*_: Any) -> None:
+        """The masks of a step are those of its number, whatever else has drawn random numbers before."""
+        torch.manual_seed(1000 * variant.masks + step_now)
 
-    start = time.perf_counter()
-    with always_skipping():
+    model.register_forward_pre_hook(seed_masks)
+    held: list[tuple[int, float]] = [(0, held_out_loss(model, held_out, settings))]
+    seen: list[Report] = []
+    looks = steps_to_look_at(settings.steps)
+    marks: list[tuple[int, float]] = []
+    times: list[float] = []
+
+    with ExitStack() as recording, lm_pictures.progress(f"fine-tuning: {variant.name}", settings.steps) as tick:
+
+        def record() -> Any:
+            return recording.enter_context(record_filtering())
+
+        found = record() if variant.tolerance else None
+
+        def watch(step: int, loss: Tensor) -> None:
+            nonlocal found, step_now
+            step_now = step + 1
+            tick(lambda: f"loss {loss:.3f}")
+            if found is not None:
+                recording.close()
+                seen.append({"step": step, **seen_of(found)})
+                found = None
+            if step_now in looks:
+                measure.synchronize(loss.device)
+                if marks:
+                    times.append((time.perf_counter() - marks[-1][1]) / (step_now - marks[-1][0]))
+                held.append((step_now, held_out_loss(model, held_out, settings)))
+                model.train()
+                found = record() if variant.tolerance and step_now < settings.steps else None
+                marks.append((step_now, time.perf_counter()))
+
+        model.train()
         losses = train_lm.train(model, text, settings, watch)
     return {
-        "tolerance": settings.options.filter_tolerance,
-        "seed": settings.seed,
+        "name": variant.name,
+        "tolerance": variant.tolerance,
+        "batches": variant.batches,
+        "masks": variant.masks,
         "losses": losses,
         "held_out": held,
-        "seconds": time.perf_counter() - start,
-        **left_out(model, held_out, settings),
+        "step_ms": 1e3 * statistics.median(times) if times else None,
+        "skipping": seen,
     }
 
 
-@contextlib.contextmanager
-def always_skipping() -> Iterator[None]:
-    """Backward leaves out what it may, however little that is."""
-    places = (filter_plans, filter_tiled)  # the second has a copy of the name
-    share = filter_plans.DENSE_SHARE
-    try:
-        for place in places:
-            place.DENSE_SHARE = 1.0
-        yield
-    finally:
-        for place in places:
-            place.DENSE_SHARE = share
+def steps_to_look_at(steps: int, times: int = 12) -> list[int]:
+    """After which steps the held-out loss is taken.
 
-
-def left_out(model: nn.Module, tokens: Tensor, settings: Settings) -> Report:
-    """The share of (row, tile) pairs that backward would compute on these tokens, and the most that a row drops."""
-    hidden, target = train_lm.hidden_states(model, tokens, settings)
-    dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
-    hidden, head = (t.detach().to(dtype) for t in (hidden, model.get_output_embeddings().weight))
-    with record_filtering() as found:
-        tw.linear_cross_entropy(hidden.requires_grad_(), head, target, options=settings.options)
-    if not len(found):
-        return {"kept_share": 1.0, "would_skip": False, "largest_dropped": 0.0, "mean_dropped": 0.0}
-    would_skip = not found.dense[0]
-    with always_skipping():
-        dropped = {"largest_dropped": found.largest_dropped[0], "mean_dropped": found.mean_dropped[0]}
-    return {"kept_share": found.kept_share[0], "would_skip": would_skip, **dropped}
-
-
-def noise(runs: list[Report]) -> Report:
-    """How far tolerances move the final held-out loss, beside how far seeds do.
-
-    For each tolerance: the largest difference to the exact run of the same seed. For seeds: the deviation of the
-    exact runs, and the largest difference of two of them. The same for the largest difference anywhere on the curves.
+    >>> steps_to_look_at(24, 6)
+    [4, 8, 12, 16, 20, 24]
+    >>> steps_to_look_at(3, 6)
+    [1, 2, 3]
     """
-    curves = {(r["tolerance"], r["seed"]): [loss for _, loss in r["held_out"]] for r in runs}
-    seeds = sorted({seed for _, seed in curves if (0.0, seed) in curves})
-    exact = [curves[0.0, seed] for seed in seeds]
+    return sorted({max(1, round(steps * i / times)) for i in range(1, times + 1)})
 
-    def apart(one: list[float], two: list[float]) -> float:
-        return max(abs(x - y) for x, y in zip(one, two, strict=True))
 
-    pairs = [(one, two) for i, one in enumerate(exact) for two in exact[i + 1 :]]
-    found: Report = {
-        "seeds": {
-            "final_deviation": statistics.stdev(curve[-1] for curve in exact) if len(exact) > 1 else None,
-            "final_apart": max((abs(one[-1] - two[-1]) for one, two in pairs), default=None),
-            "curve_apart": max((apart(one, two) for one, two in pairs), default=None),
-        }
-    }
-    for tolerance in sorted({t for t, _ in curves if t}):
-        both = [(curves[tolerance, s], curves[0.0, s]) for s in seeds if (tolerance, s) in curves]
-        found[f"{tolerance:g}"] = {
-            "final_apart": max(abs(one[-1] - two[-1]) for one, two in both),
-            "curve_apart": max(apart(one, two) for one, two in both),
-        }
+def held_out_loss(model: nn.Module, tokens: Tensor, settings: Settings) -> float:
+    """In float32, so that a difference of two runs is one of their weights."""
+    hidden, target = train_lm.hidden_states(model, tokens, settings)
+    with torch.no_grad():
+        return tw.linear_cross_entropy(hidden, model.get_output_embeddings().weight, target).item()
+
+
+def differences(runs: Sequence[Report]) -> Report:
+    """How far each run gets from the exact one of the same batches (or, with other batches, from the first).
+
+    The largest difference of the held-out losses, and that at the end; of the runs that see the same batches and masks
+    also the largest one of the losses of a step.
+    """
+    exact = {run["batches"]: run for run in reversed(runs) if run["tolerance"] == 0.0 and run["masks"] == 1}
+    found: Report = {}
+    for one in runs:
+        against = exact.get(one["batches"])
+        if against is one:
+            against = exact[1]
+        if against is None or against is one:
+            continue
+        apart = [abs(x - y) for (_, x), (_, y) in zip(one["held_out"], against["held_out"], strict=True)]
+        found[one["name"]] = {"against": against["name"], "final": apart[-1], "largest": max(apart)}
+        if (one["batches"], one["masks"]) == (against["batches"], against["masks"]):
+            steps = zip(one["losses"], against["losses"], strict=True)
+            found[one["name"]]["largest_of_a_step"] = max(abs(x - y) for x, y in steps)
     return found
 
 
-def work(arguments: argparse.Namespace, path: Path) -> Report:
+# The program
+
+
+def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], None]) -> Report:
     """Train everything; the file is written after every run."""
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() and not arguments.small
+    clock = Clock(arguments.max_seconds or (200.0 if cuda else 3600.0))
     pretraining, tuning = SMALL if arguments.small else CUDA if cuda else CPU
     if arguments.steps:
         pretraining, tuning = (replace(s, steps=n) for s, n in zip((pretraining, tuning), arguments.steps, strict=True))
-    library, other = arguments.text or train_lm.default_folders()[:2]
-    texts = [train_lm.read_texts([folder], arguments.megabytes) for folder in (library, other)]
-    tokenizer = train_lm.open_tokenizer([*texts[0], *texts[1]], pretraining.vocabulary, arguments.cache)
-    settings = (pretraining, tuning)
-    wanted = [min(3 * s.steps * s.batch * s.length, arguments.tokens) + s.held_out for s in settings]
-    tokens = [train_lm.encode(part, tokenizer, count) for part, count in zip(texts, wanted, strict=True)]
-    report = run.describe("lm-figures", torch.device("cuda" if cuda else "cpu"), command_of(arguments), 1, 0.0)
-    report |= {"commit": report["commit"] or arguments.commit or "unknown", "threshold": THRESHOLD}
-    del report["results"], report["repeats"], report["budget_s"]
+    tokens, described = lm_text.read_tokens(arguments, (pretraining, tuning))
+    report = run.describe(
+        "lm-figures", torch.device("cuda" if cuda else "cpu"), command_of(arguments), 1, clock.seconds
+    )
+    report |= {"commit": report["commit"] or arguments.commit or "unknown", "threshold": THRESHOLD, "text": described}
+    del report["results"], report["repeats"]
     shown = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "lr", "held_out")
-    for name, s, part in zip(("pretraining", "tuning"), settings, tokens, strict=True):
-        report[name] = {key: getattr(s, key) for key in shown} | {"tokens": len(part)}
-
-    def say(words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
-
-    def watch(step: int, loss: float) -> None:
-        if (step + 1) % max(1, pretraining.steps // 20) == 0:
-            say(f"pretraining: step {step + 1}, loss {loss:.3f}")
+    for name, s in zip(lm_text.TEXTS, (pretraining, tuning), strict=True):
+        report[name] = {key: getattr(s, key) for key in shown}
 
     model = train_lm.build_model(pretraining)
     held_out, text = tokens[0][: pretraining.held_out], tokens[0][pretraining.held_out :]
-    report["pretraining"]["losses"] = train_lm.train(model, text, pretraining, watch)
+    report["pretraining"] |= pretrain(model, text, pretraining, clock, seconds=0.45 * clock.left)
     report["pretraining"]["found"] = train_lm.evaluate(model, held_out, pretraining)
     report["figure_3"] = figure_3(model, held_out, pretraining)
-    run.write(path, report)
+    save(report)
+
     held_out, text = tokens[1][: tuning.held_out], tokens[1][tuning.held_out :]
-    report["figure_4"] = {"runs": [], "noise": {}}
-    for seed in range(arguments.seeds):
-        for tolerance in TOLERANCES:
-            one = replace(tuning, seed=seed + 1, options=tw.TileOptions(filter_tolerance=tolerance))
-            found = fine_tune(model, text, held_out, one, max(1, tuning.steps // 6))
-            say(
-                f"fine-tuning: tolerance {tolerance:g}, seed {seed + 1}: held-out loss {found['held_out'][-1][1]:.4f}, "
-                f"{100 * found['kept_share']:.1f} % of the pairs kept, {found['seconds']:.0f} s"
-            )
-            report["figure_4"]["runs"].append(found)
-            report["figure_4"]["noise"] = noise(report["figure_4"]["runs"])
-            run.write(path, report)
+    if clock.left < GENEROUS * len(VARIANTS) * tuning.steps:
+        each = 0.8 * clock.left / len(VARIANTS)  # the rest: copies, held-out text, and what compiles
+        tuning = replace(tuning, steps=max(2, min(tuning.steps, int(each / pace(model, text, tuning)))))
+    report["tuning"] |= {"steps": tuning.steps, "dropout": DROPOUT}
+    report["figure_4"] = {"runs": [], "differences": {}, "no_time_for": []}
+    longest = 0.0
+    for variant in VARIANTS:
+        if 1.1 * longest > clock.left:
+            report["figure_4"]["no_time_for"].append(variant.name)
+            continue
+        start = clock.spent
+        found = fine_tune(model, text, held_out, tuning, variant)
+        longest = max(longest, clock.spent - start)
+        report["figure_4"]["runs"].append(found)
+        report["figure_4"]["differences"] = differences(report["figure_4"]["runs"])
+        report["seconds"] = clock.spent
+        save(report)
+        lm_pictures.say(f"{variant.name}: held-out loss {found['held_out'][-1][1]:.5f}, {clock.left:.0f} s left")
+    save(report)
     return report
 
 
@@ -214,93 +334,51 @@ def command_of(arguments: argparse.Namespace) -> str:
     return arguments.command or shlex.join(["python", "-m", "benchmarks.lm_figures", *arguments.given])
 
 
-# Drawing
-
-
-def draw(report: Report, path: Path) -> list[Path]:
-    """Both figures, as SVG and PNG beside the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tilewise"
-    from matplotlib import pyplot
-
-    written = []
-    for name, paint in (("figure-3", draw_probabilities), ("figure-4", draw_curves)):
-        if name.replace("-", "_") not in report:
-            continue
-        figure, axes = pyplot.subplots(figsize=(6.4, 4.2), constrained_layout=True)
-        paint(axes, report)
-        axes.grid(alpha=0.3)
-        for suffix in ("svg", "png"):
-            target = path.with_name(f"{path.stem}-{name}.{suffix}")
-            figure.savefig(target, dpi=130, metadata={"Date": None} if suffix == "svg" else None)
-            written.append(target)
-        pyplot.close(figure)
-    return written
-
-
-def draw_probabilities(axes: Any, report: Report) -> None:
-    """Figure 3."""
-    found = report["figure_3"]
-    axes.plot(found["rank"], found["probability"], label="mean probability of the i-th most likely token")
-    axes.axhline(THRESHOLD, color="0.4", linestyle="--", linewidth=1, label="$2^{-12}$")
-    axes.axvline(found["first_rank_below_2^-12"], color="0.4", linestyle=":", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="probability")
-    trained = report["pretraining"]
-    axes.set_title(
-        f"vocabulary {trained['vocabulary']:,}; below $2^{{-12}}$ from rank {found['first_rank_below_2^-12']:,}, with "
-        f"{100 * found['mass_below_2^-12']:.0f} % of the probability",
-        fontsize=9,
-    )
-    axes.legend(frameon=False)
-
-
-def draw_curves(axes: Any, report: Report) -> None:
-    """Figure 4: the loss on held-out text, the mean of the seeds, with the seeds of the exact runs around it."""
-    runs = report["figure_4"]["runs"]
-    styles = {0.0: ("C0", "-", 3.5), 1e-3: ("C1", "--", 1.8), 1e-2: ("C2", ":", 1.8)}
-    for tolerance in sorted({r["tolerance"] for r in runs}):
-        mine = [r["held_out"] for r in runs if r["tolerance"] == tolerance]
-        steps = [step for step, _ in mine[0]]
-        values = [[loss for _, loss in curve] for curve in mine]
-        mean = [statistics.mean(column) for column in zip(*values, strict=True)]
-        color, line, width = styles.get(tolerance, ("C3", "-.", 1.8))
-        label = f"filter_tolerance {tolerance:g}" if tolerance else "exact"
-        axes.plot(steps, mean, color=color, linestyle=line, linewidth=width, label=label)
-        if tolerance == 0.0:
-            low, high = ([pick(column) for column in zip(*values, strict=True)] for pick in (min, max))
-            axes.fill_between(steps, low, high, color=color, alpha=0.2, label="exact, all seeds")
-    axes.set(xlabel="step of fine-tuning", ylabel="loss on held-out text")
-    axes.set_title(f"mean of {len({r['seed'] for r in runs})} seeds", fontsize=9)
-    axes.legend(frameon=False)
-
-
-def main(argv: Sequence[str] | None = None) -> Path:
-    """Train and draw; the path of the JSON file."""
-    given = list(sys.argv[1:] if argv is None else argv)
+def parse(given: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_figures", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--draw", action="store_true", help="only draw, from the file")
+    parser.add_argument("--prepare", type=Path, help="write the tokens of both texts to this file, and train nothing")
+    parser.add_argument("--data", type=Path, help="such a file, instead of text")
+    parser.add_argument("--draw", action="store_true", help="train nothing: draw and write words from the file")
+    parser.add_argument("--docs", action="store_true", help="put words and pictures into the documentation, too")
     parser.add_argument("--small", action="store_true", help="a tiny model for a moment: does it run at all?")
-    parser.add_argument("--steps", type=int, nargs=2, help="of pretraining and of fine-tuning")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8_000_000, help="of each text, at most")
-    parser.add_argument("--megabytes", type=float, default=30.0, help="of each text, at most")
+    parser.add_argument("--max-seconds", type=float, help="all in all; 200 with a CUDA device, 3,600 without")
+    parser.add_argument("--steps", type=int, nargs=2, help="of pretraining and of fine-tuning, at most")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(20_000_000, 4_000_000), help="of each text, at most")
+    parser.add_argument("--megabytes", type=float, default=90.0, help="of each text, at most")
     parser.add_argument("--text", type=Path, nargs=2, help="folders to learn and to fine-tune on")
     parser.add_argument("--cache", type=Path, default=Path("runs/lm-figures"), help="folder that keeps the tokenizer")
     parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
-    arguments = parser.parse_args(given)
-    arguments.given = given
+    return parser.parse_args(given, argparse.Namespace(given=given))
+
+
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Train, write and draw; the path of the JSON file."""
+    arguments = parse(list(sys.argv[1:] if argv is None else argv))
+    if arguments.prepare:
+        return lm_text.prepare(arguments, SMALL if arguments.small else CUDA)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else run.cpu_name()
     path = arguments.out or run.RESULTS / f"lm-figures-{run.slug(device)}.json"
-    report = json.loads(path.read_text()) if arguments.draw else work(arguments, path)
-    print(f"wrote {path}")
+
+    def save(report: Report) -> None:
+        run.write(path, report)
+        path.with_suffix(".md").write_text(lm_pictures.page(report, path.stem))
+
+    if arguments.draw:
+        report = json.loads(path.read_text())
+        path.with_suffix(".md").write_text(lm_pictures.page(report, path.stem))
+    else:
+        report = work(arguments, path, save)
+    written = [path, path.with_suffix(".md")]
     if importlib.util.find_spec("matplotlib"):
-        for target in draw(report, path):
-            print(f"wrote {target}")
+        written += lm_pictures.draw(report, path)
+    if arguments.docs:
+        written.append(lm_pictures.write_docs(report, path))
+    for target in written:
+        print(f"wrote {target}")
     return path
 
 

@@ -4,6 +4,7 @@
     python -m benchmarks.lm_tables --small                               anywhere: does it run at all?
     python -m benchmarks.lm_tables --only 'table 1,*'                    some blocks
     python -m benchmarks.lm_tables --add-to benchmarks/results/lm-X.json what that file lacks, beside what it has
+    python -m benchmarks.lm_tables --docs                                only the summary in the documentation
 
 Writes benchmarks/results/lm-<device>.json and .md after every row. Within a block the methods warm up one after the
 other (then memory and gradient error are taken), and take turns for their times. A row that did not get its turn
@@ -33,13 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import lm_cases, measure, peers, run
+from benchmarks import lm_cases, lm_pages, measure, peers, run
 from benchmarks.lm_cases import LmCase
-from benchmarks.report import digits
 from tilewise.ops.filtered import record_filtering
 
 Row = dict[str, Any]
-PARTS = ("loss", "gradient", "both")
 BASELINES = ("torch.compile", "torch.compile, filtered")
 ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
@@ -71,7 +70,7 @@ class Session:
         there = {row["case"] for row in self.report["results"]}
         self.report["not_reached"] = [case.name for case in self.chosen if case.name not in there]
         run.write(self.path, self.report)
-        self.path.with_suffix(".md").write_text(markdown(self.report))
+        self.path.with_suffix(".md").write_text(lm_pages.markdown(self.report))
 
     @contextmanager
     def spending(self, case: LmCase, what: str) -> Iterator[None]:
@@ -87,6 +86,8 @@ class Session:
 def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, write, and return the path of the JSON file."""
     arguments = parse(argv)
+    if arguments.docs:
+        return lm_pages.write_docs(arguments.out or run.RESULTS / "lm-nvidia-h200.json")
     for folder in arguments.peers:
         sys.path.insert(0, str(folder.resolve()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,6 +145,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
     parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
+    parser.add_argument("--docs", action="store_true", help="measure nothing; sum up the file in the documentation")
     parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
     return parser.parse_args(argv)
@@ -296,7 +298,10 @@ def describe_row(case: LmCase, method: str, rate: float) -> Row:
 def lower_bound(case: LmCase, inputs: peers.Inputs, rate: float) -> Row:
     """The bytes of the two gradients; the time of three products at the machine's own rate."""
     grads = sum(inputs[name].numel() * inputs[name].element_size() for name in ("a", "b"))
-    times = {f"{part}_ms": 1e3 * units * case.unit_flops / rate for part, units in zip(PARTS, (1, 2, 3), strict=True)}
+    times = {
+        f"{part}_ms": 1e3 * units * case.unit_flops / rate
+        for part, units in zip(lm_pages.PARTS, (1, 2, 3), strict=True)
+    }
     memory = {"loss_bytes": 4, "gradient_bytes": grads, "both_bytes": grads}
     return describe_row(case, "lower bound", rate) | {"status": "ok", **times, **memory}
 
@@ -407,76 +412,6 @@ def times_of(samples: list[tuple[float, float]], case: LmCase) -> Row:
         "repeats": len(samples),
         "three_products_tflops": 3 * case.unit_flops / (1e-3 * median) / 1e12,
     }
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The page: a table for each block."""
-    commit = report["commit"][:10] + (" with local changes" if report["dirty"] else "")
-    lines = [
-        f"# The tables of Cut Cross-Entropy on {report['device']}",
-        "",
-        f"`{report['command']}`",
-        "",
-        f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
-        f"{report['python']}; {report.get('seconds', 0):.0f} s. Times in ms, medians of at most {report['repeats']} "
-        "turns; memory in MiB, peak above the inputs (of the gradient: above what the loss left). x: time divided by "
-        "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. "
-        "Kept: (row, tile) pairs that backward computes (all: so many that it computes all). 3u / R: "
-        "the rate, if three products were all that is done, over R, that of a plain 8192^3 product in the same minute. "
-        "Lower bound: the two gradients, and three products at R.",
-    ]
-    for name in dict.fromkeys(row["case"] for row in report["results"]):
-        rows = [row for row in report["results"] if row["case"] == name]
-        first = rows[0]
-        lines += [
-            "",
-            f"## {name[0].upper()}{name[1:]}",
-            "",
-            f"{first['tokens']:,} tokens, vocabulary {first['vocabulary']:,}, hidden {first['hidden']:,}; "
-            f"R = {first['rate_tflops']:.4g} TFLOP/s.{of_origin(first, report)}",
-            "",
-            "| method | loss MiB | ms | gradient MiB | ms | both MiB | ms | x | dE % | dC % | kept % | 3u / R |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-            *(row_line(row) for row in rows if row["status"] != "absent"),
-        ]
-        absent = [f"{row['method']} ({row['reason']})" for row in rows if row["status"] == "absent"]
-        if absent:
-            lines += ["", "Absent: " + "; ".join(absent) + "."]
-    if report.get("not_reached"):
-        lines += ["", "Not reached in the time: " + "; ".join(report["not_reached"]) + "."]
-    return "\n".join(lines) + "\n"
-
-
-def of_origin(row: Row, report: dict[str, Any]) -> str:
-    """Where a block comes from, if it is another run than the page's, and what was different there."""
-    origin = row.get("origin")
-    if origin is None:
-        return ""
-    commit = origin["commit"][:10] + (" with local changes" if origin.get("dirty") else "")
-    other = [f"{name} {origin[name]}" for name in ("torch", "triton", "python") if origin.get(name) != report[name]]
-    words = [f"Measured {origin['date']}", f"commit {commit}", f"at most {origin['repeats']} turns", *other]
-    return f" {', '.join(words)}: `{origin['command']}`."
-
-
-def row_line(row: Row) -> str:
-    """One row of a block."""
-    if row["status"] not in ("ok", "warm"):
-        words = {"oom": "out of memory", "not reached": "not reached"}
-        said = words.get(row["status"], f"failed: {row.get('reason', '')[:80]}").replace("|", "/")
-        return f"| {row['method']} | {said} |" + " |" * 10
-
-    def cell(name: str, unit: float, form: str) -> str:
-        return format(row[name] / unit, form) if row.get(name) is not None else ""
-
-    cells = []
-    for part in PARTS:
-        ms = row.get(f"{part}_ms")
-        cells += [cell(f"{part}_bytes", 2**20, ",.0f"), "" if ms is None else digits(ms)]
-    cells += [cell("time_ratio", 1, ".2f"), cell("error_dE", 1e-2, ".2g"), cell("error_dC", 1e-2, ".2g")]
-    cells.append(cell("kept_share", 1e-2, ".2g") + (" (all)" if row.get("dense") else ""))
-    share = row.get("three_products_tflops")
-    cells.append("" if share is None else f"{share / row['rate_tflops']:.2f}")
-    return f"| {row['method']} | " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Axes: b sequences, t tokens of a sequence, v entries of the vocabulary, d featur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import math
@@ -23,18 +24,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tilewise as tw
 from tilewise.integrations.transformers import use_linear_cross_entropy
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 END = "<|end|>"
 SUFFIXES = {".py", ".txt", ".md", ".rst"}
@@ -55,7 +56,7 @@ class Settings:
     held_out: int = 4096  # tokens
     seed: int = 0
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-    options: tw.TileOptions = field(default_factory=tw.TileOptions)
+    options: tw.TileOptions | None = field(default_factory=tw.TileOptions)  # None: the model's own loss, with logits
 
     @property
     def tokens(self) -> int:
@@ -160,7 +161,7 @@ def build_model(settings: Settings) -> LlamaForCausalLM:
         hidden_size=settings.hidden,
         intermediate_size=3 * settings.hidden,
         num_hidden_layers=settings.layers,
-        num_attention_heads=max(1, settings.hidden // 32),
+        num_attention_heads=max(1, settings.hidden // (32 if settings.hidden < 512 else 64)),
         max_position_embeddings=settings.length,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -170,14 +171,20 @@ def build_model(settings: Settings) -> LlamaForCausalLM:
 
 
 def train(
-    model: nn.Module, tokens: Tensor, settings: Settings, watch: Callable[[int, float], Any] = lambda step, loss: None
+    model: nn.Module, tokens: Tensor, settings: Settings, watch: Callable[[int, Tensor], Any] = lambda step, loss: None
 ) -> list[float]:
-    """Train for some steps; the loss of each. Warm-up, then a cosine to a tenth."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01, betas=(0.9, 0.95))
-    low_precision = torch.autocast(settings.device, torch.bfloat16, enabled=settings.device == "cuda")
+    """Train for some steps, or until `watch` returns True; the loss of each. Warm-up, then a cosine to a tenth.
+
+    `watch` gets the number of each step and its loss as a tensor: reading it makes the host wait for the device.
+    """
+    cuda = settings.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=cuda)
+    low_precision = torch.autocast(settings.device, torch.bfloat16, enabled=cuda)
     losses = []
     model.train()
-    with use_linear_cross_entropy(model, options=settings.options):
+    with contextlib.ExitStack() as stack:
+        if settings.options is not None:
+            stack.enter_context(use_linear_cross_entropy(model, options=settings.options))
         for step, batch in zip(range(settings.steps), sequences(tokens, settings), strict=False):
             warm = min(1.0, (step + 1) / max(1, settings.warmup))
             rate = 0.55 + 0.45 * math.cos(math.pi * step / settings.steps)
@@ -189,9 +196,10 @@ def train(
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            losses.append(loss.item())
-            watch(step, losses[-1])
-    return losses
+            losses.append(loss.detach())
+            if watch(step, losses[-1]) is True:
+                break
+    return torch.stack(losses).tolist() if losses else []
 
 
 @torch.no_grad()
@@ -243,6 +251,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Train, show, and return the figures."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     arguments = parse(argv)
     names = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "seed", "lr")
     settings = Settings(
@@ -267,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=settings.steps, words="")
 
-        def watch(step: int, loss: float) -> None:
+        def watch(step: int, loss: Tensor) -> None:
             rate = (step + 1) * settings.tokens / (time.perf_counter() - start)
             progress.update(task, advance=1, words=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
 
@@ -293,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def result_table(result: dict[str, float], settings: Settings) -> Table:
     """What came of it."""
+    from rich.table import Table
+
     table = Table(title=f"{settings.steps} steps of {settings.tokens:,} tokens, vocabulary {settings.vocabulary:,}")
     table.add_column("")
     table.add_column("", justify="right")

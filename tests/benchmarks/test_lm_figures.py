@@ -1,5 +1,6 @@
 """A small language model is trained for real, by the example and for the figures."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ pytest.importorskip("tokenizers")
 from examples import train_lm
 from tests.compare import relative_error
 
-from benchmarks import lm_figures
+from benchmarks import lm_figures, lm_pictures, lm_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "benchmarks"
@@ -89,37 +90,160 @@ def test_probabilities_by_rank():
     assert got.sum().item() == pytest.approx(1.0)
 
 
-def test_noise_compares_runs_of_the_same_seed():
-    def run(tolerance, seed, *losses):
-        return {"tolerance": tolerance, "seed": seed, "held_out": list(enumerate(losses))}
-
-    runs = [
-        run(0.0, 1, 5.0, 4.0, 3.0),
-        run(0.0, 2, 5.0, 4.5, 3.4),
-        run(0.01, 1, 5.0, 4.2, 3.1),
-        run(0.01, 2, 5.0, 4.5, 3.2),
-    ]
-    found = lm_figures.noise(runs)
-    assert found["seeds"]["final_apart"] == pytest.approx(0.4)
-    assert found["seeds"]["curve_apart"] == pytest.approx(0.5)
-    assert found["0.01"] == {"final_apart": pytest.approx(0.2), "curve_apart": pytest.approx(0.2)}
+def tuned(name, *losses, tolerance=0.0, batches=1, masks=1, **more):
+    run = {"name": name, "tolerance": tolerance, "batches": batches, "masks": masks, "losses": list(losses)}
+    return run | {"held_out": list(enumerate(losses)), "skipping": [], "step_ms": 1.0} | more
 
 
-def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_figures, "TINY", lm_figures.TINY | {"vocabulary": 600})
-    small = tuple(lm_figures.Settings(steps=2, **lm_figures.TINY) for _ in range(2))
+RUNS = [
+    tuned("exact", 5.0, 4.0, 3.0),
+    tuned("filter 0.01", 5.0, 4.2, 3.1, tolerance=0.01),
+    tuned("dense", 5.0, 4.0, 3.05, tolerance=None),
+    tuned("exact, other masks", 5.0, 4.3, 3.2, masks=2),
+    tuned("exact, other batches", 5.0, 4.5, 3.4, batches=2),
+    tuned("exact, again", 5.0, 4.0, 3.0),
+    tuned("filter 0.01, other batches", 5.0, 4.5, 3.2, tolerance=0.01, batches=2),
+]
+
+
+def test_a_run_is_compared_with_the_exact_one_of_its_batches():
+    found = lm_figures.differences(RUNS)
+    assert [one["name"] for one in RUNS[1:]] == list(found)
+    assert found["filter 0.01"] == pytest.approx(
+        {"against": "exact", "final": 0.1, "largest": 0.2, "largest_of_a_step": 0.2}
+    )
+    assert found["filter 0.01, other batches"]["against"] == "exact, other batches"
+    assert found["filter 0.01, other batches"]["largest"] == pytest.approx(0.2)
+    assert found["exact, other batches"] == pytest.approx({"against": "exact", "final": 0.4, "largest": 0.5})
+    assert "largest_of_a_step" not in found["exact, other masks"]  # other masks are another loss
+    assert found["exact, again"]["largest"] == 0.0
+    assert lm_figures.differences(RUNS[1:3]) == {}
+
+
+def test_words_say_what_skipping_did_beside_the_noise():
+    four = {"runs": RUNS, "differences": lm_figures.differences(RUNS), "no_time_for": []}
+    said = lm_pictures.verdict(four)
+    assert "at most 2.0e-01 from the exact one (filter 0.01)" in said
+    assert (
+        "differ by more than that: exact, other masks (3.0e-01), exact, other batches (5.0e-01); by no more: " in said
+    )
+    assert "by no more: dense (5.0e-02), exact, again (0.0e+00)." in said
+    assert "Too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
+    skip, whole = ({"kept_share": 0.02, "skips": True, "mean_dropped": 1e-3, "largest_dropped": 2e-3},) * 2
+    whole = whole | {"kept_share": 0.3, "skips": False}
+    assert "| 2 to 2 % | 1.0e-03, 2.0e-03 |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip]), {})
+    assert "| 2 to 2 %, all in 1 of 2 looks |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
+    assert "| all (30 to 30 % are needed) |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[whole]), {})
+
+
+def sure_model(settings):
+    """A model whose scores fall as -2 ln(number of the word): one large feature, of one sign in every hidden state."""
+    model = train_lm.build_model(settings)
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight  # also the embedding
+        weight[:, 0] = -0.5 * torch.arange(1.0, len(weight) + 1).log() - 1.0
+        model.model.norm.weight[0] = -4.0 / settings.hidden**0.5
+        model.model.layers[0].self_attn.o_proj.weight *= 10.0  # so that masks matter
+    return model
+
+
+def test_backward_skips_by_itself_and_the_run_says_so():
+    settings = lm_figures.Settings(steps=6, **lm_figures.TINY | {"vocabulary": 4096, "batch": 4})
+    text = (4096 ** torch.rand(2000, generator=torch.Generator().manual_seed(0))).long() - 1
+    model = sure_model(settings)
+    before = copy.deepcopy(model.state_dict())
+    runs = {v.name: lm_figures.fine_tune(model, text, text[:64], settings, v) for v in lm_figures.VARIANTS[:5]}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for tolerance in (1e-3, 1e-2):
+        seen = runs[f"filter {tolerance:g}"]["skipping"]
+        assert [one["step"] for one in seen] == [0, 1, 2, 3, 4, 5]
+        assert all(one["mean_dropped"] <= one["largest_dropped"] <= tolerance for one in seen)
+    loose, tight = (runs[f"filter {t}"]["skipping"][0] for t in (0.01, 0.001))
+    assert loose["skips"]
+    assert 0.0 < loose["kept_share"] < min(0.2, tight["kept_share"])
+    assert loose["largest_dropped"] > 1e-3
+    assert runs["exact"]["skipping"] == runs["dense"]["skipping"] == []
+    found = lm_figures.differences(list(runs.values()))
+    assert found["dense"]["largest_of_a_step"] < 1e-4 < found["exact, other masks"]["largest"]  # the masks are the same
+    assert 0.0 < found["filter 0.01"]["largest"] < found["exact, other masks"]["largest"]
+    assert [step for step, _ in runs["exact"]["held_out"]] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_text_travels_in_a_file(cache, tmp_path, capsys):
+    tokens = torch.tensor([0, 255, 256, 65_535, 65_536, 102_399])
+    assert torch.equal(lm_text.unpack(lm_text.pack(tokens)), tokens)
+    where = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--cache", str(cache), "--tokens", "900", "500"]
+    settings = [lm_figures.Settings(steps=2, **lm_figures.TINY | {"vocabulary": 600})] * 2
+    path = lm_text.prepare(lm_figures.parse(["--prepare", str(tmp_path / "a" / "text.npz"), *where]), settings)
+    assert "964 and 564 tokens" in capsys.readouterr().out
+    data = lm_figures.parse(["--data", str(path)])
+    (one, two), described = lm_text.read_tokens(data, settings)
+    assert described["tokens"] == [len(one), len(two)] == [964, 564]
+    assert described["folders"] == [["benchmarks"], ["losses"]]
+    direct, _ = lm_text.read_tokens(lm_figures.parse(where), settings)
+    assert torch.equal(direct[1], two[: len(direct[1])])
+    with pytest.raises(SystemExit, match="vocabulary of 600, and the model one of 500"):
+        lm_text.read_tokens(data, lm_figures.SMALL)
+
+
+def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch, capsys):
+    small = tuple(lm_figures.Settings(steps=n, **lm_figures.TINY | {"vocabulary": 600}) for n in (6, 3))
     monkeypatch.setattr(lm_figures, "SMALL", small)
+    docs = tmp_path / "page.md"
+    docs.write_text("before <!-- lm-figures:begin --> old <!-- lm-figures:end --> after\n")
+    monkeypatch.setattr(lm_pictures.write_docs, "__defaults__", (docs,))
     path = tmp_path / "fig.json"
-    more = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--seeds", "2", "--cache", str(cache)]
+    more = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--cache", str(cache)]
     lm_figures.main(["--small", "--out", str(path), *more])
-    report = json.loads(path.read_text())
+    report, page = json.loads(path.read_text()), path.with_suffix(".md").read_text()
     assert report["figure_3"]["rank"][0] == 1
     assert report["figure_3"]["rank"][-1] == 600
     assert report["figure_3"]["probability"] == sorted(report["figure_3"]["probability"], reverse=True)
+    assert report["pretraining"]["steps"] == len(report["pretraining"]["losses"]) == 6
     runs = report["figure_4"]["runs"]
-    assert [(r["tolerance"], r["seed"]) for r in runs[:4]] == [(0.0, 1), (1e-3, 1), (1e-2, 1), (0.0, 2)]
-    assert all(r["largest_dropped"] <= r["tolerance"] for r in runs)
-    assert runs[0]["losses"] != runs[3]["losses"]
-    assert set(report["figure_4"]["noise"]) == {"seeds", "0.001", "0.01"}
+    assert [one["name"] for one in runs] == [variant.name for variant in lm_figures.VARIANTS]
+    assert report["figure_4"]["no_time_for"] == []
+    assert set(report["figure_4"]["differences"]) == {variant.name for variant in lm_figures.VARIANTS[1:]}
+    assert "pretraining: step 6 of 6, loss" in capsys.readouterr().err
+    assert all(f"\n| {one['name']} |" in page for one in runs)
     if (tmp_path / "fig-figure-3.svg").exists():  # where matplotlib is
         assert all((tmp_path / f"fig-figure-{n}.png").stat().st_size > 5000 for n in (3, 4))
+    lm_figures.main(["--draw", "--docs", "--out", str(path)])
+    written = docs.read_text()
+    assert written.startswith("before <!-- lm-figures:begin -->\n**Figure 3.**")
+    assert written.endswith("(fig-figure-4.png)\n<!-- lm-figures:end --> after\n") or "/fig-figure-4.png)" in written
+    assert lm_pictures.words(report) in written
+    assert path.with_suffix(".md").read_text() == page
+
+
+def test_what_the_time_does_not_allow_is_named(cache, tmp_path, monkeypatch):
+    small = tuple(lm_figures.Settings(steps=1000, **lm_figures.TINY | {"vocabulary": 600}) for _ in range(2))
+    monkeypatch.setattr(lm_figures, "SMALL", small)
+    path = tmp_path / "fig.json"
+    more = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--cache", str(cache), "--max-seconds", "5"]
+    lm_figures.main(["--small", "--out", str(path), *more])
+    report = json.loads(path.read_text())
+    assert 2 <= report["pretraining"]["steps"] < 1000
+    assert 2 <= report["tuning"]["steps"] < 200
+    names = [one["name"] for one in report["figure_4"]["runs"]] + report["figure_4"]["no_time_for"]
+    assert sorted(names) == sorted(variant.name for variant in lm_figures.VARIANTS)
+    assert report["seconds"] < 60
+    path.unlink()
+    lm_figures.main(["--small", "--out", str(path), *more, "--max-seconds", "0.01"])  # what is begun is written
+    report = json.loads(path.read_text())
+    assert report["figure_3"]["rank"]
+
+
+def committed():
+    return sorted((ROOT / "benchmarks" / "results").glob("lm-figures-*.json"))
+
+
+@pytest.mark.parametrize("path", committed(), ids=lambda path: path.stem)
+def test_committed_results_are_what_the_documentation_says(path):
+    report = json.loads(path.read_text())
+    if "text" not in report:
+        pytest.skip("a result of an earlier form")
+    assert path.with_suffix(".md").read_text() == lm_pictures.page(report, path.stem)
+    text = lm_pictures.DOCS.read_text()
+    if f"{path.stem}-figure-4.png" in text:
+        assert lm_pictures.words(report) in text

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import lm_cases, lm_tables, measure, peers
+from benchmarks import lm_cases, lm_pages, lm_tables, measure, peers
 
 TINY = lm_cases.LmCase(table="1", model="tiny", vocabulary=301, hidden=24, tokens=64)
 
@@ -171,6 +171,36 @@ def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
     assert lm_tables.rows_of_file(None, "abacus") == []
     with pytest.raises(SystemExit, match="measured on abacus, this is slide rule"):
         lm_tables.rows_of_file(tmp_path / "x.json", "slide rule")
+
+
+def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
+    path = lm_tables.run.RESULTS / "lm-nvidia-h200.json"
+    docs = lm_pages.DOCS.read_text()
+    link = "../../benchmarks/results/lm-nvidia-h200.md"
+    assert lm_pages.summary(json.loads(path.read_text()), link) in docs
+    assert path.with_suffix(".md").read_text() == lm_pages.markdown(json.loads(path.read_text()))
+    copy = tmp_path / "page.md"
+    copy.write_text("<!-- lm-tables:begin --><!-- lm-tables:end -->")
+    monkeypatch.setattr(lm_pages.write_docs, "__defaults__", (copy,))
+    lm_tables.main(["--docs"])
+    assert "| table 1, Gemma 2 2B, a=1.8 | 5" in copy.read_text()
+    copy.write_text("nothing to replace")
+    with pytest.raises(SystemExit, match="needs one <!-- lm-tables:begin -->"):
+        lm_tables.main(["--docs"])
+
+
+def test_a_summary_has_what_was_measured():
+    block = {"case": "table 9", "rate_tflops": 600.0, "both_bytes": 3 * 2**20, "three_products_tflops": 540.0}
+    rows = [
+        {**block, "method": "tilewise", "status": "ok", "both_ms": 12.34},
+        {**block, "method": "torch.compile, filtered", "status": "oom"},
+        {**block, "method": "CCE", "status": "not reached"},
+        {**block, "method": lm_cases.ONE_BLOCK, "status": "ok", "both_ms": 5.0},
+    ]
+    said = lm_pages.summary({"device": "X", "results": rows, "not_reached": ["table 10"]}, "there.md")
+    assert "| table 9 | 12.3 / 3 |  |  | out of memory |  |  |  |" in said
+    assert "Speed first, one block of rows: 5 / 3 for table 9, 0.90 of the rate R" in said
+    assert "Not measured yet: table 10." in said
 
 
 @pytest.mark.group

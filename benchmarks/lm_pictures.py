@@ -1,0 +1,299 @@
+"""What `benchmarks.lm_figures` shows: a bar while it runs, two pictures, a page, and a section of the documentation."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import digits
+from benchmarks.run import RESULTS
+
+DOCS = RESULTS.parents[1] / "docs" / "concepts" / "language-models.md"
+EVERY = 0.5, 10.0  # seconds between two looks at the loss: on a terminal, and in a log
+STYLES = {  # colour, line, width
+    "exact": ("C0", "-", 3.5),
+    "filter 0.001": ("C1", "--", 1.8),
+    "filter 0.01": ("C2", "-.", 1.8),
+    "dense": ("C3", ":", 1.8),
+    "exact, again": ("C4", ":", 1.5),
+    "exact, other masks": ("C5", "-", 1.2),
+    "exact, other batches": ("C7", "-", 1.2),
+}
+Report = dict[str, Any]
+
+
+# While it runs
+
+
+def say(words: str) -> None:
+    """A line for the log."""
+    print(words, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(name: str, steps: int) -> Iterator[Callable[[Callable[[], str]], None]]:
+    """Call what this gives once a step, with a function that says how it stands; it is asked only now and then.
+
+    A bar where rich is installed and somebody watches, otherwise a line every ten seconds.
+    """
+    watched = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    done, last = 0, time.perf_counter()
+
+    def due() -> bool:
+        nonlocal done, last
+        done += 1
+        if time.perf_counter() - last < EVERY[not watched] and done < steps:
+            return False
+        last = time.perf_counter()
+        return True
+
+    if not watched:
+
+        def line(words: Callable[[], str]) -> None:
+            if due():
+                say(f"{name}: step {done} of {steps}, {words()}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        task = bars.add_task(name, total=steps, words="")
+
+        def advance(words: Callable[[], str]) -> None:
+            shown = {"words": words()} if due() else {}
+            bars.update(task, completed=done, **shown)
+
+        yield advance
+
+
+# Pictures
+
+
+def draw(report: Report, path: Path) -> list[Path]:
+    """Both figures, as SVG and PNG beside the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilewise"
+    from matplotlib import pyplot
+
+    written = []
+    for name, paint, panels in (("figure-3", draw_probabilities, 1), ("figure-4", draw_runs, 3)):
+        if not report.get(name.replace("-", "_"), {}).get("runs", True):
+            continue
+        figure, axes = pyplot.subplots(1, panels, figsize=(6.4 if panels == 1 else 13, 4.2), constrained_layout=True)
+        paint(axes, report)
+        figure.suptitle(title(report), fontsize=9)
+        for suffix in ("svg", "png"):
+            target = path.with_name(f"{path.stem}-{name}.{suffix}")
+            figure.savefig(target, dpi=130, metadata={"Date": None} if suffix == "svg" else None)
+            written.append(target)
+        pyplot.close(figure)
+    return written
+
+
+def title(report: Report) -> str:
+    """The model and the machine."""
+    trained = report["pretraining"]
+    return (
+        f"{trained['layers']} layers of {trained['hidden']}, vocabulary {trained['vocabulary']:,}, "
+        f"{trained['steps'] * trained['batch'] * trained['length'] / 1e6:.3g}M tokens, {report['device']}"
+    )
+
+
+def draw_probabilities(axes: Any, report: Report) -> None:
+    """Figure 3."""
+    found = report["figure_3"]
+    axes.plot(found["rank"], found["probability"], label="mean probability of the i-th most likely token")
+    axes.axhline(report["threshold"], color="0.4", linestyle="--", linewidth=1, label="$2^{-12}$")
+    axes.axvline(found["first_rank_below_2^-12"], color="0.4", linestyle=":", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="probability")
+    axes.set_title(
+        f"below $2^{{-12}}$ from rank {found['first_rank_below_2^-12']:,}, with "
+        f"{100 * found['mass_below_2^-12']:.2g} % of the probability",
+        fontsize=9,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_runs(axes: Any, report: Report) -> None:
+    """Figure 4: the curves; how far they are from the exact one; what backward computed."""
+    left, middle, right = axes
+    runs = {run["name"]: run for run in report["figure_4"]["runs"]}
+    for name in (n for n in ("exact", "filter 0.001", "filter 0.01", "dense") if n in runs):
+        color, line, width = STYLES[name]
+        left.plot(*zip(*runs[name]["held_out"], strict=True), color=color, linestyle=line, linewidth=width, label=name)
+    left.set(xlabel="step of fine-tuning", ylabel="loss on held-out text")
+    for name in (n for n in STYLES if n in runs and n != "exact"):
+        color, line, width = STYLES[name]
+        points = [
+            (s, abs(x - y)) for (s, x), (_, y) in zip(runs[name]["held_out"], runs["exact"]["held_out"], strict=True)
+        ]
+        points = [point for point in points if point[1] > 0.0]  # a logarithmic axis has no zero
+        if points:
+            middle.plot(
+                *zip(*points, strict=True), color=color, linestyle=line, linewidth=width, marker=".", label=name
+            )
+    middle.set(xlabel="step of fine-tuning", ylabel="distance from the exact run", yscale="log")
+    for name in (n for n in STYLES if n in runs and runs[n]["skipping"]):
+        color, line, width = STYLES[name]
+        points = [
+            (seen["step"] + 1, 100 * (seen["kept_share"] if seen["skips"] else 1.0)) for seen in runs[name]["skipping"]
+        ]
+        right.plot(*zip(*points, strict=True), color=color, linestyle=line, linewidth=width, marker=".", label=name)
+    right.set(xlabel="step of fine-tuning", ylabel="(row, tile) pairs that backward computes, %", yscale="log")
+    for one in axes:
+        one.grid(alpha=0.3)
+        if one.lines:
+            one.legend(frameon=False, fontsize=8)
+
+
+# Words
+
+
+def page(report: Report, stem: str) -> str:
+    """The page beside the file."""
+    commit = report["commit"][:10] + (" with local changes" if report["dirty"] else "")
+    lines = [
+        f"# Figures 3 and 4 of Cut Cross-Entropy on {report['device']}",
+        "",
+        f"`{report['command']}`",
+        "",
+        f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
+        f"{report['python']}; {report.get('seconds', 0):.0f} s.",
+        "",
+        words(report),
+        "",
+        f"![mean probability by rank]({stem}-figure-3.png)",
+        f"![loss with and without skipping]({stem}-figure-4.png)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def words(report: Report) -> str:
+    """What was trained and what came of it; every figure from the file."""
+    trained, found, four = report["pretraining"], report["figure_3"], report.get("figure_4")
+    seen = trained["steps"] * trained["batch"] * trained["length"]
+    lines = [
+        f"**Figure 3.** A Llama of {trained['layers']} layers, width {trained['hidden']} and {trained['vocabulary']:,} "
+        f"words saw {seen / 1e6:.3g} million tokens of source code in {trained['seconds']:.0f} s ({report['device']}). "
+        f"On held-out files its loss is {trained['found']['loss']:.2f}, and {100 * trained['found']['accuracy']:.0f} % "
+        f"of the next tokens are right. The mean probability by rank falls below 2^-12 at rank "
+        f"{found['first_rank_below_2^-12']:,}; {100 * found['mass_below_2^-12']:.2g} % of the probability is beyond: "
+        "what a fixed threshold at that height would drop. "
+        + " ".join(of_skipping(tolerance, one) for tolerance, one in found["skipping"].items())
+    ]
+    if four is None or not four["runs"]:
+        return lines[0]
+    tuned, exact = report["tuning"], four["runs"][0]
+    head = (
+        "run",
+        "at the end",
+        "largest on the curve",
+        "largest of a step",
+        "pairs computed",
+        "mass dropped",
+        "step ms",
+    )
+    lines += [
+        "",
+        f"**Figure 4.** Fine-tuned on other source code for {tuned['steps']} steps of "
+        f"{tuned['batch'] * tuned['length']:,} tokens, with dropout of {tuned['dropout']:g} in the attention, the loss "
+        f"on held-out files went from {exact['held_out'][0][1]:.3f} to {exact['held_out'][-1][1]:.3f}. How far the "
+        "other runs are from it, in nats: their held-out loss, and the loss of a step where batches and masks are the "
+        "same. (With other batches, a run with a tolerance is compared with the exact run of those.) Mass dropped: "
+        "mean and largest of a row.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---|" + "---:|" * (len(head) - 1),
+    ]
+    for run in four["runs"]:
+        lines.append(run_line(run, four["differences"].get(run["name"], {})))
+    if four["no_time_for"]:
+        lines += ["", f"No time was left for: {'; '.join(four['no_time_for'])}."]
+    lines += ["", verdict(four)]
+    return "\n".join(lines)
+
+
+def of_skipping(tolerance: str, one: Report) -> str:
+    """A sentence on one tolerance."""
+    computed = f"{digits(100 * one['kept_share'])} % of the (row, tile) pairs"
+    if not one["skips"]:
+        return f"At a tolerance of {tolerance} backward would need {computed} and computes all."
+    return f"At a tolerance of {tolerance} backward computes {computed}."
+
+
+def run_line(run: Report, apart: Report) -> str:
+    """A row of the table."""
+    cells = [f"{apart[name]:.1e}" if name in apart else "" for name in ("final", "largest", "largest_of_a_step")]
+    seen = run["skipping"]
+    share, dropped = "all", ""
+    if seen:
+        skips = [one for one in seen if one["skips"]]
+        shares = [100 * one["kept_share"] for one in skips or seen]
+        share = f"{digits(min(shares))} to {digits(max(shares))} %"
+        if not skips:
+            share = f"all ({share} are needed)"
+        elif len(skips) < len(seen):
+            share += f", all in {len(seen) - len(skips)} of {len(seen)} looks"
+        dropped = f"{max(one['mean_dropped'] for one in seen):.1e}, {max(one['largest_dropped'] for one in seen):.1e}"
+    step = "" if run["step_ms"] is None else digits(run["step_ms"])
+    return f"| {run['name']} | " + " | ".join([*cells, share, dropped, step]) + " |"
+
+
+def verdict(four: Report) -> str:
+    """Skipping beside the noise of exact runs, in a few sentences, whatever it is."""
+    largest = {name: one["largest"] for name, one in four["differences"].items()}
+    skipping = {name: value for name, value in largest.items() if name.startswith("filter")}
+    noise = {name: value for name, value in largest.items() if name not in skipping}
+    if not skipping or not noise:
+        return "Too few runs to compare."
+    worst = max(skipping, key=lambda name: skipping[name])
+    above, below = ([n for n in noise if (noise[n] > skipping[worst]) is higher] for higher in (False, True))
+    steps = [seen for run in four["runs"] for seen in run["skipping"]]
+    return (
+        f"With a tolerance, a curve is at most {skipping[worst]:.1e} from the exact one ({worst}). Exact runs "
+        f"differ by more than that: {listed(below, noise)}; by no more: {listed(above, noise)}. Backward skipped by "
+        f"itself in {sum(seen['skips'] for seen in steps)} of the {len(steps)} steps that were looked at."
+    )
+
+
+def listed(names: list[str], values: dict[str, float]) -> str:
+    """Names with their values, or that there is none."""
+    return ", ".join(f"{name} ({values[name]:.1e})" for name in names) or "none"
+
+
+def write_docs(report: Report, path: Path, docs: Path = DOCS) -> Path:
+    """Put words and pictures between the markers of the page."""
+    where = relpath(path.resolve().parent, docs.resolve().parent)
+    section = "\n".join(
+        [
+            words(report),
+            "",
+            f"![mean probability by rank]({where}/{path.stem}-figure-3.png)",
+            f"![loss with and without skipping]({where}/{path.stem}-figure-4.png)",
+        ]
+    )
+    between_markers(docs, "lm-figures", section)
+    return docs
+
+
+def between_markers(docs: Path, name: str, section: str) -> None:
+    """Replace what is between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    text = docs.read_text()
+    if len(pattern.findall(text)) != 1:
+        raise SystemExit(f"{docs} needs one {begin} and one {end}")
+    docs.write_text(pattern.sub(lambda _: f"{begin}\n{section}\n{end}", text))
