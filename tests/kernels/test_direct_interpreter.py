@@ -194,7 +194,7 @@ def test_gradients_of_bfloat16_exponentials_are_rounded_once():
             assert got.dtype == torch.bfloat16
             assert_no_worse(got, theirs, want)
         errors[k] = relative_error(grads.a, exact[0]), relative_error(grads.b, exact[1])
-        assert max(errors[k][0] / errors[1.0][0], errors[k][1] / errors[1.0][1]) < 1.05  # two roundings: 1.2
+        assert max(errors[k][0] / errors[1.0][0], errors[k][1] / errors[1.0][1]) < 1.05  # two roundings: 1.13 to 1.21
         assert_close(grads.bias, k * (held.e.double() * held.factor[:, None]).sum(0), 1e-5)
         assert_close(grads.scale, (exact[0] * leaves[0].double()).sum() / 3.0, 5e-3)
 
