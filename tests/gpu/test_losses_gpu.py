@@ -109,8 +109,9 @@ def test_another_stream(seed):
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("mib", [256, 8], ids=["all carried", "a part carried"])
 @pytest.mark.parametrize("spread", [1.0, 6.0, 300.0], ids=["plain", "peaked", "doubtful"])
-def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, seed, monkeypatch):
+def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, mib, seed, monkeypatch):
     """Against float64, twice through one graph: the second backward does without them."""
     monkeypatch.setattr(carried, "WORTH_IT", 0)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -120,18 +121,24 @@ def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, see
     target[::9] = -100
     seen, plain = [], carried.Carried.of
     monkeypatch.setattr(carried.Carried, "of", staticmethod(lambda *args: seen.append(plain(*args)) or seen[-1]))
-    options = tw.TileOptions(backend="triton", gradients="backward")
-    loss = tw.linear_cross_entropy(hidden, head, target, options=options)
+    options = tw.TileOptions(backend="triton", gradients="backward", workspace_mib=mib)
+    loss = tw.linear_cross_entropy(hidden, head, target, z_loss=1e-3, options=options)
     assert [kept is not None for kept in seen] == [True]
     assert bool(seen[0].doubt > 0) == (spread > 100.0)
-    first = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, head))
+    assert seen[0].behind > 0
+    assert (seen[0].end == 40_000) == (mib == 256)
+    upstream = torch.tensor(0.7, device="cuda")  # no power of 2
+    first = torch.autograd.grad(loss, (hidden, head), upstream, retain_graph=True)
+    assert first[1].data_ptr() == seen[0].memory.data_ptr()
+    second = torch.autograd.grad(loss, (hidden, head), upstream)
 
     def dense(dtype):
         leaves = [value.detach().to(dtype).requires_grad_() for value in (hidden, head)]
         logits = leaves[0] @ leaves[1].T
-        found = torch.nn.functional.cross_entropy(logits if dtype == torch.float64 else logits.float(), target)
-        return [found, *torch.autograd.grad(found, leaves)]
+        logits = logits if dtype == torch.float64 else logits.float()
+        found = torch.nn.functional.cross_entropy(logits, target)
+        found = found + 1e-3 * logits.logsumexp(1)[target >= 0].square().mean()
+        return [found, *torch.autograd.grad(found, leaves, upstream.to(found))]
 
     exact, low = dense(torch.float64), dense(torch.bfloat16)
     assert_close(loss, exact[0], 1e-5, "loss")

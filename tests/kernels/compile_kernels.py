@@ -21,7 +21,7 @@ NUMBERS = {"softcap": "fp32", "share": "fp32"} | dict.fromkeys(
 OPTIONAL = {
     *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
     *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
-    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc"),
+    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc", "row_factor"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
 MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": 16, "BLOCK": 64}
@@ -40,7 +40,7 @@ LOSSES = {
         {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "grad_pos", "peaks"},
     ),
     "cross entropy, bias": (1, 129, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "peaks"}),
-    "cross entropy, carried": (1, 1, 0, ONE, True, {"row_key", "grad_pos", "peaks", "e_desc", "span"}),
+    "cross entropy, carried": (1, 1, 0, ONE, True, {"row_key", "grad_pos", "peaks", "e_desc", "span", "row_factor"}),
     "tokens": (3, 193, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
@@ -88,7 +88,7 @@ def compiled(kernel, constants, present, dtype, sizes, capability):
             signature[name], values[(place,)] = "constexpr", constants.get(name)
         elif name in blocks:
             signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
-        elif name in ("a", "b", "g"):
+        elif name in ("a", "b", "g", "scaled"):
             signature[name] = f"*{dtype}"
         elif name == "row_key" and constants["POSITIVE"] == MANY:
             signature[name] = "*i32"
@@ -115,13 +115,13 @@ def main() -> None:
                 (positive.positive_kernel, None, {}),
                 (positive.positive_gradient_kernel, None, {"TERMS": terms}),
                 (tokens.merge_tokens_kernel, None, {"STATS": stats} | MERGE),
-                (carried.carried_kernel, None, {"R": carried.BLOCK_ROWS, "C": carried.BLOCK_COLS}),
+                (carried.factor_kernel, None, {"BLOCK": carried.FACTOR_ROWS, "WIDTH": carried.WIDTH}),
             ):
                 if kernel is tokens.merge_tokens_kernel and loss != "tokens":
                     continue
-                if kernel is carried.carried_kernel and loss != "cross entropy, carried":
+                if kernel is carried.factor_kernel and loss != "cross entropy, carried":
                     continue
-                small = kernel is not carried.carried_kernel and sizes is None
+                small = sizes is None and loss != "cross entropy, carried"
                 if (small and (kind == MANY or card != "hopper")) or (
                     kernel is forward.repair_kernel and loss != "clip"
                 ):

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compare import assert_close
+from tests.compare import assert_close, assert_no_worse
 from tests.kernels.pair_cases import incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
-from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl import carried, gradients, sizes, statistics
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.carried import Carried, column_pieces
+from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
 from tilewise.options import TileOptions
 
 pytestmark = [
@@ -113,6 +113,89 @@ def test_gradients_with_and_without_are_the_same(n, m, d, g_cols, spread, monkey
         assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 5e-6, name)
     terms = pair.a.norm() * want.a.norm() / pair.scale  # the scale's gradient is a sum of these, and may cancel
     assert abs(got.scale - want.scale) <= 2e-5 * terms
+
+
+COMING = {
+    "tiny": lambda lse, pos: (lse * 1e-25, pos * 1e-25),
+    "huge": lambda lse, pos: (lse * 1e20, pos * 1e20),
+    "some rows ignored": lambda lse, pos: (lse * KEEP[: len(lse)], pos * KEEP[: len(lse)]),
+    "no log-sum-exp": lambda lse, pos: (lse * 0.0, pos),
+    "hardly any": lambda lse, pos: (pos * torch.logspace(-1, -12, len(pos)), -pos),
+    "no positive": lambda lse, pos: (lse, None),
+    "positive and negative": lambda lse, pos: (lse * SIGN[: len(lse)], -lse * SIGN[: len(lse)]),
+}
+KEEP, SIGN = (torch.arange(100) % 3 > 0).float(), (-1.0) ** torch.arange(100)
+
+
+@pytest.mark.parametrize("kind, scale", [*((kind, 0.3) for kind in COMING), ("no positive", -0.5), ("hardly any", 0.0)])
+def test_every_kind_of_incoming_gradient(kind, scale):
+    """The factor of a row may be 0, tiny or negative, and its positive's entry is written in units of it."""
+    pair = dataclasses.replace(pair_of(), scale=torch.tensor(scale))
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert bool(held.doubt == 0)
+    plain = incoming_gradients(stats)
+    row_lse, row_pos = COMING[kind](plain.row_lse, plain.row_pos)
+    grad = dataclasses.replace(plain, row_lse=row_lse, row_pos=row_pos)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
+    terms = pair.a.double().norm() * want.a.double().norm() / abs(scale or 1e-30)
+    assert abs(got.scale - want.scale) <= 2e-5 * terms
+
+
+@pytest.mark.parametrize("needs", [Needs(a=False, b=True, scale=True), Needs(a=False, b=True), Needs(a=True, b=True)])
+def test_fewer_gradients(needs):
+    pair = pair_of()
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    grad = incoming_gradients(stats)
+    want = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    for name in ("a", "b", "scale"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None) == (other is None) == (not getattr(needs, name))
+        if one is not None:
+            assert_close(one, other, 1e-3 if name == "scale" else 5e-6, name)  # the scale's is a sum that cancels
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "doubtful"])
+def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch):
+    """float16 in place of bfloat16. Both gradients are as near to float64 as those of the ordinary way."""
+    monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
+    pair = pair_of(spread=spread)
+    pair = dataclasses.replace(pair, a=pair.a.half(), b=pair.b.half(), row_key=pair.row_key.clamp(min=0))
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert bool(held.doubt > 0) == (spread > 500.0)
+    grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
+    places, of = [], Factors.of
+    monkeypatch.setattr(Factors, "of", staticmethod(lambda *args: places.append(of(*args)) or places[-1]))
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    assert places[0].scaled.data_ptr() == got.a.data_ptr()
+    same = places[0].each == 1.0
+    assert bool(same.all()) == (spread > 500.0)
+    ordinary = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
+    leaves = [x.double().requires_grad_() for x in (pair.a, pair.b)]
+    loss = torch.nn.functional.cross_entropy(0.3 * leaves[0] @ leaves[1].T + pair.bias, pair.row_key)
+    exact = torch.autograd.grad(loss, leaves)
+    for index, name in enumerate(("a", "b")):
+        assert_no_worse(getattr(got, name), getattr(ordinary, name), exact[index], name)
+
+
+def test_the_entry_of_the_positive_is_not_rounded_twice(monkeypatch):
+    """Flat scores: the gradient of a row is its positive's column, which a rounded entry would stretch."""
+    monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
+    pair = pair_of()
+    pair = dataclasses.replace(pair, a=(pair.a * 0.1).half(), b=pair.b.half(), bias=None, row_key=torch.arange(48) * 4)
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert held.end > 48 * 4
+    grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    a, b = pair.a.double(), pair.b.double()
+    p = (0.3 * a @ b.T).softmax(1)
+    p[torch.arange(48), pair.row_key] -= 1.0
+    want = 0.3 * p @ b / 48
+    stretch = (got.a.double() * want).sum(1) / want.square().sum(1)
+    assert (stretch - 1.0).abs().max() < 2e-4, "one rounding of float16 is up to 5e-4"
 
 
 @pytest.mark.parametrize("peak, trusted", [(40.0, True), (80.0, False), (100.0, False), (130.0, False)])

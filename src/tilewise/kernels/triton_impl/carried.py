@@ -5,8 +5,12 @@ them. But between the passes the memory of dB (m x d) lies idle. Forward fills i
 
     e_ij = exp(x_ij - t)        of as many columns j as fit,  t a shift for all of them,
 
-and backward makes G of them without a product: G_ij = e_ij g_i exp(t - lse_i), and the positive's entry, as always, by
-itself. The carried columns come first and lie at the end of the memory, so that dB is written in front of what is still
+and backward needs no product for G_ij = f_i E_ij, with f_i = g_i exp(t - lse_i) and E = e but for the positive's entry, which,
+as always, is written by itself. Nor does it multiply them: f_i is applied to the rows of A and of dA.
+
+    dA_i = f_i sum_j E_ij b_j + what other columns add        dB_j = sum_i E_ij (f_i a_i)     j carried
+
+The carried columns come first and lie at the end of the memory, so that dB is written in front of what is still
 to be read:
 
     dB     | 0 | 1 | 2 | 3 |                                       columns of chunk k, W_k <= W rows of d numbers
@@ -18,8 +22,8 @@ The columns after these wait in the memory in which backward will keep G of one 
 first that it holds.
 
 If the shift was no good guess for some row (`doubt`: forward had to repair a sum, or the row's log-sum-exp lies so far
-below t that what matters of its exponentials underflows), the exponentials are left alone and these chunks are computed
-like all others; the host does not hear of it. The peak of one loss is that of backward, as
+below t that what matters of its exponentials underflows), G is written over the exponentials, computed as for all other
+columns, and every f_i is 1; the host does not hear of it. The peak of one loss is that of backward, as
 before, only taken earlier: the gradient of the columns and G are held from forward on. Several losses that wait for one
 backward each hold their own.
 """
@@ -35,10 +39,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl.backward import outer_factor
+from tilewise.kernels.triton_impl.backward import outer_factor, side
 from tilewise.kernels.triton_impl.forward import BELOW_PEAK, guess_top
 from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces
-from tilewise.kernels.triton_impl.parts import LOG2E
+from tilewise.kernels.triton_impl.parts import LOG2E, own_column
 
 DTYPES = (torch.bfloat16,)  # float16 has not the range of exponentials that are not normalized yet
 NARROWEST = (
@@ -49,8 +53,12 @@ WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than
 COLS = 8192  # of a chunk
 FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
 ALIGNED = 8  # numbers of a half type in 16 bytes
-FARTHEST = 100.0  # log2 of exp(t - lse): probabilities down to 2**-26 are then normal numbers, and the factor is finite
-BLOCK_ROWS, BLOCK_COLS = 4, 2048
+FARTHEST = 90.0  # log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
+SMALLEST_SHARE = tl.constexpr(
+    2.0**-20
+)  # of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
+ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
+FACTOR_ROWS, WIDTH = 32, 256
 
 
 @dataclass
@@ -123,20 +131,35 @@ class Carried:
         far = ((top - row_lse * LOG2E.value > FARTHEST) & (row_lse > -torch.inf)).any()
         self.peaks, self.doubt = peaks, (far | (doubt != 0)).to(torch.float32).mul_(1e9)
 
-    def to_gradient(self, call: Call, g: Tensor, factor: Tensor) -> None:
-        """G in place of the exponentials, a positive left out; nothing if there is doubt."""
-        assert self.peaks is not None
+
+@dataclass
+class Factors:
+    """What carried exponentials are to be multiplied by, applied to the rows that they meet."""
+
+    each: Tensor  # f_i: (n,)
+    ones: Tensor  # (n,), for the other columns
+    scaled: Tensor  # f_i a_i: (n, d)
+
+    @staticmethod
+    def of(call: Call, carried: Carried, factor: Tensor, place: Tensor | None) -> Factors:
+        """``factor`` is what all incoming gradients are multiplied by; ``place`` is memory that f_i a_i may take."""
+        assert carried.peaks is not None
+        n, d = call.a.shape
+        each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
+        start = call.pair.col_start
         values: dict[str, Any] = {
-            "g": g,
-            "g_stride": g.stride(0),
-            "row_lse": call.by_row["row_lse"],
-            "grad_row": call.by_row["grad_row"],
+            "a": call.a,
+            "each": each,
+            "scaled": scaled,
+            "n": n,
+            "m": carried.end,
             "factor": factor,
         }
-        values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "doubt": self.doubt}
-        shape = {"n": g.shape[0], "m": g.shape[1], "R": BLOCK_ROWS, "C": BLOCK_COLS}
-        programs = cdiv(g.shape[0], BLOCK_ROWS) * cdiv(g.shape[1], BLOCK_COLS)
-        call.prepare(carried_kernel, 4, 1, (g.dtype,)).put(values).put(shape).launch(programs)
+        values |= {"peaks": carried.peaks, "peak_count": carried.peaks.numel(), "doubt": carried.doubt}
+        values |= {"first": start, "ahead": call.pair.row_start - start, "WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}
+        prepared = call.prepare(factor_kernel, 4, 2, (d, call.positive, call.a.dtype))
+        prepared.put(call.fixed).put(call.by_row).put(values).launch(cdiv(n, FACTOR_ROWS))
+        return Factors(each, torch.ones_like(each), scaled)
 
 
 def aligned(cols: int) -> int:
@@ -152,21 +175,34 @@ def column_pieces(cols: int, step: int, carried: Carried | None) -> list[slice]:
     return carried.columns() + [slice(start + j.start, start + j.stop) for j in pieces(cols - start, step)]
 
 
-@triton.jit(do_not_specialize=["peak_count", "n", "m", "g_stride"])
-def carried_kernel(
-    g, g_stride, row_lse, grad_row, factor, peaks, peak_count, doubt, n, m, R: tl.constexpr, C: tl.constexpr
-):
-    """G_ij = e_ij g_i exp(t - lse_i), in place."""
-    if tl.load(doubt) < 1.0:
-        col_blocks = tl.cdiv(m, C)
-        rows = (tl.program_id(0) // col_blocks) * R + tl.arange(0, R)
-        cols = (tl.program_id(0) % col_blocks) * C + tl.arange(0, C)
-        ok = rows < n
-        level = tl.load(row_lse + rows, mask=ok, other=float("inf"))
-        level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
-        share = tl.load(grad_row + rows, mask=ok, other=0.0) * outer_factor(factor)
-        share = share * tl.exp2((guess_top(peaks, peak_count) + BELOW_PEAK) - level)
-        at = g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :]
-        inside = ok[:, None] & (cols < m)[None, :]
-        e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (e * share[:, None]).to(g.dtype.element_ty), mask=inside)
+@triton.jit(do_not_specialize=["peak_count", "n", "m", "first", "ahead", "a_stride"])
+def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor, peaks, peak_count, doubt, each, scaled, n, m,
+                  first, ahead, D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if there is doubt. A row that meets nothing has 0.
+
+    The positive's entry of E is the largest of its row, and often most of its gradient. If it is among the m carried
+    columns, f_i is changed in its last digits, so that the entry is G / f_i before and after it is rounded.
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = rows < n
+    outer = outer_factor(factor)
+    level, _, coming = side(row_lse, None, grad_row, rows, ok, outer)
+    lift = tl.exp2((guess_top(peaks, peak_count) + BELOW_PEAK) - level)
+    f = coming * lift
+    if grad_pos is not None:
+        worth = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer
+        least = tl.abs(worth) * SMALLEST_SHARE
+        f = tl.where(tl.abs(coming) < least, least, coming) * lift
+        value = coming * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + worth
+        entry = (value / f).to(a.dtype.element_ty).to(tl.float32)
+        there = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE) >= 0
+        fits = value / tl.where(entry == 0.0, 1.0, entry)
+        f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
+    f = tl.where(tl.load(doubt) < 1.0, f, 1.0)
+    tl.store(each + rows, f, mask=ok)
+    for k in range(0, D, WIDTH):
+        at = k + tl.arange(0, WIDTH)
+        inside = ok[:, None] & (at < D)[None, :]
+        row = tl.load(a + rows.to(tl.int64)[:, None] * a_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        place = scaled + rows.to(tl.int64)[:, None] * D + at[None, :]
+        tl.store(place, (row * f[:, None]).to(scaled.dtype.element_ty), mask=inside)

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
-from tilewise.kernels.triton_impl.carried import Carried, column_pieces
+from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
 from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.options import TileOptions
@@ -65,6 +65,7 @@ class Backward:
         self.row_step, self.col_step = self._macro()
         rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
         self.carried = carried if rows_only and self.row_step >= self.n else None
+        self.factors: Factors | None = None
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
             inside, outside = factors
@@ -122,8 +123,8 @@ class Backward:
         call, pair, sym = self.call, self.pair, self.spec.symmetric
         row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.carried)
         item = pair.a.element_size()
-        others = self.m if self.carried is None else self.m - self.carried.end
-        width = cdiv(min(others, self.col_step) * item, 16) * 16 // item
+        others_from = 0 if self.carried is None else self.carried.end
+        width = cdiv(min(self.m - others_from, self.col_step) * item, 16) * 16 // item
         g_all = None if self.carried is None else self.carried.g(self.n, width)
         if g_all is None:
             g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
@@ -134,6 +135,10 @@ class Backward:
         grad_b = Sum(self, self.m, whole=True, once=once_b, dot=dot_b, out=out_b) if self.need_b else None
         bias = Bias(self) if self.needs.bias else None
         views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
+        if self.carried is not None:
+            # Where the row gradients go is not written before all columns are done.
+            spare = None if grad_a is None or grad_a.total is None else grad_a.out
+            self.factors = Factors.of(call, self.carried, self.inside, spare)
         for i in row_pieces:
             for j in col_pieces:
                 if sym and j.start < i.start:
@@ -144,21 +149,26 @@ class Backward:
                     g = g_all[: shape[0], : shape[1]] if ready is None else ready
                     views[shape] = g, g.T, TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
                 g, g_t, desc = views[shape]
+                a = call.rows(i, self.sizes)["a"]
                 if ready is not None:
                     del views[shape]
+                    assert self.factors is not None
+                    a = self.factors.scaled
                 self._gradient(g, desc, i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
-                        grad_a.add(j, g_t, call.rows(i, self.sizes)["a"])
+                        grad_a.add(j, g_t, a)
+                    if self.factors is not None and j.stop == others_from:
+                        grad_a.times(i, self.factors.each)
                 if grad_b is not None:
-                    grad_b.add(j, g_t, call.rows(i, self.sizes)["a"])
+                    grad_b.add(j, g_t, a)
             if grad_a is not None and not sym:
                 grad_a.finish(i, call.a)
         del g_all, g, g_t, desc
         views.clear()
         if self.carried is not None:
-            self.carried.buffer = None
+            self.carried.buffer = self.factors = None
         call.prepared.clear()  # their arguments hold G too
         if grad_a is not None and sym:
             grad_a.finish(slice(0, self.n), call.a)
@@ -189,15 +199,18 @@ class Backward:
         call = self.call
         part = None if bias is None else bias.part(i, j)
         shared = {"factor": self.inside, "TERMS": self.bits}
-        span = self.span
-        if self.carried is not None and j.start < self.carried.end:
-            self.carried.to_gradient(call, g, self.inside)
-            span = self.carried.doubt  # a span that only the doubtful exceed
+        span, factor = self.span, None
+        if self.carried is not None and self.factors is not None:
+            factor = self.factors.ones
+            if j.start < self.carried.end:
+                factor = self.factors.each
+                span = self.carried.doubt  # a span that only the doubtful exceed
         for wide in (False, True) if self.span is not None else (True,):
             more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide, "CARRY": span is not self.span}
             call.run(backward.gradient_kernel, i, j, self.sizes, **more, **shared)
         if self._meets(i, j):
-            call.run_positive(positive.positive_gradient_kernel, i, j, g=g, g_stride=g.stride(0), **shared)
+            more = {"g": g, "g_stride": g.stride(0), "row_factor": factor}
+            call.run_positive(positive.positive_gradient_kernel, i, j, **more, **shared)
         if bias is not None:
             bias.add(j)
 
@@ -296,12 +309,20 @@ class Sum:
         """total[i] += left @ right."""
         first = i.start not in self.started
         self.started.add(i.start)
-        held = self.out if self.total is None else self.total
-        assert held is not None
-        target = held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
+        target = self._held(i)
         product(target, left, right, first)
         if self.parent.call.tape is not None:
             self.parent.call.tape.multiplied(product, target, left, right, first)
+
+    def times(self, i: slice, each: Tensor) -> None:
+        """total[i] *= each, a number for every row."""
+        self._held(i).mul_(each[:, None])
+
+    def _held(self, i: slice) -> Tensor:
+        """Where the rows i are added up."""
+        held = self.out if self.total is None else self.total
+        assert held is not None
+        return held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
 
     def finish(self, i: slice, features: Tensor) -> None:
         """The final values of the rows ``i``, and their part of the scale's gradient."""

@@ -72,10 +72,13 @@ def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "g_stride"])
-def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zero, col_zero, col_weight, row_lse, col_lse,
+def positive_gradient_kernel(g, g_stride, row_factor, own, factor, softcap, row_key, row_zero, col_zero, col_weight, row_lse, col_lse,
                              row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, n, m, first, ahead,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there."""
+    """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there.
+
+    With ``row_factor``, the rows that G stands in are multiplied by it later, so the entry is divided by it.
+    """
     rows = tl.program_id(0) * P + tl.arange(0, P)
     key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     ok = key >= 0
@@ -107,4 +110,7 @@ def positive_gradient_kernel(g, g_stride, own, factor, softcap, row_key, row_zer
     if SOFTCAP & SCORE:
         ratio = x * (1.0 / (softcap * LOG2E))
         value = value * (1.0 - ratio * ratio)
+    if row_factor is not None:
+        later = tl.load(row_factor + rows, mask=ok, other=1.0)
+        value = tl.where(later == 0.0, 0.0, value / later)
     tl.store(g + rows.to(tl.int64) * g_stride + key, value.to(g.dtype.element_ty), mask=ok)
