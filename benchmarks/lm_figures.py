@@ -53,7 +53,7 @@ Report = dict[str, Any]
 
 # (pretraining, fine-tuning) by machine. Steps are at most so many, fewer where the time is short.
 CUDA = (
-    Settings(steps=4000, batch=64, length=512, hidden=512, layers=8, lr=1.2e-3, warmup=150, held_out=32_768),
+    Settings(steps=4000, batch=64, length=512, hidden=512, layers=8, lr=1e-3, warmup=150, held_out=32_768),
     Settings(steps=200, batch=32, length=512, hidden=512, layers=8, lr=3e-4, warmup=10, held_out=16_384),
 )
 CPU = (
