@@ -14,14 +14,14 @@ from tilewise.kernels.triton_impl import backward, carried, forward, positive, s
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
-POINTERS |= {"place_part": "*i32", "row_top_col": "*i64"}
+POINTERS |= {"place_part": "*i32", "row_top_col": "*i64", "dense": "*i32"}
 NUMBERS = {"softcap": "fp32", "share": "fp32"} | dict.fromkeys(
     ("a_size", "b_size", "peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride", "parts"), "i32"
 )
 OPTIONAL = {
     *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
     *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
-    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc", "row_factor"),
+    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc", "dense", "row_factor"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
 MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": 16, "BLOCK": 64}
@@ -41,12 +41,14 @@ LOSSES = {
     ),
     "cross entropy, bias": (1, 129, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "peaks"}),
     "cross entropy, carried": (1, 1, 0, ONE, True, {"row_key", "grad_pos", "peaks", "e_desc", "span", "row_factor"}),
+    "cross entropy, if not skipped": (1, 1, 0, ONE, True, {"row_key", "grad_pos", "peaks", "e_desc", "span", "dense"}),
     "tokens": (3, 193, 3, ONE, True, {"bias", "bias_part", "row_key", "grad_pos", "row_entropy", "grad_entropy"}),
     "nt_xent": (19, 19, 8, ONE, False, {"row_key", "peaks", "span", "col_lse", "grad_col", "grad_pos", "grad_pos_col"}),
     "supcon": (
         *(19, 19, 8, MANY, False),
         OPTIONAL
-        - {"bias", "row_skip", "col_skip", "sum_part", "peaks", "bias_part", "grad_sum", "col_weight", "e_desc"},
+        - {"bias", "row_skip", "col_skip", "sum_part", "peaks", "bias_part", "grad_sum", "col_weight"}
+        - {"e_desc", "dense"},
     ),
     "info_nce with ids": (
         3,
@@ -58,12 +60,12 @@ LOSSES = {
     ),
 }
 CARDS = {
-    "hopper": (90, TABLE[9, 2], "bf16", tuple(loss for loss in LOSSES if loss != "cross entropy, carried")),
+    "hopper": (90, TABLE[9, 2], "bf16", tuple(loss for loss in LOSSES if "e_desc" not in LOSSES[loss][5])),
     "hopper, wide rows": (
         90,
         WIDE_TABLE[9, 2],
         "bf16",
-        ("cross entropy", "cross entropy, bias", "cross entropy, carried", "tokens"),
+        ("cross entropy", "cross entropy, bias", "cross entropy, carried", "cross entropy, if not skipped", "tokens"),
     ),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),

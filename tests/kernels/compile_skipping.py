@@ -10,17 +10,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import skipping
+from tilewise.kernels.triton_impl import forward, skipping
 from tilewise.kernels.triton_impl.skipping_host import pair_sizes_of, product_sizes_of
 
 INTEGERS = {
     *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),
-    *("room", "first_block", "blocks", "first_g", "first_u", "col_start"),
+    *("room", "first_block", "blocks", "first_g", "first_u", "col_start", "row_parts", "col_parts"),
 }
 NUMBERS = {"softcap", "tolerance", "usable"}
-POINTERS = dict.fromkeys(("order", "rows", "starts", "firsts", "table"), "*i32")
+POINTERS = dict.fromkeys(("order", "rows", "starts", "firsts", "table", "dense"), "*i32")
 POINTERS |= dict.fromkeys(("place", "row_key", "pairs"), "*i64")
-FEATURES = {"a", "b", "out", "mean", "mass", "g"}
+FEATURES = {"a", "b", "out", "mean", "mass", "g", "product"}
+MERGE = {"ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": 16, "BLOCK": 64}
 CARDS = {
     "hopper": (90, "bf16", 2304, 256),
     "hopper, fewer columns": (90, "bf16", 2304, 128),
@@ -64,10 +65,15 @@ def main() -> None:
         column = {"R": pairs.rows, "K": min(pairs.columns, max(16, triton.next_power_of_2(d)))}
         for score in (0, 3) if card == "hopper" else (0,):
             no = set() if score else {"bias", "row_zero", "bias_share", "bias_factor", "bias_out"}
+            no |= {"col_part", "col_zero", "col_out"}  # of a merge of rows
+            merge = {"R": product.rows, "C": product.cols} | MERGE
             for kernel, sizes, warps, stages in (
                 (skipping.gather_kernel, {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}, 4, 2),
                 (skipping.parts_kernel, tile, product.warps, product.stages),
+                (skipping.probe_kernel, {"S": 128, "R": 32}, 4, 2),
+                (skipping.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024, "dense": None}, 4, 2),  # of a sample
                 (skipping.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
+                (forward.merge_kernel, merge, 2, 2),
                 (skipping.drop_kernel, {"BLOCK": 1024}, 4, 2),
                 (skipping.list_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
                 (skipping.pair_kernel, block, pairs.warps, pairs.stages),

@@ -33,7 +33,6 @@ def quick(monkeypatch):
 @pytest.fixture
 def never_dense(monkeypatch):
     monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.DENSE_SHARE", 2.0)
 
 
 def make_pair(dtype, n=70, m=331, d=24, *, bias=True, zero=True):

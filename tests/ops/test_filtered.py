@@ -30,7 +30,6 @@ COLS = 500  # 32 tiles of 16, the last one ragged
 def never_dense(monkeypatch):
     """However many pairs are kept."""
     monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.DENSE_SHARE", 2.0)
 
 
 def random(*shape, seed=0):

@@ -5,6 +5,8 @@ Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) til
     forward    order the columns by their mean score, largest first
                M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of row i in tile t
                row i drops the tiles of least mass, as many as together stay below the tolerance; never its positive's
+               a large call asks a sample of its rows first: if they keep too much, forward and backward are the exact
+               loss's
     backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    where (t, i) is kept
                G_ij = g_i M_ti / W                       where it is dropped: the tile's mean stands in for its columns
 
@@ -35,6 +37,8 @@ FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is s
 MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
 HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
 DENSE_SHARE = 0.2  # of the pairs: with more of them kept, computing all is faster
+PROBED_SHARE = 0.75  # of DENSE_SHARE: if a sample of the rows keeps more, nothing is gathered and chosen at all
+MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # rows of a sample: so many of them, one in 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ class FilterPlan:
     mass: Tensor  # (T, n) in the features' type: KEPT, or what the row drops in the tile, over the tolerance
     mean: Tensor  # (T, d) in the features' type: the mean column of each tile
     kept: Tensor  # (T,) int32, the number of rows that keep the tile
+    dense: Tensor  # (1,) int32, whether backward computes all pairs: so many are kept, or a sample of rows said so
 
 
 class Filter(Protocol):
@@ -52,6 +57,11 @@ class Filter(Protocol):
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan."""
+
+    def forward_carrying(
+        self, pair: Pair, spec: PairSpec, options: TileOptions
+    ) -> tuple[Stats, FilterPlan, object | None]:
+        """The same, and what spares the exact backward a part of its work; the columns' gradient will be asked for."""
 
     def backward(
         self,
@@ -62,8 +72,13 @@ class Filter(Protocol):
         needs: Needs,
         spec: PairSpec,
         options: TileOptions,
+        *,
+        carried: object | None = None,
     ) -> Grads | None:
-        """Gradients from the pairs that are kept; None if there are too many of them, or nobody may count them."""
+        """Gradients from the pairs that are kept; None if there are too many of them, or nobody may count them.
+
+        The memory of what was ``carried`` may become a gradient, unless the answer is None.
+        """
 
 
 def tile_width(m: int) -> int:
@@ -113,8 +128,8 @@ def filter_for(pair: Pair, spec: PairSpec, options: TileOptions) -> Filter:
     return TorchFilter()
 
 
-def order_columns(pair: Pair) -> Tensor:
-    """The columns by their mean score over the rows that have a positive, largest first: (m,) int32."""
+def mean_row(pair: Pair) -> Tensor:
+    """The mean of the rows that have a positive, in the features' type: (d,)."""
     assert pair.row_key is not None
     counts = (pair.row_key >= 0).to(pair.a.dtype)
     if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
@@ -124,11 +139,53 @@ def order_columns(pair: Pair) -> Tensor:
         for start in range(0, pair.a.shape[0], 4096):
             part = slice(start, start + 4096)
             total += counts[part].to(total.dtype) @ pair.a[part].to(total.dtype)
-    mean = (total / (pair.row_key >= 0).sum().clamp(min=1)).to(pair.a.dtype)
-    score = torch.mv(pair.b, mean).to(pair.stat_dtype) * pair.scale
+    return (total / (pair.row_key >= 0).sum().clamp(min=1)).to(pair.a.dtype)
+
+
+def order_by(product_m: Tensor, pair: Pair) -> Tensor:
+    """The columns by their score, which is still to be scaled and moved by the bias, largest first: (m,) int32."""
+    score = product_m.to(pair.stat_dtype) * pair.scale
     if pair.bias is not None:
         score = score + pair.bias
     return torch.argsort(score, descending=True, stable=True).to(torch.int32)
+
+
+def order_columns(pair: Pair) -> Tensor:
+    """The columns by their mean score over the rows that have a positive, largest first: (m,) int32."""
+    return order_by(torch.mv(pair.b, mean_row(pair)), pair)
+
+
+def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
+    """Rows of a sample whose scores take half the workspace at most; 0 if it would be too small to tell anything.
+
+    A power of 2. ``column_bytes`` is what one row takes for each column.
+
+    >>> [sample_size(n, 256_000, 2, TileOptions()) for n in (40, 300, 2048, 8192, 65536)]
+    [0, 16, 32, 128, 128]
+    """
+    fits = min(MOST_PROBED, max(n // ROWS_PROBED, FEWEST_PROBED), options.workspace_bytes // 2 // (m * column_bytes))
+    if fits < FEWEST_PROBED or n < 4 * FEWEST_PROBED:
+        return 0
+    return 1 << (fits.bit_length() - 1)
+
+
+def sample_index(n: int, rows: int, device: torch.device) -> Tensor:
+    """So many of the rows, spread evenly: (rows,) int64.
+
+    >>> sample_index(100, 4, torch.device("cpu")).tolist()
+    [0, 33, 66, 99]
+    """
+    return torch.linspace(0, n - 1, rows, dtype=torch.float64, device=device).long()
+
+
+def too_many(kept: Tensor, pairs: int, share: float = 1.0) -> Tensor:
+    """Whether more of the pairs are kept than this share of DENSE_SHARE: (1,) int32, where ``kept`` is."""
+    return (kept.sum() > most_kept(pairs, share)).to(torch.int32).view(1)
+
+
+def most_kept(pairs: int, share: float = 1.0) -> int:
+    """So many of the pairs at most are computed one by one."""
+    return int(min(1.0, share * DENSE_SHARE) * pairs)
 
 
 def places_of(order: Tensor, pair: Pair) -> Tensor:

@@ -5,13 +5,14 @@ Axes: n rows of a, m rows of b, d features; r rows and c columns at hand, t the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tilewise.kernels import filter as plans
 from tilewise.kernels.filter import (
-    DENSE_SHARE,
     FilterPlan,
     choose,
     columns_of_tiles,
@@ -24,11 +25,14 @@ from tilewise.kernels.filter import (
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.tile_softmax import SAFE_SCORE
+from tilewise.kernels.tiled import TorchBackend
 from tilewise.kernels.tiles import score_bound
 from tilewise.options import TileOptions
 
 ROWS = 1024  # at a time
 CHOOSE_ROWS = 128  # whose thresholds are found together
+PROBED_NUMBERS = 2**21  # of the columns, whose scores with a sample are taken at once
+WORTH_PROBING = 2**28  # multiply-adds of one product; below, asking a sample costs more than it saves
 
 
 class TorchFilter:
@@ -37,7 +41,14 @@ class TorchFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
         with matmul_precision(options.precision), torch.no_grad():
-            return _Forward(pair, spec, options).run()
+            order = order_columns(pair)
+            if _keeps_too_much(pair, spec, options, order):
+                return TorchBackend().forward(pair, spec, options), _everything(pair, order)
+            return _Forward(pair, spec, options, order).run()
+
+    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan, None]:
+        """The same: nothing is carried."""
+        return *self.forward(pair, spec, options), None
 
     def backward(
         self,
@@ -48,14 +59,52 @@ class TorchFilter:
         needs: Needs,
         spec: PairSpec,
         options: TileOptions,
+        *,
+        carried: object | None = None,
     ) -> Grads | None:
         """Gradients, tile by tile, of the rows that keep it."""
         if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if int(plan.kept.sum()) > DENSE_SHARE * plan.mass.numel():
+        if int(plan.dense):
             return None
         with matmul_precision(options.precision), torch.no_grad():
             return _Backward(pair, stats, plan, grad, needs, spec, options).run()
+
+
+def _keeps_too_much(pair: Pair, spec: PairSpec, options: TileOptions, order: Tensor) -> bool:
+    """Whether a sample of the rows keeps so many of its pairs that computing all is faster; only a CPU is asked."""
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    if pair.a.device.type != "cpu" or n * m * pair.a.shape[1] < WORTH_PROBING:
+        return False
+    rows = plans.sample_size(n, m, 4 * pair.stat_dtype.itemsize, options)  # scores, in both orders, and what exp takes
+    if rows == 0:
+        return False
+    index = plans.sample_index(n, rows, pair.a.device)
+    assert pair.row_key is not None
+    few = dataclasses.replace(pair, a=pair.a[index], row_key=pair.row_key[index])
+    assert few.row_key is not None
+    scores = _Scores(few, spec)
+    x_rm = torch.empty((rows, m), dtype=scores.compute_dtype)
+    for cols in torch.arange(m).split(max(1, PROBED_NUMBERS // pair.b.shape[1])):
+        j = slice(int(cols[0]), int(cols[-1]) + 1)
+        x_rm[:, j] = scores.tile(few.a, pair.b[j], cols)
+    width, tiles = tile_width(m), tile_count(m)
+    x_rm = torch.nn.functional.pad(x_rm[:, order.long()], (0, tiles * width - m), value=-torch.inf)
+    part_tr = x_rm.view(rows, tiles, width).logsumexp(2).T
+    place = places_of(order, few)
+    tolerance = options.filter_tolerance
+    mass = choose(part_tr, part_tr.logsumexp(0), place, few.row_key >= 0, tolerance, width)
+    return bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
+
+
+def _everything(pair: Pair, order: Tensor) -> FilterPlan:
+    """The plan of a call that drops nothing."""
+    assert pair.row_key is not None
+    valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
+    mass = torch.where(valid, plans.KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
+    mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
+    kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
+    return FilterPlan(order=order, mass=mass, mean=mean, kept=kept, dense=torch.ones_like(kept[:1]))
 
 
 class _Scores:
@@ -95,12 +144,12 @@ class _Scores:
 class _Forward:
     """One pass over the columns in their new order, for as many rows as their masses have room."""
 
-    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, order: Tensor) -> None:
         self.pair, self.spec, self.options = pair, spec, options
         self.n, self.m = pair.a.shape[0], pair.b.shape[0]
         self.width, self.tiles = tile_width(self.m), tile_count(self.m)
         self.scores = _Scores(pair, spec)
-        self.order = order_columns(pair)
+        self.order = order
         self.place = places_of(self.order, pair)
         self.count = columns_of_tiles(self.order, pair.bias)
         # Whether exp of a score needs no shift. Only a CPU is asked: elsewhere the answer would have to be waited for.
@@ -129,7 +178,8 @@ class _Forward:
         hits = (self.place >= 0).to(pair.stat_dtype)
         stats = Stats(row_lse=lse.to(pair.stat_dtype), row_pos=pos.to(pair.stat_dtype), row_hits=hits)
         kept = (mass < 0).sum(1, dtype=torch.int32)
-        return stats, FilterPlan(order=self.order, mass=mass, mean=mean, kept=kept)
+        dense = plans.too_many(kept, mass.numel())
+        return stats, FilterPlan(order=self.order, mass=mass, mean=mean, kept=kept, dense=dense)
 
     def _rows(self, i: slice, lse: Tensor, pos: Tensor, mean: Tensor) -> Tensor:
         """The log-sum-exp of the rows in each tile, from their zeros; on the way, in all, and the positives' scores."""

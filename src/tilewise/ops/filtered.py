@@ -3,14 +3,15 @@
     forward    exact statistics, and a plan: which (row, tile) pairs matter         (`tilewise.kernels.filter`)
     backward   only those pairs; or, when most of them matter, everything
 
-Saved for backward: the features, the keys, the log-sum-exps and the plan.
+Saved for backward: the features, the keys, the log-sum-exps and the plan. A backend may carry more over to the exact
+backward, in the memory of a gradient; a compiled graph, which holds tensors only, does without.
 """
 
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tilewise.kernels import filter as plans
 from tilewise.kernels.filter import FilterPlan, filter_for, why_exact
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.ops.drop_rows import KeptRows
 from tilewise.ops.pair_stats import (
     PairKeys,
@@ -33,6 +34,8 @@ from tilewise.options import TileOptions
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 STATS = ("row_lse", "row_pos", "row_hits")
+KNOWN = STATS[:2]  # what backward needs
+PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
 
 
 def filtered_stats(
@@ -78,9 +81,10 @@ class FilterReport:
         kept_share: for each call, the share of its (row, tile) pairs that backward computes.
         mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
         dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
+            Where a sample of the rows was enough to see that, ``kept_share`` is 1.
     """
 
-    _plans: list[tuple[FilterPlan, Tensor, float]] = field(default_factory=list)
+    _plans: list[tuple[FilterPlan, Tensor, float]] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -93,7 +97,7 @@ class FilterReport:
     @property
     def dense(self) -> list[bool]:
         """Whether backward computes all pairs."""
-        return [int(plan.kept.sum()) > plans.DENSE_SHARE * plan.mass.numel() for plan, _, _ in self._plans]
+        return [bool(plan.dense) for plan, _, _ in self._plans]
 
     @property
     def mean_dropped(self) -> list[float]:
@@ -144,51 +148,52 @@ def record_filtering() -> Iterator[FilterReport]:
 # The operator -------------------------------------------------------------------------------------------------------
 
 
-def _plan_forward(pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None) -> tuple[Stats, FilterPlan]:
-    """Statistics and plan; rows that do not count are taken out first, and drop everything."""
-    if kept is None:
-        return filter_for(pair, spec, options).forward(pair, spec, options)
-    if kept.index.shape[0] == 0:
+def _plan_forward(
+    pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None, carry: bool
+) -> tuple[Stats, FilterPlan, object | None]:
+    """Statistics, plan and what is carried; rows that do not count are taken out first, and drop everything."""
+    if kept is not None and kept.index.shape[0] == 0:
         n, m, tiles = pair.a.shape[0], pair.b.shape[0], plans.tile_count(pair.b.shape[0])
         stats = Stats(**{name: pair.a.new_zeros(n, dtype=pair.stat_dtype) for name in STATS})
         order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
         mass, mean = pair.a.new_zeros((tiles, n)), pair.a.new_zeros((tiles, pair.b.shape[1]))
-        return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=order.new_zeros(tiles))
-    fewer = kept.of_pair(pair)
-    stats, plan = filter_for(fewer, spec, options).forward(fewer, spec, options)
+        none = order.new_zeros(tiles)
+        return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=none, dense=order.new_zeros(1)), None
+    fewer = pair if kept is None else kept.of_pair(pair)
+    chosen, carried = filter_for(fewer, spec, options), None
+    if carry:
+        stats, plan, carried = chosen.forward_carrying(fewer, spec, options)
+    else:
+        stats, plan = chosen.forward(fewer, spec, options)
+    if kept is None:
+        return stats, plan, carried
     mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, kept.index, plan.mass)
-    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass)
+    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass), carried
 
 
-def _plan_backward(
-    pair: Pair,
-    stats: Stats,
-    plan: FilterPlan,
-    grad: GradStats,
-    needs: Needs,
-    spec: PairSpec,
-    options: TileOptions,
-) -> Grads:
-    """Of the kept pairs, or of all if there are many."""
-    grads = filter_for(pair, spec, options).backward(pair, stats, plan, grad, needs, spec, options)
-    if grads is not None:
-        return grads
-    return _backward(pair, stats, grad, needs, spec, options, "", KeptRows.find(pair, spec))
-
-
-def _compute_stats(
-    a: Tensor, b: Tensor, scale: Tensor, bias: OptTensor, row_key: Tensor, row_zero: OptTensor, plan: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _values(
+    inputs: tuple[Any, ...], carry: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], KeptRows | None, object | None]:
+    """Statistics and plan as tensors, the rows that were looked at, and what is carried."""
+    a, b, scale, bias, row_key, row_zero, plan = inputs
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     with torch.autocast(a.device.type, enabled=False):
-        stats, made = _plan_forward(pair, spec, options, KeptRows.find(pair, spec))
+        kept = KeptRows.find(pair, spec)
+        stats, made, carried = _plan_forward(pair, spec, options, kept, carry)
     for report in _reports:
         report._plans.append((made, row_key >= 0, options.filter_tolerance))
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
-    return stats.row_lse, stats.row_pos, stats.row_hits, made.order, made.mass, made.mean, made.kept
+    found = stats.row_lse, stats.row_pos, stats.row_hits
+    return (*found, made.order, made.mass, made.mean, made.kept, made.dense), kept, carried
+
+
+def _compute_stats(
+    a: Tensor, b: Tensor, scale: Tensor, bias: OptTensor, row_key: Tensor, row_zero: OptTensor, plan: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _values((a, b, scale, bias, row_key, row_zero, plan))[0]
 
 
 _stats_op = torch.library.custom_op("tilewise::filtered_stats", _compute_stats, mutates_args=())
@@ -203,7 +208,33 @@ def _(a, b, scale, bias, row_key, row_zero, plan):  # type: ignore[no-untyped-de
         a.new_empty((tiles, a.shape[0])),
         a.new_empty((tiles, a.shape[1])),
         a.new_empty(tiles, dtype=torch.int32),
+        a.new_empty(1, dtype=torch.int32),
     )
+
+
+def _gradients(
+    tensors: tuple[Any, ...],
+    stats: Stats,
+    made: FilterPlan,
+    grad: GradStats,
+    needs: list[bool],
+    plan: str,
+    rows: Callable[[Pair, PairSpec], KeptRows | None],
+    carried: object | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Of the kept pairs, or of all if there are many: then it is asked which rows count."""
+    a, b, scale, bias, row_key, row_zero = tensors
+    spec, options, _ = decode(plan)
+    pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
+    wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
+    with torch.autocast(a.device.type, enabled=False):
+        chosen = filter_for(pair, spec, options)
+        grads = chosen.backward(pair, stats, made, grad, wanted, spec, options, carried=carried)
+        if grads is None:
+            grads = _backward(pair, stats, grad, wanted, spec, options, "", rows(pair, spec), carried)
+    grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
+    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+    return grads.a, grads.b, grad_scale, grad_bias
 
 
 def _compute_grads(
@@ -214,25 +245,22 @@ def _compute_grads(
     row_key: Tensor,
     row_zero: OptTensor,
     row_lse: Tensor,
+    row_pos: Tensor,
     order: Tensor,
     mass: Tensor,
     mean: Tensor,
     kept: Tensor,
+    dense: Tensor,
     grad_row_lse: OptTensor,
     grad_row_pos: OptTensor,
     needs: list[bool],
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec, options, _ = decode(plan)
-    pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
+    tensors = (a, b, scale, bias, row_key, row_zero)
     grad = GradStats(row_lse=grad_row_lse, row_pos=grad_row_pos)
-    wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
-    made = FilterPlan(order=order, mass=mass, mean=mean, kept=kept)
-    with torch.autocast(a.device.type, enabled=False):
-        grads = _plan_backward(pair, Stats(row_lse=row_lse), made, grad, wanted, spec, options)
-    grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
-    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
-    parts = (grads.a, grads.b, grad_scale, grad_bias)
+    made = FilterPlan(order=order, mass=mass, mean=mean, kept=kept, dense=dense)
+    stats = Stats(row_lse=row_lse, row_pos=row_pos)
+    parts = _gradients(tensors, stats, made, grad, needs, plan, KeptRows.find)
     # An operator returns tensors only: an empty one for each gradient that nobody needs.
     first, second, third, fourth = (a.new_empty(0) if part is None else part for part in parts)
     return first, second, third, fourth
@@ -243,8 +271,9 @@ _grads_op = torch.library.custom_op("tilewise::filtered_grads", _compute_grads, 
 
 @_grads_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    a, b, scale, bias, row_key, row_zero, row_lse, order, mass, mean, kept, grad_row_lse, grad_row_pos, needs, plan
-):
+    a, b, scale, bias, row_key, row_zero, row_lse, row_pos, order, mass, mean, kept, dense, grad_row_lse, grad_row_pos,
+    needs, plan,
+):  # fmt: skip
     def shaped(needed: bool, like: Tensor | None) -> Tensor:
         return a.new_empty(0) if like is None or not needed else like.new_empty(like.shape)
 
@@ -254,19 +283,27 @@ def _(  # type: ignore[no-untyped-def]
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     *tensors, ctx.plan = inputs
-    ctx.save_for_backward(*tensors, output[0], *output[len(STATS) :])
+    ctx.save_for_backward(*tensors, *output[: len(KNOWN)], *output[len(STATS) :])
 
 
 def _pull_back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    needed = ctx.needs_input_grad[:4]
-    if not any(needed) or (grads[0] is None and grads[1] is None):
+    if not _asked(ctx, grads):
         return (None,) * 7
-    needs = [bool(need) for need in needed]
-    saved = ctx.saved_tensors
-    # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
-    direct = _holds_numbers(saved[0]) and not torch.is_grad_enabled()
-    compute: Any = _compute_grads if direct else torch.ops.tilewise.filtered_grads
-    values = compute(*saved, grads[0], grads[1], needs, ctx.plan)
+    return _by_operator(ctx, ctx.saved_tensors, grads)
+
+
+def _asked(ctx: Any, grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether there is anything to do."""
+    return any(ctx.needs_input_grad[:4]) and not (grads[0] is None and grads[1] is None)
+
+
+def _by_operator(ctx: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    needs = [bool(need) for need in ctx.needs_input_grad[:4]]
+    return _wanted(torch.ops.tilewise.filtered_grads(*saved, grads[0], grads[1], needs, ctx.plan), needs)
+
+
+def _wanted(values: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Any, ...]:
+    """One for each input."""
     return *(value if need else None for value, need in zip(values, needs, strict=True)), None, None, None
 
 
@@ -275,15 +312,29 @@ _grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, output
 
 
 class _Eager(torch.autograd.Function):
-    """The same operator without the dispatcher."""
+    """The same operator without the dispatcher, which remembers which rows count, and what forward carries over."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _compute_stats(*inputs)
+        needs = ctx.needs_input_grad
+        output, ctx.rows, ctx.carried = _values(inputs, carry=needs[1] and not needs[3])
         _save(ctx, inputs, output)
         ctx.mark_non_differentiable(output[STATS.index("row_hits")])
         return output[: len(STATS)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return _pull_back(ctx, *grads)
+        if not _asked(ctx, grads):
+            return (None,) * 7
+        carried, ctx.carried = ctx.carried, None  # given away: another backward does without
+        saved = ctx.saved_tensors  # once: checkpointing computes them anew each time
+        if torch.is_grad_enabled() or not _holds_numbers(saved[0]):
+            # With create_graph a second derivative may be asked for; the registered operator answers it with an error.
+            del carried
+            return _by_operator(ctx, saved, grads)
+        needs = [bool(need) for need in ctx.needs_input_grad[:4]]
+        tensors, known, made = saved[:6], saved[6 : 6 + len(KNOWN)], saved[6 + len(KNOWN) :]
+        stats = Stats(**dict(zip(KNOWN, known, strict=True)))
+        plan = FilterPlan(**dict(zip(PLAN, made, strict=True)))
+        grad = GradStats(row_lse=grads[0], row_pos=grads[1])
+        return _wanted(_gradients(tensors, stats, plan, grad, needs, ctx.plan, lambda *_: ctx.rows, carried), needs)

@@ -69,20 +69,23 @@ def guess_top(peaks, count):
 
 @triton.jit(do_not_specialize=["softcap", "peak_count", "n", "m", "first", "ahead"])
 def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero, col_zero,
-                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, peaks, peak_count, e_desc, n, m, first, ahead,
+                   col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, peaks, peak_count, e_desc, dense, n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr, CARRY: tl.constexpr):  # fmt: skip
     """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (row tiles, m).
 
-    With CARRY the exponentials are stored too, measured from the sample's largest score.
+    With CARRY the exponentials are stored too, measured from the sample's largest score. If dense is 0, nobody wants them.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if dense is not None:
+        tiles = tl.where(tl.load(dense) != 0, tiles, 0)
     s = tl.load(scale)
     top = 0.0
     if peaks is not None:
         top = guess_top(peaks, peak_count)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
@@ -239,11 +242,16 @@ def fold(part, tops, top_step, zero, out, at, ok, size, parts, FIRST: tl.constex
 
 
 @triton.jit(do_not_specialize=["n", "row_parts", "m", "col_parts"])
-def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, col_out, m, col_parts, tops,
+def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, col_out, m, col_parts, tops, dense,
                  ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                  MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Fold the parts of the rows, and behind them those of the columns, into the running statistics."""
+    """Fold the parts of the rows, and behind them those of the columns, into the running statistics.
+
+    If dense is 0, there are no parts; it is asked only where no columns are summed.
+    """
     program = tl.program_id(0)
+    if dense is not None:
+        n = tl.where(tl.load(dense) != 0, n, 0)
     row_blocks = tl.cdiv(n, BLOCK) if row_part is not None else 0
     # BLOCK divides R and C: a program's rows lie in one row of tiles.
     if row_part is not None:

@@ -24,9 +24,11 @@ from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, SOFTCAP, score_
 
 
 @triton.jit(do_not_specialize=["m", "first", "first_tile", "b_units", "out_units"])
-def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_units, out_units,
+def gather_kernel(b, order, bias, out, mean, dense, m, first, first_tile, b_units, out_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
+    if dense is not None:
+        m = tl.where(tl.load(dense) != 0, 0, m)
     tile = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
     total = tl.zeros((K,), tl.float32)
@@ -47,29 +49,55 @@ def gather_kernel(b, order, bias, out, mean, m, first, first_tile, b_units, out_
     tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
 
 
+@triton.jit
+def log_sum(x):
+    """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added."""
+    top = tl.max(x, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
+
+
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "first_tile"])
-def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_zero, part, n, m, first, first_tile,
+def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_zero, part, dense, n, m, first, first_tile,
                  D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                  GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """part[tile, row] = log2 of the sum of exp(x - the row's zero) over the tile; m columns from place ``first`` on."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if dense is not None:
+        tiles = tl.where(tl.load(dense) != 0, 0, tiles)
     s = tl.load(scale)
     own_bias = bias
     if BIAS & SCORE:
         own_bias = bias + first
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
         x = score_tile(acc, rows, cols, n, m, s, own_bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
-        top = tl.max(x, 1)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
+        safe, total = log_sum(x)
         if row_zero is not None:
             # A row's zero lies near its largest scores: subtracted first, it leaves more digits to the sum.
             safe -= tl.load(row_zero + rows, mask=rows < n, other=0.0) * LOG2E
         tl.store(part + (first_tile + tile_col).to(tl.int64) * n + rows, safe + total, mask=rows < n)
+
+
+@triton.jit(do_not_specialize=["softcap", "m"])
+def probe_kernel(product, order, scale, bias, softcap, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+                 R: tl.constexpr):  # fmt: skip
+    """The same of S rows whose products are there: product is (m, S), columns in their old order."""
+    tile = tl.program_id(0) // (S // R)
+    row = (tl.program_id(0) % (S // R)) * R + tl.arange(0, R)
+    place = tile * W + tl.arange(0, W)
+    ok = place < m
+    col = tl.load(order + place, mask=ok, other=0)
+    acc = tl.load(product + col.to(tl.int64)[None, :] * S + row[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
+    # A column past the end is one past m: it scores -inf.
+    col = tl.where(ok, col, m)
+    x = score_tile(acc, row, col, S, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+    safe, total = log_sum(x)
+    tl.store(part + tile.to(tl.int64) * S + row, safe + total)
 
 
 @triton.jit
@@ -81,26 +109,30 @@ def log_masses(part, t, row, tiles, n, lse, own):
 
 
 @triton.jit(do_not_specialize=["tolerance", "usable", "n", "tiles", "first_row", "all_rows"])
-def choose_kernel(part, place, row_key, row_lse, mass, tolerance, usable, n, tiles, first_row, all_rows,
+def choose_kernel(part, place, row_key, row_lse, mass, dense, tolerance, usable, n, tiles, first_row, all_rows,
                   W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
 
-    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``.
+    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. If dense says so, no
+    part is looked at, a row drops nothing, and its log-sum-exp is somebody else's.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
+    seen = tiles
+    if dense is not None:
+        seen = tl.where(tl.load(dense) != 0, 0, tiles)
     high = tl.full((R,), float("-inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
-    for start in range(0, tiles, T):
+    for start in range(0, seen, T):
         t = start + tl.arange(0, T)
-        ok = (t < tiles)[:, None] & ok_row[None, :]
+        ok = (t < seen)[:, None] & ok_row[None, :]
         v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
         higher = tl.maximum(high, tl.max(v, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(v - safe[None, :]), 0)
         high = higher
     lse = high + tl.log2(total)
-    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row)
+    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
 
     own = tl.load(place + first_row + row, mask=ok_row, other=-1)
     own = tl.where(own < 0, -1, own // W)
@@ -111,8 +143,8 @@ def choose_kernel(part, place, row_key, row_lse, mass, tolerance, usable, n, til
     for _ in range(HALVINGS):
         middle = (below + above) * 0.5
         dropped = tl.zeros((R,), tl.float32)
-        for start in range(0, tiles, T):
-            v = log_masses(part, start + tl.arange(0, T), row, tiles, n, lse, own)
+        for start in range(0, seen, T):
+            v = log_masses(part, start + tl.arange(0, T), row, seen, n, lse, own)
             dropped += tl.sum(tl.where(v < middle[None, :], tl.exp2(v), 0.0), 0)
         fits = dropped <= usable
         below = tl.where(fits, middle, below)
@@ -120,7 +152,8 @@ def choose_kernel(part, place, row_key, row_lse, mass, tolerance, usable, n, til
     for start in range(0, tiles, T):
         t = start + tl.arange(0, T)
         ok = (t < tiles)[:, None] & ok_row[None, :]
-        v = log_masses(part, t, row, tiles, n, lse, own)
+        # Without parts the masses are NaN, which is below nothing.
+        v = log_masses(part, t, row, seen, n, lse, own)
         stands = tl.exp2(v) / tolerance
         stands = tl.where(v < below[None, :], stands, -1.0)
         stands = tl.where(valid[None, :], stands, 0.0)

@@ -3,6 +3,12 @@
 What a call allocates above inputs and gradients, with w the workspace: forward, the plan (at most w / 2), a chunk of the
 columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
 (w / 8, or one tile's), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
+
+A large call looks at a sample of its rows first (at most w / 2, before all that): how many pairs would they keep? The
+answer, `dense`, stays on the device. Both ways are launched, this one and the exact loss's (`statistics`), with what it
+carries over to backward (`carried`); the kernels of one of them find that there is nothing to do. The host learns which
+at the start of backward, where it waits for the number of pairs anyway. What is carried lies in the memory of the columns'
+gradient either way, and if nothing was, it is in doubt.
 """
 
 from __future__ import annotations
@@ -19,19 +25,23 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import filter as plans
-from tilewise.kernels.filter import FilterPlan, columns_of_tiles, order_columns, places_of, row_steps, tile_count
+from tilewise.kernels.filter import FilterPlan, columns_of_tiles, places_of, row_steps, tile_count
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, positive, skipping
 from tilewise.kernels.triton_impl.backend import on_device
+from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import FINISH_ROWS, product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
+from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.options import TileOptions
 
 GATHER_ROWS, GATHER_FEATURES = 32, 256
 CHOOSE_ROWS, CHOOSE_TILES = 32, 64
+PROBE_ROWS, PROBE_TILES = 32, 1024
 LIST_BLOCK = 1024
+WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both ways costs more than is saved
 
 
 class TritonFilter:
@@ -40,7 +50,14 @@ class TritonFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
         with on_device(pair.a), torch.no_grad():
-            return SkipForward(pair, spec, options).run()
+            return SkipForward(pair, spec, options).run()[:2]
+
+    def forward_carrying(
+        self, pair: Pair, spec: PairSpec, options: TileOptions
+    ) -> tuple[Stats, FilterPlan, Carried | None]:
+        """The same, and what is carried over if so many pairs are kept that backward computes all of them."""
+        with on_device(pair.a), torch.no_grad():
+            return SkipForward(pair, spec, options, carry=True).run()
 
     def backward(
         self,
@@ -51,12 +68,15 @@ class TritonFilter:
         needs: Needs,
         spec: PairSpec,
         options: TileOptions,
+        *,
+        carried: object | None = None,
     ) -> Grads | None:
         """Gradients of the kept pairs. The host waits once, for how many there are."""
         if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
+        assert carried is None or isinstance(carried, Carried)
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            return SkipBackward(pair, stats, plan, grad, needs, spec, options).run()
+            return SkipBackward(pair, stats, plan, grad, needs, spec, options, carried).run()
 
 
 def product_sizes(device: torch.device, item: int, width: int) -> Sizes:
@@ -121,34 +141,87 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
 class SkipForward:
     """One pass over the columns in their new order, for as many rows as their masses have room."""
 
-    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
-        self.pair, self.spec, self.options = pair, spec, options
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, carry: bool = False) -> None:
+        self.pair, self.spec, self.options, self.carry = pair, spec, options, carry
         self.call = Call.of(pair, spec, options)
         self.a, self.b, self.device = self.call.a, self.call.b, pair.a.device
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
         self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
         self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
+        self.dense: Tensor | None = None  # what a sample of the rows says
+        self.carried: Carried | None = None
 
-    def run(self) -> tuple[Stats, FilterPlan]:
+    def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
         """Everything; nothing waits for the device."""
-        pair, new = self.pair, self.pair.scale.new_empty
-        lse, pos, hits = new(self.n), new(self.n), new(self.n)
-        everything = slice(0, self.n), slice(0, self.m)
-        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
-        self.order = order_columns(pair)
-        self.place = places_of(self.order, pair)
+        pair = self.pair
+        stats = self._exact() if self._probe() else self._positives()
+        assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
         step = row_steps(self.n, self.tiles, self.options)
-        part = new(self.tiles * min(step, self.n))
+        part = pair.scale.new_empty(self.tiles * min(step, self.n))
         for i in pieces(self.n, step):
             self._parts(part, i)
-            self._choose(part, i, lse, mass)
+            choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
+            choose.put({"part": part, "place": self.place, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
+            choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
+            choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
         kept = (mass < 0).sum(1, dtype=torch.int32)
-        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept)
-        return Stats(row_lse=lse, row_pos=pos, row_hits=hits), plan
+        dense = plans.too_many(kept, mass.numel())
+        if self.dense is not None:
+            dense |= self.dense
+        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, dense=dense)
+        return stats, plan, self.carried
+
+    def _positives(self) -> Stats:
+        """The positives' scores, and room for the log-sum-exps of the rows."""
+        new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
+        lse, pos, hits = new(self.n), new(self.n), new(self.n)
+        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
+        return Stats(row_lse=lse, row_pos=pos, row_hits=hits)
+
+    def _exact(self) -> Stats:
+        """The exact loss's way, for the case that it is taken."""
+        carried = Carried.of(self.pair, self.spec) if self.carry else None
+        forward = Forward(self.call, carried, self.dense)
+        stats = forward.run()
+        self.carried = forward.carried
+        self.call.prepared.clear()  # their arguments hold the parts
+        return stats
+
+    def _probe(self) -> bool:
+        """The order of the columns, and, of a large call, whether its rows would keep too many pairs: ask a sample of them."""
+        pair, n, m = self.pair, self.n, self.m
+        dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype  # which has not the range of products
+        rows = plans.sample_size(n, m, dtype.itemsize, self.options) if n * m * self.d >= WORTH_PROBING else 0
+        if rows == 0:
+            self.order = plans.order_columns(pair)
+            self.place = places_of(self.order, pair)
+            return False
+        index = plans.sample_index(n, rows, self.device)
+        sample = self.a.index_select(0, index)
+        sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
+        scores = pair.a.new_empty((m, rows), dtype=dtype)
+        with matmul_precision("high"):
+            product(scores, self.b, sample.T, True)
+        self.order = plans.order_by(scores[:, 0], pair)
+        self.place = places_of(self.order, pair)
+        part, mass = pair.scale.new_empty(self.tiles * rows), pair.a.new_empty((self.tiles, rows))
+        probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, rows))
+        probe.put(
+            {"product": scores, "order": self.order, "scale": pair.scale, "bias": vector(pair.bias), "part": part}
+        )
+        probe.put({"softcap": self.spec.softcap, "m": m, "SCORE": self.call.score_bits, "W": self.width, "S": rows})
+        block = min(PROBE_ROWS, rows)
+        probe.put({"R": block}).launch(self.tiles * (rows // block))
+        assert pair.row_key is not None
+        choose = self._chooser(1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
+        choose.put({"part": part, "place": self.place[index], "row_key": pair.row_key[index], "mass": mass, "n": rows})
+        choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
+        self.dense = plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), plans.PROBED_SHARE)
+        return True
 
     def _parts(self, part: Tensor, i: slice) -> None:
         """The log-sum-exp of the rows in each tile."""
@@ -157,9 +230,10 @@ class SkipForward:
         programs = multiprocessors(self.device) * sizes.programs
         most = max(1, self.options.workspace_bytes * 3 // 8 // (wide * item * self.width))
         chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
-        buffer = self.pair.a.new_empty((min(chunk * self.width, self.m), wide))[:, : self.d]
+        buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
         gather = Prepared(skipping.gather_kernel, self.device, 4, 2, self.key)
         gather.put({"b": self.b, "order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean})
+        gather.put({"dense": self.dense})
         gather.put(
             {"b_units": units(self.b), "out_units": units(buffer), "UNIT": 16 // item, "D": self.d, "W": self.width}
         )
@@ -171,7 +245,7 @@ class SkipForward:
         tile.put({"a_desc": a_desc, "scale": self.pair.scale, "bias": self.bias, "softcap": self.spec.softcap})
         tile.put({"row_zero": None if zero is None else vector(zero[i]), "part": part, "n": rows, "D": self.d})
         tile.put({"SCORE": self.call.score_bits, "R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
-        tile.put({"GROUP": sizes.group, "PROGRAMS": programs, "EXACT": self.call.exact})
+        tile.put({"GROUP": sizes.group, "PROGRAMS": programs, "EXACT": self.call.exact, "dense": self.dense})
         described = 0
         for t in pieces(self.tiles, chunk):
             first = t.start * self.width
@@ -183,15 +257,19 @@ class SkipForward:
             gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
             tile.put(here).launch(programs)
 
-    def _choose(self, part: Tensor, i: slice, lse: Tensor, mass: Tensor) -> None:
-        """What the rows drop."""
+    def _room(self, cols: int, width: int) -> Tensor:
+        """Memory for columns in their new order; what the other way carries is not there if this one is taken."""
+        held = None if self.carried is None else self.carried.buffer
+        if held is None or held.numel() < cols * width:
+            return self.pair.a.new_empty((cols, width))
+        return held[: cols * width].view(cols, width)
+
+    def _chooser(self, rows: int, tiles: int) -> Prepared:
+        """The kernel that says what rows drop, with what is the same for all of them."""
         tolerance = self.options.filter_tolerance
-        choose = Prepared(skipping.choose_kernel, self.device, 4, 2, self.key)
-        choose.put({"part": part, "place": self.place, "row_key": vector(self.pair.row_key), "row_lse": lse})
-        choose.put({"mass": mass, "tolerance": tolerance, "usable": tolerance * plans.MARGIN, "n": i.stop - i.start})
-        choose.put({"tiles": self.tiles, "first_row": i.start, "all_rows": self.n, "W": self.width})
-        choose.put({"HALVINGS": plans.HALVINGS, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
-        choose.launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
+        choose = Prepared(skipping.choose_kernel, self.device, 4, 2, (*self.key, rows, tiles))
+        choose.put({"tolerance": tolerance, "usable": tolerance * plans.MARGIN, "tiles": self.tiles, "W": self.width})
+        return choose.put({"HALVINGS": plans.HALVINGS, "R": rows, "T": tiles})
 
 
 class SkipBackward:
@@ -206,8 +284,9 @@ class SkipBackward:
         needs: Needs,
         spec: PairSpec,
         options: TileOptions,
+        carried: Carried | None = None,
     ) -> None:
-        self.pair, self.plan, self.grad, self.needs = pair, plan, grad, needs
+        self.pair, self.plan, self.grad, self.needs, self.carried = pair, plan, grad, needs, carried
         self.spec, self.options, self.stats = spec, options, stats
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles, self.device = plans.tile_width(self.m), tile_count(self.m), pair.a.device
@@ -215,10 +294,11 @@ class SkipBackward:
 
     def run(self) -> Grads | None:
         """All of them, or None if too many pairs are kept."""
-        kept = self.plan.kept
+        kept, dense = self.plan.kept, self.plan.dense
         if kept.is_cuda:
-            there = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
-            there.copy_(kept, non_blocking=True)
+            there = torch.empty(self.tiles + 1, dtype=kept.dtype, pin_memory=True)
+            there[: self.tiles].copy_(kept, non_blocking=True)
+            there[self.tiles :].copy_(dense, non_blocking=True)
             told = torch.cuda.Event()
             told.record()
         # Everything that does not need to know how many pairs there are is launched, or made ready, before the host waits.
@@ -226,10 +306,12 @@ class SkipBackward:
         self._prepare()
         if kept.is_cuda:
             told.synchronize()
-            kept = there
+            kept, dense = there[: self.tiles], there[self.tiles :]
         counts = kept.tolist()
-        if sum(counts) > self.most_pairs:
+        if dense.item() or sum(counts) > self.most_pairs:
             return None
+        if self.carried is not None:
+            self.carried.buffer = None
         self._pairs(Blocks(counts, self.sizes.rows))
         return self._finish()
 
@@ -281,7 +363,7 @@ class SkipBackward:
         """The list of kept pairs, and their kernels with all arguments but those that say which pairs."""
         pair, call, plan, item = self.pair, self.call, self.plan, self.pair.a.element_size()
         self.sizes = sizes = pair_sizes(self.device, item)
-        self.most_pairs = int(min(1.0, plans.DENSE_SHARE) * self.tiles * self.n)
+        self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // sizes.rows
         starts, firsts = (torch.zeros(self.tiles + 1, dtype=torch.int32, device=self.device) for _ in range(2))
         torch.cumsum(plan.kept, 0, dtype=torch.int32, out=starts[1:])
@@ -302,7 +384,9 @@ class SkipBackward:
         score.put({"m": self.m, "col_start": pair.col_start, "blocks": most_blocks})
         score.put({"a_units": units(call.a), "b_units": units(call.b), "K": sizes.depth})
         self.score = score.put({"SCORE": call.score_bits, "EXACT": call.exact})
-        self.out = pair.a.new_empty((self.m, self.d)) if self.need_b else None
+        self.out = None
+        if self.need_b:
+            self.out = pair.a.new_empty((self.m, self.d)) if self.carried is None else self.carried.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
         column = Prepared(skipping.column_kernel, self.device, sizes.column_warps, sizes.stages, key).put(shape)
         column.put({"a": call.a, "order": plan.order, "rows": self.rows, "starts": starts, "share": self.share})

@@ -20,12 +20,16 @@ MERGE_PARTS = 16  # parts that it reads at once
 
 
 class Forward:
-    """The statistics of all macro-tiles, merged."""
+    """The statistics of all macro-tiles, merged.
+
+    ``dense``: (1,) int32, or None. If the device finds a 0 there, only the positives are looked at, nothing is carried,
+    and the log-sum-exps of the rows are left to somebody else.
+    """
 
     carried: Carried | None = None
 
-    def __init__(self, call: Call, carried: Carried | None = None) -> None:
-        self.call, self.spec, self.sizes = call, call.spec, call.forward_sizes
+    def __init__(self, call: Call, carried: Carried | None = None, dense: Tensor | None = None) -> None:
+        self.call, self.spec, self.sizes, self.dense = call, call.spec, call.forward_sizes, dense
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         spec = self.spec
         self.carried = carried
@@ -103,7 +107,8 @@ class Forward:
         if self.carried is not None:
             assert self.peaks is not None
             assert row is not None
-            self.carried.settle(self.peaks, self.doubt, row)
+            doubt = self.doubt if self.dense is None else (self.doubt != 0) | (self.dense == 0)
+            self.carried.settle(self.peaks, doubt, row)
         return Stats(
             row_lse=row if spec.row_lse else None,
             row_softplus=row if spec.softplus else None,
@@ -123,6 +128,7 @@ class Forward:
         more: dict[str, Any] = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
         more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
         e = None if self.carried is None else self.carried.chunk(j)
+        more["dense"] = self.dense
         more["e_desc"] = None if e is None else TensorDescriptor.from_tensor(e[i], [self.sizes.rows, self.sizes.cols])
         self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, CARRY=e is not None, **parts, **more)
         self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
@@ -168,6 +174,7 @@ class Forward:
         if merge is None:
             fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
             fixed |= {"MANY_PARTS": MERGE_PARTS, "ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
+            fixed["dense"] = self.dense
             merge = self.call.prepare(forward.merge_kernel, 2, 2, (*key, self.sizes)).put(fixed)
             self.merges[key] = merge
         rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)

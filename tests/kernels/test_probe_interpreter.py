@@ -1,0 +1,290 @@
+"""A sample of the rows says whether skipping pays, and one of two ways is taken, in Triton's interpreter."""
+
+import dataclasses
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compare import assert_close
+from tests.kernels.quick_interpreter import make_quick
+from tests.kernels.test_skipping_interpreter import make_pair
+
+import tilewise as tw
+from tilewise.kernels import filter as plans
+from tilewise.kernels.spec import Needs, PairSpec, Stats
+from tilewise.kernels.triton_impl import carried, gradients, skipping_host
+from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.carried import Carried
+from tilewise.kernels.triton_impl.skipping_host import SkipForward, TritonFilter
+from tilewise.options import TileOptions
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.usefixtures("nan_filled_empty"),
+]
+OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
+EXACT = dataclasses.replace(OPTIONS, filter_tolerance=0.0, gradients="backward")
+SPEC = PairSpec(row_lse=True, positive="one", drop_rows=True)
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
+    make_quick(monkeypatch)
+    monkeypatch.setattr(skipping_host, "WORTH_PROBING", 0)
+    monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    monkeypatch.setattr(carried, "COLS", 64)
+    monkeypatch.setattr(carried, "FULL_TILES", 64)
+    monkeypatch.setattr(carried, "NARROWEST", 8)
+
+
+def flat_pair(dtype=torch.float32, **settings):
+    pair, grad = make_pair(dtype, **settings)
+    return dataclasses.replace(pair, a=pair.a * 0.05), grad
+
+
+def rule(pair, spec, order, rows):
+    """What these rows keep, from all their scores: (T, rows) bool."""
+    x = pair.scale.double() * pair.a[rows].double() @ pair.b.double().T
+    x = x if pair.bias is None else x + pair.bias.double()
+    x = spec.softcap * torch.tanh(x / spec.softcap) if spec.softcap else x
+    m, width, tiles = x.shape[1], plans.tile_width(x.shape[1]), plans.tile_count(x.shape[1])
+    x = F.pad(x[:, order.long()], (0, tiles * width - m), value=-torch.inf).view(len(rows), tiles, width)
+    few = dataclasses.replace(pair, row_key=pair.row_key[rows])
+    part = x.logsumexp(2).T
+    valid = few.row_key >= 0
+    return plans.choose(part, part.logsumexp(0), plans.places_of(order, few), valid, 1e-2, width) < 0
+
+
+@TYPES
+@pytest.mark.parametrize("softcap", [0.0, 12.0])
+@pytest.mark.parametrize("n, m, d", [(70, 331, 24), (1100, 200, 23), (64, 512, 8)])
+def test_the_sample_answers_by_the_rule_of_all(n, m, d, softcap, dtype, monkeypatch):
+    pair, _ = make_pair(dtype, n, m, d, zero=dtype == torch.float32)
+    asked, plain = [], plans.too_many
+    monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
+    spec = dataclasses.replace(SPEC, softcap=softcap)
+    forward = SkipForward(pair, spec, OPTIONS)
+    assert forward._probe()
+    ((kept, pairs, share),) = asked
+    index = plans.sample_index(n, 16, pair.a.device)
+    assert len(index.unique()) == 16
+    want = rule(pair, spec, forward.order, index[1:])
+    assert pairs == want.numel() == kept.numel()
+    assert share == plans.PROBED_SHARE
+    # A mass at the threshold may fall on either side of it.
+    assert (kept != want).float().mean() < 0.01
+    assert 0.01 < want.float().mean() < 0.9
+    assert sorted(forward.order.tolist()) == list(range(m))
+    mean = plans.mean_row(pair).double() @ pair.b.double().T * pair.scale + pair.bias
+    falls = mean[forward.order.long()].diff()
+    assert not (falls > 0.01).any()
+
+
+def test_without_room_for_a_sample_none_is_asked(monkeypatch):
+    pair, _ = make_pair(torch.float32)
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
+    forward = SkipForward(pair, SPEC, OPTIONS)
+    assert not forward._probe()
+    assert torch.equal(forward.order, plans.order_columns(pair))
+    assert forward.dense is None
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
+    assert SkipForward(pair, SPEC, OPTIONS)._probe()
+
+
+@TYPES
+@pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
+def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
+    pair, grad = flat_pair(dtype, n=n, m=m, d=d, zero=False)
+    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    assert plan.dense.tolist() == [1]
+    valid = pair.row_key >= 0
+    assert (plan.mass[:, valid] == plans.KEPT).all()
+    assert (plan.mass[:, ~valid] == 0).all()
+    assert (plan.kept == valid.sum()).all()
+    assert plan.mean.isfinite().all()
+    assert (held is None) == (dtype == torch.float16)
+    want, want_held = TritonBackend().forward_carrying(pair, SPEC, EXACT)
+    for name in ("row_lse", "row_pos", "row_hits"):
+        assert torch.equal(getattr(stats, name), getattr(want, name)), name
+    needs = Needs(a=True, b=True, scale=True)
+    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held) is None
+    assert held is None or held.doubt == 0
+    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, carried=want_held)
+    for name in ("a", "b", "scale"):
+        assert torch.equal(getattr(got, name), getattr(right, name)), name
+
+
+@TYPES
+@pytest.mark.parametrize("n, m, d", [(66, 331, 24)])
+def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
+    """As without a sample, with dB in the memory that was to carry exponentials."""
+    monkeypatch.setattr(plans, "DENSE_SHARE", 0.8)  # a small vocabulary has few tiles
+    pair, grad = make_pair(dtype, n, m, d, zero=False)
+    needs = Needs(a=True, b=True, scale=True)
+    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    assert plan.dense.tolist() == [0]
+    assert (held is None) == (dtype == torch.float16)
+    assert held is None or held.doubt > 0
+    got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held)
+    assert held is None or (got.b.data_ptr() == held.memory.data_ptr() and held.buffer is None)
+    monkeypatch.setattr(plans, "order_columns", lambda pair: plan.order)
+    monkeypatch.setattr(skipping_host, "WORTH_PROBING", torch.inf)
+    want_stats, want = TritonFilter().forward(pair, SPEC, OPTIONS)
+    for name in ("row_lse", "row_pos", "row_hits"):
+        assert torch.equal(getattr(stats, name), getattr(want_stats, name)), name
+    for name in ("order", "mass", "mean", "kept", "dense"):
+        assert torch.equal(getattr(plan, name), getattr(want, name)), name
+    right = TritonFilter().backward(pair, want_stats, want, grad, needs, SPEC, OPTIONS)
+    for name in ("a", "b", "scale"):
+        assert torch.equal(getattr(got, name), getattr(right, name)), name
+
+
+@pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
+def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
+    """It expected few pairs, and many are kept: backward computes all, and what was not carried is not used."""
+    monkeypatch.setattr(plans, "PROBED_SHARE", NEVER)
+    pair, grad = flat_pair(n=n, m=m, d=d, zero=False)
+    needs = Needs(a=True, b=True, scale=True)
+    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    assert plan.dense.tolist() == [1]
+    assert held.doubt > 0
+    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held) is None
+    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    assert got.b.data_ptr() == held.memory.data_ptr()
+    want = TritonBackend().backward(pair, TritonBackend().forward(pair, SPEC, EXACT), grad, needs, SPEC, EXACT)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 2e-6, name)
+
+
+def test_several_blocks_of_rows_and_chunks_of_columns(monkeypatch):
+    """Both ways in a workspace that holds little at once."""
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2**15)
+    pair, grad = make_pair(torch.float32, n=66, m=203)
+    for share, dense in ((ALWAYS, 1), (NEVER, 0)):
+        monkeypatch.setattr(plans, "PROBED_SHARE", share)
+        monkeypatch.setattr(plans, "DENSE_SHARE", 1.0)
+        stats, plan = TritonFilter().forward(pair, SPEC, OPTIONS)
+        assert plan.dense.tolist() == [dense]
+        want = TritonBackend().forward(pair, SPEC, EXACT)
+        assert_close(stats.row_lse, want.row_lse, 1e-5, "lse")
+        got = TritonFilter().backward(
+            pair, Stats(row_lse=want.row_lse), plan, grad, Needs(a=True, b=True), SPEC, OPTIONS
+        )
+        assert (got is None) == bool(dense)
+
+
+class Problem:
+    """A call of the public function, and what float64 says."""
+
+    def __init__(self, spread, ignored=0, dtype=torch.float32, softcap=None):
+        g = torch.Generator().manual_seed(1)
+        rank = torch.randperm(300, generator=g) + 1
+        hidden = torch.cat([torch.full((72, 1), 4.0), torch.randn(72, 31, generator=g)], 1)
+        classifier = torch.cat([(-rank.log() / 4)[:, None], torch.randn(300, 31, generator=g) / 8], 1)
+        self.leaves = [x.to(dtype).requires_grad_() for x in (spread * hidden, classifier)]
+        self.target, self.softcap = torch.randint(0, 300, (72,), generator=g), softcap
+        self.target[:ignored] = -100
+
+    def loss(self, options=OPTIONS):
+        return tw.linear_cross_entropy(*self.leaves, self.target, softcap=self.softcap, options=options)
+
+    def dense(self):
+        hidden, classifier = (x.detach().double().requires_grad_() for x in self.leaves)
+        x = hidden @ classifier.T
+        x = x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
+        return torch.autograd.grad(F.cross_entropy(x, self.target), (hidden, classifier))
+
+
+@pytest.fixture
+def no_zero(monkeypatch):
+    """As in bfloat16, where rows have no zero of their own."""
+    monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
+
+
+@pytest.mark.usefixtures("no_zero")
+@pytest.mark.parametrize(
+    "spread, ignored, share",
+    [(0.1, 0, None), (0.1, 7, None), (0.1, 0, NEVER), (5.0, 7, None), (5.0, 0, ALWAYS)],
+    ids=["flat", "flat, some ignored", "flat, skipped", "peaked, some ignored", "peaked, dense"],
+)
+def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
+    """The first backward takes the memory, the second does without; whichever way was taken, gradients are right."""
+    if share is not None:
+        monkeypatch.setattr(plans, "PROBED_SHARE", share)
+    dense = spread < 1 or share == ALWAYS
+    problem = Problem(spread, ignored)
+    carries, products, plain = [], [], gradients.Backward._gradient
+
+    def watched(self, g, desc, i, j, bias):
+        products.append(self.carried is not None and bool(self.carried.doubt == 0))
+        plain(self, g, desc, i, j, bias)
+
+    monkeypatch.setattr(gradients.Backward, "_gradient", watched)
+    of = Carried.of
+    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: carries.append(of(*args)) or carries[-1]))
+    with tw.record_filtering() as report:
+        loss = problem.loss()
+    assert report.dense == [dense]
+    assert len(carries) == 1
+    assert (report.largest_dropped[0] == 0.0) == dense
+    if dense and share != NEVER:
+        assert report.kept_share == [1.0]
+    first = torch.autograd.grad(loss, problem.leaves, retain_graph=True)
+    assert bool(products) == dense
+    assert any(products) == (dense and share != NEVER), "exponentials are used where they were carried, and only there"
+    assert first[1].data_ptr() == carries[0].memory.data_ptr()
+    products.clear()
+    second = torch.autograd.grad(loss, problem.leaves)
+    assert not any(products)
+    for one, other, want in zip(first, second, problem.dense(), strict=True):
+        assert_close(one, want, 5e-6 if dense else 1e-2, "first")
+        assert_close(other, one, 2e-6, "second")
+    exact = torch.autograd.grad(problem.loss(EXACT), problem.leaves)
+    if dense and share != NEVER:
+        assert all(torch.equal(one, want) for one, want in zip(first, exact, strict=True))
+
+
+@pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("settings", [{}, {"dtype": torch.float16}, {"softcap": 20.0}], ids=str)
+def test_where_nothing_can_be_carried(settings, spread):
+    problem = Problem(spread, **settings)
+    with tw.record_filtering() as report:
+        loss = problem.loss()
+    assert report.dense == [spread < 1]
+    got = torch.autograd.grad(loss, problem.leaves)
+    for one, want in zip(got, problem.dense(), strict=True):
+        assert_close(one, want, 1e-2 if spread > 1 else 3e-3 if settings.get("dtype") else 5e-6)
+
+
+@pytest.mark.usefixtures("no_zero")
+@pytest.mark.parametrize("how", ["only the rows", "a second derivative", "dropped"])
+def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
+    problem, memory, of = Problem(0.1), [], Carried.of
+
+    def watched(*args):
+        found = of(*args)
+        memory.append(weakref.ref(found.memory))
+        return found
+
+    monkeypatch.setattr(Carried, "of", staticmethod(watched))
+    if how == "only the rows":
+        problem.leaves[1].requires_grad_(False)
+    loss = problem.loss()
+    if how == "only the rows":
+        assert not memory
+    elif how == "a second derivative":
+        grads = torch.autograd.grad(loss, problem.leaves, create_graph=True)
+        assert memory[0]() is None
+        assert_close(grads[0], problem.dense()[0], 5e-6)
+    else:
+        assert memory[0]() is not None
+        del loss
+        assert memory[0]() is None
