@@ -190,8 +190,8 @@ def words(report: Report) -> str:
         f"words saw {seen / 1e6:.3g} million tokens of source code in {trained['seconds']:.0f} s ({report['device']}). "
         f"On held-out files its loss is {trained['found']['loss']:.2f}, and {100 * trained['found']['accuracy']:.0f} % "
         f"of the next tokens are right. The mean probability by rank falls below 2^-12 at rank "
-        f"{found['first_rank_below_2^-12']:,}; {digits(100 * found['mass_below_2^-12'])} % of the probability is beyond: "
-        "what a fixed threshold at that height would drop. "
+        f"{found['first_rank_below_2^-12']:,}; {digits(100 * found['mass_below_2^-12'])} % of the probability is "
+        "beyond: what a fixed threshold at that height would drop. "
         + " ".join(of_skipping(tolerance, one) for tolerance, one in found["skipping"].items())
     ]
     if four is None or not four["runs"]:
