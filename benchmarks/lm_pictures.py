@@ -229,6 +229,8 @@ def words(report: Report) -> str:
 def of_skipping(tolerance: str, one: Report) -> str:
     """A sentence on one tolerance."""
     computed = f"{digits(100 * one['kept_share'])} % of the (row, tile) pairs"
+    if not one["skips"] and one["kept_share"] == 1.0:  # nobody counted: a sample of the rows was enough
+        return f"At a tolerance of {tolerance} too many (row, tile) pairs matter, and backward computes all."
     if not one["skips"]:
         return f"At a tolerance of {tolerance} backward would need {computed} and computes all."
     return f"At a tolerance of {tolerance} backward computes {computed}."
@@ -244,7 +246,7 @@ def run_line(run: Report, apart: Report) -> str:
         shares = [100 * one["kept_share"] for one in skips or seen]
         share = f"{digits(min(shares))} to {digits(max(shares))} %"
         if not skips:
-            share = f"all ({share} are needed)"
+            share = "all" if min(shares) == 100.0 else f"all ({share} are needed)"
         elif len(skips) < len(seen):
             share += f", all in {len(seen) - len(skips)} of {len(seen)} looks"
         dropped = f"{max(one['mean_dropped'] for one in seen):.1e}, {max(one['largest_dropped'] for one in seen):.1e}"

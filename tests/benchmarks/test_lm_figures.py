@@ -134,6 +134,10 @@ def test_words_say_what_skipping_did_beside_the_noise():
     assert "| 2 to 2 % | 1.0e-03, 2.0e-03 |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip]), {})
     assert "| 2 to 2 %, all in 1 of 2 looks |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
     assert "| all (30 to 30 % are needed) |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[whole]), {})
+    assert "would need 30 % of the (row, tile) pairs and computes all" in lm_pictures.of_skipping("0.01", whole)
+    unseen = whole | {"kept_share": 1.0}  # where a sample of the rows decides, nobody counts
+    assert "| all | " in lm_pictures.run_line(tuned("a", 1.0, skipping=[unseen]), {})
+    assert "too many (row, tile) pairs matter" in lm_pictures.of_skipping("0.01", unseen)
 
 
 def sure_model(settings):
