@@ -132,20 +132,37 @@ def check_filtered(place: Place, dtype: torch.dtype, n: int, d: int, m: int, see
     return report.kept_share[0]
 
 
-def check_flat(place: Place, dtype: torch.dtype, n: int, d: int, m: int) -> None:
-    """All pairs are kept: everything is computed."""
+def flat_head(place: Place, dtype: torch.dtype, n: int, d: int, m: int) -> Head:
+    """A head that knows nothing yet."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(n, d, generator=g).to(place.device, dtype).requires_grad_()
     weight = (torch.randn(m, d, generator=g) / d).to(place.device, dtype).requires_grad_()
-    head = Head(
-        {"input": hidden, "weight": weight, "scale": torch.tensor(1.0, device=place.device)},
-        torch.arange(n, device=place.device),
-        None,
-    )
-    head.leaves["scale"].requires_grad_()
+    leaves = {"input": hidden, "weight": weight, "scale": torch.tensor(1.0, device=place.device).requires_grad_()}
+    return Head(leaves, torch.arange(n, device=place.device), None)
+
+
+def check_flat(place: Place, dtype: torch.dtype, n: int, d: int, m: int) -> None:
+    """All pairs are kept: everything is computed."""
+    head = flat_head(place, dtype, n, d, m)
     with tw.record_filtering() as report:
         _, grads = head.solve(place.options(filter_tolerance=TOLERANCE))
     assert report.dense == [True]
     _, want = head.solve(place.options(gradients="backward"))
     for name, value in want.items():
         assert_close(grads[name], value, 1e-5 if dtype == torch.float32 else 1e-3, name)
+
+
+def check_probed_flat(place: Place, dtype: torch.dtype, n: int, d: int, m: int) -> None:
+    """A sample of the rows was asked: the call is the exact one from the start, number by number; nothing waits."""
+    head = flat_head(place, dtype, n, d, m)
+    options = place.options(filter_tolerance=TOLERANCE)
+    want_loss, want = head.solve(place.options(gradients="backward"))
+    head.solve(options)
+    with tw.record_filtering() as report, place.no_waiting():
+        loss, grads = head.solve(options)
+    assert report.dense == [True]
+    assert report.kept_share == [1.0]
+    assert report.largest_dropped == [0.0]
+    assert torch.equal(loss, want_loss)
+    for name, value in want.items():
+        assert torch.equal(grads[name], value), name

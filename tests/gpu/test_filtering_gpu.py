@@ -4,9 +4,11 @@ import pytest
 import torch
 from tests.compare import assert_close
 from tests.gpu import filtering
-from tests.gpu.checks import Place
+from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
+from tilewise.kernels.triton_impl import carried, skipping_host
+from tilewise.kernels.triton_impl.carried import Carried
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
@@ -36,6 +38,63 @@ def test_a_small_workspace(seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_flat_scores(dtype):
     filtering.check_flat(GPU, dtype, 300, 72, 20_000)
+
+
+@pytest.fixture
+def probing(monkeypatch):
+    """Small calls ask a sample of their rows too, and carry exponentials where the exact loss would."""
+    monkeypatch.setattr(skipping_host, "WORTH_PROBING", 0)
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+
+
+SHAPES = pytest.mark.parametrize("n, d, m", [(300, 72, 40_000), (1003, 200, 20_011), (130, 1032, 33_000)])
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@SHAPES
+def test_peaked_scores_after_a_probe(n, d, m, dtype, seed):
+    filtering.check_filtered(GPU, dtype, n, d, m, seed)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+def test_bias_and_soft_cap_after_a_probe(seed):
+    filtering.check_filtered(GPU, torch.bfloat16, 300, 72, 40_000, seed, bias=True, softcap=60.0)
+    filtering.check_filtered(GPU, torch.bfloat16, 300, 72, 40_000, seed, workspace_mib=8)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@SHAPES
+def test_flat_scores_after_a_probe(n, d, m, dtype):
+    filtering.check_probed_flat(GPU, dtype, n, d, m)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "peaked"])
+def test_a_large_call_probes_and_carries(flat, seed, monkeypatch):
+    """The memory of the classifier's gradient carries exponentials, or nothing; it is the gradient's either way."""
+    n, d, m, workspace = 4096, 1024, 65_536, 256
+    made, of = [], Carried.of
+    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: made.append(of(*args)) or made[-1]))
+    make = filtering.flat_head if flat else lambda *args: filtering.make_head(*args, seed)
+    head = make(GPU, torch.bfloat16, n, d, m)
+    _, want = head.solve(GPU.options(gradients="backward"))
+    made.clear()
+    with tw.record_filtering() as report:
+        _, grads = head.solve(GPU.options(filter_tolerance=1e-2, workspace_mib=workspace))
+    assert report.dense == [flat]
+    assert (report.kept_share == [1.0]) == flat
+    assert bool(made[0].doubt == 0) == flat
+    assert grads["weight"].data_ptr() == made[0].memory.data_ptr()
+    made.clear()
+    for name, value in want.items():
+        if flat:
+            assert torch.equal(grads[name], value), name
+        else:
+            assert_close(grads[name], value, 1e-1 if name == "scale" else 1e-2, name)
+    del grads, want, report
+    peak = peak_bytes(lambda: (made.clear(), head.solve(GPU.options(filter_tolerance=1e-2, workspace_mib=workspace))))
+    assert peak <= 2 * (n + m) * d + 4 * n * d + (workspace + 32) * 2**20
 
 
 def test_memory(seed):

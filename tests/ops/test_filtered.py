@@ -453,6 +453,49 @@ def test_flat_rows_take_the_dense_path(monkeypatch):
     assert_close(got, want, 1e-6)
 
 
+@pytest.mark.parametrize("share, dense", [(-1.0, True), (10.0, False)], ids=["dense", "skip"])
+@pytest.mark.parametrize("name", ["very peaked", "flat"])
+def test_whatever_a_sample_of_the_rows_says_the_loss_is_right(name, share, dense, monkeypatch):
+    """And where it expected too few pairs, too many are noticed when they are counted."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr(plans, "PROBED_SHARE", share)
+    scores, target = SCORES[name](80), torch.arange(80)
+    target[::7] = -100
+    got, report = solve(scores, target, 1e-2)
+    dense = dense or name == "flat"
+    assert report.dense == [dense]
+    valid = target >= 0
+    assert (got[~valid] == 0).all()
+    assert_close(got[valid], dense_g(scores[valid], target[valid]), 1e-12 if dense else 1e-2)
+    if share < 0:
+        assert report.kept_share == [1.0]
+
+
+def test_rows_that_a_sample_does_not_meet(monkeypatch):
+    """Its rows are peaked, all others are flat."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    scores = SCORES["flat"](200)
+    index = plans.sample_index(200, plans.sample_size(200, COLS, 32, TileOptions()), scores.device)
+    scores[index] = SCORES["very peaked"](len(index))
+    got, report = solve(scores, torch.arange(200), 1e-2)
+    assert report.dense == [True]
+    assert report.kept_share[0] < 1.0, "it was counted, not guessed"
+    assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
+
+
+def test_the_rows_that_count_decide():
+    """Nine tokens of ten are ignored, and the others keep all their tiles."""
+    head = Head(torch.float32, n=200)
+    with torch.no_grad():
+        head.leaves["input"] *= 0.05
+    target = head.target.clone()
+    target[torch.arange(200) % 10 != 0] = -100
+    with tw.record_filtering() as report:
+        got = head.grads(1e-2, target=target)
+    assert report.dense == [True]
+    assert worst(got, head.grads(0.0, target=target)) < 1e-5
+
+
 def test_reports_are_only_written_inside():
     head = Head()
     with tw.record_filtering() as outer:

@@ -23,6 +23,31 @@ def test_flat_scores():
     filtering.check_flat(CPU, torch.float32, 60, 40, 1000)
 
 
+@pytest.fixture
+def probing(monkeypatch):
+    """Small calls ask a sample of their rows too."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_flat_scores_after_a_probe(dtype):
+    filtering.check_probed_flat(CPU, dtype, 100, 40, 1000)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+@pytest.mark.parametrize("settings", [{}, {"bias": True, "softcap": 60.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peaked_scores_after_a_probe(dtype, settings):
+    filtering.check_filtered(CPU, dtype, 100, 72, 4000, 3, **settings)
+
+
+def test_a_way_that_is_not_the_exact_one_is_found():
+    """Without a probe the log-sum-exps are added up in another order: number by number they are not the same."""
+    with pytest.raises(AssertionError):
+        filtering.check_probed_flat(CPU, torch.float32, 100, 40, 1000)
+
+
 def test_wrong_gradients_are_found(monkeypatch):
     """Were the dropped mass forgotten, the oracle would say so."""
     monkeypatch.setattr("tilewise.kernels.filter_tiled._Backward._add_means", lambda *_: None)
