@@ -36,8 +36,8 @@ WIDEST_TILE, NARROWEST_TILE = 256, 16
 FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is something to choose from
 MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
 HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
-DENSE_SHARE = 0.2  # of the pairs: with more of them kept, computing all is faster
-PROBED_SHARE = 0.75  # of DENSE_SHARE: if a sample of the rows keeps more, nothing is gathered and chosen at all
+DENSE_SHARE = 0.17  # of the pairs: with more of them kept, computing all is faster
+PROBED_SHARE = 0.88  # of DENSE_SHARE: if a sample of the rows keeps more, nothing is gathered and chosen at all
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # rows of a sample: so many of them, one in 64
 
 

@@ -27,13 +27,14 @@ from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, SOFTCAP, score_
 def gather_kernel(b, order, bias, out, mean, dense, m, first, first_tile, b_units, out_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
+    width = W
     if dense is not None:
-        m = tl.where(tl.load(dense) != 0, 0, m)
+        width = tl.where(tl.load(dense) != 0, 0, W)
     tile = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
     total = tl.zeros((K,), tl.float32)
     count = 0.0
-    for start in range(0, W, R):
+    for start in range(0, width, R):
         here = tile * W + start + tl.arange(0, R)
         ok = here < m
         col = tl.load(order + first + here, mask=ok, other=0).to(tl.int64)

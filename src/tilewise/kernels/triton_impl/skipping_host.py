@@ -151,11 +151,17 @@ class SkipForward:
         self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
         self.dense: Tensor | None = None  # what a sample of the rows says
         self.carried: Carried | None = None
+        self.stats = Stats()
 
     def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
-        """Everything; nothing waits for the device."""
+        """Everything; nothing waits for the device.
+
+        Which way is taken is known to the device alone. Launches of both alternate, so that it gets work soon either way.
+        """
         pair = self.pair
-        stats = self._exact() if self._probe() else self._positives()
+        exact = self._exact() if self._probe() else self._positives()
+        next(exact)
+        stats = self.stats
         assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -163,11 +169,14 @@ class SkipForward:
         step = row_steps(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         for i in pieces(self.n, step):
-            self._parts(part, i)
+            for _ in self._parts(part, i):
+                next(exact, None)
             choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
             choose.put({"part": part, "place": self.place, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
             choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
             choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
+        for _ in exact:
+            pass
         kept = (mass < 0).sum(1, dtype=torch.int32)
         dense = plans.too_many(kept, mass.numel())
         if self.dense is not None:
@@ -175,21 +184,22 @@ class SkipForward:
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, dense=dense)
         return stats, plan, self.carried
 
-    def _positives(self) -> Stats:
+    def _positives(self) -> Iterator[None]:
         """The positives' scores, and room for the log-sum-exps of the rows."""
         new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
         lse, pos, hits = new(self.n), new(self.n), new(self.n)
         self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
-        return Stats(row_lse=lse, row_pos=pos, row_hits=hits)
+        self.stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
+        yield
 
-    def _exact(self) -> Stats:
-        """The exact loss's way, for the case that it is taken."""
-        carried = Carried.of(self.pair, self.spec) if self.carry else None
-        forward = Forward(self.call, carried, self.dense)
-        stats = forward.run()
+    def _exact(self) -> Iterator[None]:
+        """The exact loss's way, for the case that it is taken; a macro-tile at a time."""
+        forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, self.dense)
         self.carried = forward.carried
+        for _ in forward.steps():
+            self.stats = forward.stats
+            yield
         self.call.prepared.clear()  # their arguments hold the parts
-        return stats
 
     def _probe(self) -> bool:
         """The order of the columns, and, of a large call, whether its rows would keep too many pairs: ask a sample of them."""
@@ -223,8 +233,8 @@ class SkipForward:
         self.dense = plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), plans.PROBED_SHARE)
         return True
 
-    def _parts(self, part: Tensor, i: slice) -> None:
-        """The log-sum-exp of the rows in each tile."""
+    def _parts(self, part: Tensor, i: slice) -> Iterator[None]:
+        """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
         sizes, rows, item = self.sizes, i.stop - i.start, self.pair.a.element_size()
         wide = cdiv(self.d * item, 16) * 16 // item
         programs = multiprocessors(self.device) * sizes.programs
@@ -256,6 +266,7 @@ class SkipForward:
             here = {"m": cols, "first": first, "first_tile": t.start}
             gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
             tile.put(here).launch(programs)
+            yield
 
     def _room(self, cols: int, width: int) -> Tensor:
         """Memory for columns in their new order; what the other way carries is not there if this one is taken."""

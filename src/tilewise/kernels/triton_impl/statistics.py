@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Forward:
     """
 
     carried: Carried | None = None
+    stats: Stats  # from the first step on
 
     def __init__(self, call: Call, carried: Carried | None = None, dense: Tensor | None = None) -> None:
         self.call, self.spec, self.sizes, self.dense = call, call.spec, call.forward_sizes, dense
@@ -83,12 +85,25 @@ class Forward:
 
     def run(self) -> Stats:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
+        for _ in self.steps():
+            pass
+        return self.stats
+
+    def steps(self) -> Iterator[None]:
+        """The same, a macro-tile at a time, for a caller who launches something else between them."""
         spec, new = self.spec, self.call.empty
         row = new(self.n) if self.row_part is not None else None
         col = new(self.m) if spec.col_lse else None
         pos = new(self.n) if spec.positive != "none" and not spec.softplus else None
         total = new(self.n) if spec.row_sum else None
-        hits = self._positives(pos)
+        self.stats = Stats(
+            row_lse=row if spec.row_lse else None,
+            row_softplus=row if spec.softplus else None,
+            col_lse=col,
+            row_pos=pos,
+            row_hits=self._positives(pos),
+            row_sum=total,
+        )
         seen: set[tuple[str, int]] = set()
         for i in pieces(self.n, self.row_step):
             for j in column_pieces(self.m, self.col_step, self.carried):
@@ -104,19 +119,12 @@ class Forward:
                     self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
                 if spec.row_sum:
                     self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+                yield
         if self.carried is not None:
             assert self.peaks is not None
             assert row is not None
             doubt = self.doubt if self.dense is None else (self.doubt != 0) | (self.dense == 0)
             self.carried.settle(self.peaks, doubt, row)
-        return Stats(
-            row_lse=row if spec.row_lse else None,
-            row_softplus=row if spec.softplus else None,
-            col_lse=col,
-            row_pos=pos,
-            row_hits=hits,
-            row_sum=total,
-        )
 
     def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
         spec = self.spec
