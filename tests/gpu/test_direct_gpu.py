@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.lm_cases import LmCase, make_inputs
 from tests.compare import assert_close, assert_no_worse, relative_error
 from tests.gpu import checks
 from tests.gpu.checks import Place
@@ -100,6 +101,46 @@ def test_gradients_of_exponentials_are_rounded_once(seed, waited):
             assert relative_error(grads[leaf], k * exact[leaf]) <= 1.05 * relative_error(once[leaf], exact[leaf])
             assert_no_worse(grads[leaf], dense[leaf], k * exact[leaf], leaf)
     assert len(waited) == 5
+
+
+def lm_problem(kind, seed, n=2048, m=32_768, d=512):
+    """Hidden states, classes and targets, in bfloat16. Of n, a power of two, a dense loss rounds -1 / n to itself."""
+    case = LmCase(table="1", model="", tokens=n, vocabulary=m, hidden=d, decay=1.8 * (kind == "peaked"))
+    made = make_inputs(case, torch.device(GPU.device), torch.bfloat16, seed)
+    hidden, classes, target = made["a"].detach(), made["b"].detach(), made["target"]
+    if kind == "sure":
+        own = classes[target].float()
+        hidden = (hidden + 14.0 * own / own.square().sum(1, keepdim=True)).bfloat16()
+    elif kind == "one class":
+        target = torch.where(torch.arange(n, device=GPU.device) % 8 > 0, 7, target)
+    elif kind == "ignored":
+        target = torch.where(torch.arange(n, device=GPU.device) % 3 > 0, target, -100)
+    return hidden, classes, target
+
+
+@pytest.mark.parametrize("mib", [192, 1], ids=["waits", "float32"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "sure", "one class", "ignored"])
+def test_the_positives_share_is_as_exact_as_that_of_a_dense_loss(kind, mib, seed, waited):
+    """Where scores are flat it is all that counts, and a dense loss has it exactly."""
+    *features, target = lm_problem(kind, seed)
+    options = GPU.options(gradients="forward", workspace_mib=mib)
+
+    def solved(loss, k, dtype=torch.bfloat16):
+        leaves = [x.to(dtype).requires_grad_() for x in features]
+        return torch.autograd.grad(k * loss(*leaves), leaves)
+
+    def dense(hidden, classes):
+        logits = hidden @ classes.T
+        return torch.nn.functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
+
+    exact = solved(dense, 1.0, torch.float64)
+    for k in (1.0, 3.0):
+        grads = solved(lambda *leaves: tw.linear_cross_entropy(*leaves, target, options=options), k)
+        again = solved(lambda *leaves: tw.linear_cross_entropy(*leaves, target, options=options), k)
+        assert all(torch.equal(one, other) for one, other in zip(grads, again, strict=True))
+        for side, got, theirs, want in zip(("rows", "classes"), grads, solved(dense, k), exact, strict=True):
+            assert_no_worse(got, theirs, k * want, f"{kind}, {side}, times {k}")
+    assert len(waited) == (4 if mib > 1 else 0)
 
 
 def test_exponentials_wait_in_a_compiled_graph(seed, waited):

@@ -16,7 +16,8 @@ DIAGONAL, ONE = 1, 2
 SOFTCAP, BIAS, ONE_BIAS, SKIP, BIAS_TOTAL = 2, 1, 16, 4, 32
 INTEGERS = {"n", "m", "first", "ahead", "parts", "count"}
 KEYS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
-FEATURES = {"a", "g", "scaled", "out", "values"}
+KEYS |= {"column": "*i32", "order": "*i64"}
+FEATURES = {"a", "b", "g", "scaled", "out", "values", "grad"}
 NONE = dict.fromkeys(("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_zero", "square"))
 PERSISTENT = {"PROGRAMS": 264, "EXACT": "tf32"}
 TILED = {
@@ -36,7 +37,12 @@ SMALL = {
         {"D": 4096, "SCORE": SOFTCAP, "POSITIVE": ONE, "MANY_PARTS": 16, "WIDTH": 128, "BLOCK": 32},
         ("square", "row_key"),
     ),
-    "finish": (direct_kernels.finish_rows_kernel, {"D": 4096, "BLOCK": 32, "WIDTH": 128}, ()),
+    "finish": (direct_kernels.finish_rows_kernel, {"D": 4096, "BLOCK": 8, "WIDTH": 256}, ()),
+    "positives": (
+        direct_kernels.positives_kernel,
+        {"D": 4096, "STRIDE": 4096, "EPS": 2.0**-7, "BLOCK": 8, "WIDTH": 512},
+        (),
+    ),
     "bias": (direct_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, ()),
     "multiply": (direct_kernels.multiply_kernel, {"PROGRAMS": 264, "BLOCK": 4096}, ()),
 }

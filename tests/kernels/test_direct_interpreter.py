@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse, relative_error
@@ -16,11 +17,14 @@ from tests.losses.loss_cases import converted, problem, solve
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
+import triton.language as tl
+from triton.runtime import interpreter
+
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import direct, gradients, sizes
+from tilewise.kernels.triton_impl import direct, gradients, launch, sizes
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = [
@@ -36,11 +40,25 @@ SERVED = [
     *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
     *("cross_entropy_softcap", "cross_entropy_z_loss"),
 ]
+SOFTMAX, ALL = PairSpec(row_lse=True, positive="one"), Needs(a=True, b=True, scale=True, bias=False)
 
 
 @pytest.fixture
 def quick(monkeypatch):
     make_quick(monkeypatch)
+
+
+@pytest.fixture
+def to_nearest(monkeypatch):
+    """The interpreter cuts a float32 to a bfloat16; a GPU rounds it."""
+    real = interpreter._convert_float
+
+    def convert(values, source, target, mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return real(values, source, target, mode)
+        return torch.tensor(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 @pytest.fixture
@@ -170,40 +188,167 @@ def test_exponentials_wait_in_a_compiled_graph(name, waiting):
         assert_close(grads[leaf], want_grads[leaf], 1e-6, leaf)
 
 
-def test_gradients_of_bfloat16_exponentials_are_rounded_once():
-    """Their error is the same whatever comes in, and by our rule no worse than that of a dense loss. E is made here:
-    the interpreter gets bfloat16 products wrong."""
-    pair, _ = softmax_pair(200, 300, 48, 3.0)
-    leaves = [pair.a.bfloat16().requires_grad_(), pair.b.bfloat16().requires_grad_()]
-    half = Pair(a=leaves[0].detach(), b=leaves[1].detach(), scale=pair.scale)
+def exponentials_of(pair, dtype, each):
+    """Features in ``dtype``, and what waits for backward. Made here: the interpreter gets bfloat16 products wrong."""
+    half = Pair(**(vars(pair) | {"a": pair.a.to(dtype), "b": pair.b.to(dtype)}))
     x = pair.scale * half.a.float() @ half.b.float().T
-    e = (x - x.gather(1, pair.row_key[:, None])).exp()
+    counts, column = each != 0, pair.row_key.clamp(min=0)
+    e = (x - x.gather(1, column[:, None])).exp()
     total = e.sum(1)
-    e.scatter_(1, pair.row_key[:, None], (1.0 - total)[:, None])
-    held = kernels.Exponentials(e=e.bfloat16(), factor=1.0 / (200 * total))
+    entry = torch.where(counts, 1.0 - total, 0.0)
+    e[~counts] = 0.0
+    e.scatter_(1, column[:, None], entry[:, None])
+    column = torch.where(counts, column, -1).int()
+    return half, kernels.Exponentials(e=e.to(dtype), factor=each / total, entry=entry, column=column)
 
-    def dense(k, leaves):
-        logits = 3.0 * leaves[0] @ leaves[1].T
-        return torch.autograd.grad(k * torch.nn.functional.cross_entropy(logits.float(), pair.row_key), leaves)
 
+def dense_gradients(pair, each, k):
+    """Of a and b, in their type."""
+    leaves = [pair.a.detach().requires_grad_(), pair.b.detach().requires_grad_()]
+    logits = pair.scale.item() * leaves[0] @ leaves[1].T
+    logits = logits.float() if pair.a.dtype != torch.float64 else logits
+    nats = torch.nn.functional.cross_entropy(logits, pair.row_key, reduction="none", ignore_index=-1)
+    return torch.autograd.grad(k * (each.to(nats.dtype) * nats).sum(), leaves)
+
+
+def as_float64(pair):
+    return Pair(**(vars(pair) | {"a": pair.a.double(), "b": pair.b.double()}))
+
+
+@pytest.mark.usefixtures("to_nearest")
+def test_gradients_of_bfloat16_exponentials_are_rounded_once():
+    """Their error is the same whatever comes in, and by our rule no worse than that of a dense loss."""
+    pair, _ = softmax_pair(200, 300, 48, 3.0)
+    each = torch.full((200,), 1 / 200)
+    half, held = exponentials_of(pair, torch.bfloat16, each)
     errors = {}
     for k in (1.0, 3.0, 1.0 / 3.0, 1.0 + 2.0**-9):
         grads = kernels.gradients(held, half, torch.tensor(k), Needs(scale=True, bias=True), EARLY)
-        exact = dense(k, [leaf.detach().double().requires_grad_() for leaf in leaves])
-        for got, theirs, want in zip((grads.a, grads.b), dense(k, leaves), exact, strict=True):
+        exact = dense_gradients(as_float64(half), each, k)
+        for got, theirs, want in zip((grads.a, grads.b), dense_gradients(half, each, k), exact, strict=True):
             assert got.dtype == torch.bfloat16
             assert_no_worse(got, theirs, want)
         errors[k] = relative_error(grads.a, exact[0]), relative_error(grads.b, exact[1])
         assert max(errors[k][0] / errors[1.0][0], errors[k][1] / errors[1.0][1]) < 1.05  # two roundings: 1.13 to 1.21
-        assert_close(grads.bias, k * (held.e.double() * held.factor[:, None]).sum(0), 1e-5)
-        assert_close(grads.scale, (exact[0] * leaves[0].double()).sum() / 3.0, 5e-3)
+        assert_close(grads.scale, (exact[0] * half.a.double()).sum() / 3.0, 2e-3)
+
+
+# The positives' share ----------------------------------------------------------------------------------------------
+
+
+def flat(n=256, m=40_000, d=64):
+    """Scores near 0: each row's gradient is its positive, and the rest drowns in rounding."""
+    return softmax_pair(n, m, d, 1.0)[0], torch.full((n,), 1 / n)
+
+
+def calibrated():
+    """Rows that are nearly alike, and classes as frequent as predicted: the negatives' share cancels the positives'."""
+    pair, _ = softmax_pair(512, 300, 64, 1.0)
+    middle = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    share = torch.log_softmax(-torch.arange(1, 301).float().log(), 0)
+    pair.a.mul_(1.6).add_(middle)
+    pair.b.mul_(0.1).add_(share[:, None] * middle / middle.square().sum())
+    key = torch.multinomial(share.exp(), 512, replacement=True, generator=torch.Generator().manual_seed(2))
+    return Pair(**(vars(pair) | {"row_key": key})), torch.full((512,), 1 / 512)
+
+
+def repeated():
+    """Few classes, one of them in most rows: more than a block of them."""
+    pair, each = flat(n=200, m=3000)
+    key = torch.where(torch.arange(200) % 5 < 3, 7, pair.row_key % 30)
+    return Pair(**(vars(pair) | {"row_key": key})), each
+
+
+def ignored():
+    """Rows without a positive, and classes of different weight."""
+    pair, each = flat(m=3000)
+    key, each = pair.row_key.clone(), each * torch.linspace(0.5, 2.0, 256)
+    key[::3], each[::3] = -1, 0.0
+    return Pair(**(vars(pair) | {"row_key": key})), each
+
+
+@pytest.mark.usefixtures("to_nearest")
+@pytest.mark.parametrize("k", [1.0, 3.0])
+@pytest.mark.parametrize("make", [flat, calibrated, repeated, ignored])
+def test_the_positives_share_is_as_exact_as_that_of_a_dense_loss(make, k):
+    pair, each = make()
+    half, held = exponentials_of(pair, torch.bfloat16, each)
+    wanted = Needs(scale=True, bias=len(pair.b) < 10_000)  # slow in the interpreter
+    grads = kernels.gradients(held, half, torch.tensor(k), wanted, EARLY)
+    exact, dense = dense_gradients(as_float64(half), each, k), dense_gradients(half, each, k)
+    assert_no_worse(grads.a, dense[0], exact[0], "rows")
+    assert_no_worse(grads.b, dense[1], exact[1], "columns")
+    dots = (exact[0] * half.a.double()).sum(1) / pair.scale
+    assert abs(grads.scale - dots.sum()) <= 1e-4 * dots.abs().sum()
+    if wanted.bias:
+        g = torch.softmax(pair.scale.double() * half.a.double() @ half.b.double().T, 1)
+        g.scatter_add_(1, pair.row_key.clamp(min=0)[:, None], torch.full((len(g), 1), -1.0).double())
+        assert_close(grads.bias, (k * each[:, None] * g).sum(0), 5e-4)
+
+
+@pytest.mark.usefixtures("to_nearest")
+def test_without_the_correction_it_is_not(monkeypatch):
+    pair, each = flat()
+    half, held = exponentials_of(pair, torch.bfloat16, each)
+    exact, dense = dense_gradients(as_float64(half), each, 1.0), dense_gradients(half, each, 1.0)
+    monkeypatch.setattr(kernels.Exponentials, "rounded", False)
+    grads = kernels.gradients(held, half, torch.ones(()), Needs(), EARLY)
+    assert relative_error(grads.b, exact[1]) > 2.5 * relative_error(dense[1], exact[1])
+    assert relative_error(grads.a, exact[0]) > 1.3 * relative_error(dense[0], exact[0])
+
+
+def test_a_gradient_that_waits_in_float32_has_the_whole_share(monkeypatch, several_blocks):
+    """All kernels, in float16: what is left is the rounding of E among the negatives."""
+    monkeypatch.setattr(direct, "why_not", lambda *_: None)
+    made = flat(n=200, m=400, d=24)[0]
+    pair = Pair(**(vars(made) | {"a": made.a.half(), "b": made.b.half()}))
+    pair.row_key[:50] = 3
+    _, grads = kernels.direct(pair, kernels.RowWeights(each=torch.ones(200)), ALL, SOFTMAX, EARLY)
+    exact = dense_gradients(as_float64(pair), torch.ones(200), 1.0)
+    monkeypatch.setattr(kernels.Exponentials, "rounded", False)
+    _, plain = kernels.direct(pair, kernels.RowWeights(each=torch.ones(200)), ALL, SOFTMAX, EARLY)
+    for got, before, want in zip((grads.a, grads.b), (plain.a, plain.b), exact, strict=True):
+        assert got.dtype == torch.float32
+        assert relative_error(got, want) < 3e-5 < 1e-4 < relative_error(before, want)
+    assert_close(grads.scale, (exact[0] * pair.a.double()).sum() / pair.scale, 1e-4)
+
+
+@pytest.mark.usefixtures("to_nearest")
+@pytest.mark.parametrize("negatives", [0.0, 1e-4, 1e-3, 4e-3, 1e-2, 1.0])
+def test_two_roundings_leave_little_more_than_one(negatives):
+    """Whatever the negatives' share is: of the rounding that comes before, what can be told from it is taken out."""
+    generator = torch.Generator().manual_seed(0)
+    a, other = (torch.randn(128, 200, generator=generator) for _ in range(2))
+    a, entry = a.bfloat16(), -torch.rand(128, generator=generator) - 1.0
+    factor, k = 1.0 / -entry, torch.tensor(3.0)
+    scaled = (k * factor[:, None] * a).bfloat16()
+    share = negatives * other
+    grad = (share + entry.bfloat16()[:, None].float() * scaled.float()).bfloat16()
+    column = torch.arange(128, dtype=torch.int32)
+    held = kernels.Exponentials(e=a[:, :1], factor=k * factor, entry=entry, column=column)
+    work = object.__new__(direct.Products)
+    work.call, work.d = launch.Call.of(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, EARLY), 200
+    work._positives(held, a, scaled, grad)
+    want = share.double() - 3.0 * a.double()
+    assert relative_error(grad, want) <= 1.45 * relative_error(want.bfloat16(), want)
+
+
+def test_nan_in_one_row_reaches_its_column_only_through_it():
+    """A class that has no positive is not touched, and a NaN is not lost in what is estimated."""
+    pair, each = flat(n=20, m=60)
+    pair.a[3] = torch.nan
+    half, held = exponentials_of(pair, torch.bfloat16, each)
+    grads = kernels.gradients(held, half, torch.ones(()), Needs(), EARLY)
+    assert grads.a[3].isnan().all()
+    assert grads.b[pair.row_key[3]].isnan().all()
+    assert not grads.a[4:].isnan().any()
 
 
 def softmax_pair(n, m, d, scale, seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(rows, d, generator=generator) / d**0.5 for rows in (n, m))
     key = torch.randint(0, m, (n,), generator=generator)
-    return Pair(a=a, b=b, scale=torch.tensor(scale), row_key=key), PairSpec(row_lse=True, positive="one")
+    return Pair(a=a, b=b, scale=torch.tensor(scale), row_key=key), SOFTMAX
 
 
 def both(pair, spec, weights, needs):
@@ -220,9 +365,6 @@ def both(pair, spec, weights, needs):
         exact, kernels.RowWeights(each=weights.each.double(), square=square), needs, spec, tw.TileOptions()
     )
     return got, want
-
-
-ALL = Needs(a=True, b=True, scale=True, bias=False)
 
 
 @pytest.mark.usefixtures("several_blocks")

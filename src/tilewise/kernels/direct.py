@@ -111,10 +111,20 @@ def waits(pair: Pair, needs: Needs, spec: PairSpec, options: TileOptions) -> boo
 
 @dataclass(frozen=True, kw_only=True)
 class Exponentials:
-    """What gradients are made of: G_ij = factor_i E_ij."""
+    """What gradients are made of: G_ij = factor_i E_ij.
+
+    The positive's entry of E is there as it was before it was rounded too: it may be all that counts.
+    """
 
     e: Tensor  # (n or more, m or more), in the type of the features; what is more is not looked at
     factor: Tensor  # (n or more,), in the type of the statistics
+    entry: Tensor  # (n or more,), in the type of the statistics
+    column: Tensor  # (n or more,), int32: where it is; -1 in a row without
+
+    @property
+    def rounded(self) -> bool:
+        """Whether E has fewer digits than the entries."""
+        return self.e.dtype != self.entry.dtype
 
 
 def row_width(m: int, features: torch.dtype) -> int:

@@ -5,7 +5,7 @@
 
 or, where those would take too much memory until backward (`tilewise.kernels.direct.waits`),
 
-    forward    loss, E, f                        one product
+    forward    loss, E, f, positives             one product
     backward   dA, dB, dscale, dbias             two, with what comes in as a part of f
 
 Nothing is computed for a side that needs no gradient, and a call that needs none at all does not come here. The first
@@ -180,7 +180,7 @@ def _compute_loss(
     keys = row_key, col_key, row_skip, col_skip, row_zero
     loss, (held, _) = _loss_and_held((a, b, scale, bias, *keys, weight, square, needs, plan), rows=a.shape[0])
     if isinstance(held, direct.Exponentials):
-        return loss, *_present(held.e, held.factor, None, None, like=a)
+        return loss, held.e, held.factor, held.entry, held.column
     return loss, *_present(held.a, held.b, held.scale, held.bias, like=a)
 
 
@@ -194,7 +194,7 @@ def _(a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight,
     shapes = [(value.shape, dtype) if need else ((0,), stat) for need, value, dtype in values]
     if _waits((a, b, scale, needs, plan)):
         e = (a.shape[0], direct.row_width(b.shape[0], a.dtype)), a.dtype
-        shapes = [e, ((a.shape[0],), stat), ((0,), stat), ((0,), stat)]
+        shapes = [e, *(((a.shape[0],), dtype) for dtype in (stat, stat, torch.int32))]
     return a.new_empty((), dtype=stat), *(a.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
@@ -215,13 +215,15 @@ def _compute_grads(
     upstream: Tensor,
     e: OptTensor,
     factor: OptTensor,
+    entry: OptTensor,
+    column: OptTensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan)
-    if e is None or factor is None:
+    if e is None or factor is None or entry is None or column is None:
         _, held = _loss_and_held(inputs)
     else:
         kept = KeptRows.find(_pair(*inputs[:9], None, None), decode(plan)[0])
-        held = _Held(direct.Exponentials(e=e, factor=factor), kept)
+        held = _Held(direct.Exponentials(e=e, factor=factor, entry=entry, column=column), kept)
     return _present(*_grads_of_held(held, inputs, upstream), like=a)
 
 
@@ -230,7 +232,8 @@ _pair_loss_grads_op = torch.library.custom_op("tilewise::pair_loss_grads", _comp
 
 @_pair_loss_grads_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan, upstream, e, factor
+    a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, weight, square, needs, plan, upstream,
+    e, factor, entry, column
 ):  # fmt: skip
     empty = a.new_empty(0, dtype=stat_dtype(a.dtype))
     inputs = zip(needs, (a, b, scale, bias), strict=True)
@@ -263,7 +266,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     *tensors, ctx.needs, ctx.plan = inputs
     ctx.waits, ctx.dtypes = _waits(inputs), [None if value is None else value.dtype for value in inputs[:4]]
-    ctx.save_for_backward(*((*tensors, *output[1:3]) if ctx.waits else output[1:]))
+    ctx.save_for_backward(*((*tensors, *output[1:]) if ctx.waits else output[1:]))
 
 
 def _pull_back(ctx: Any, upstream: Tensor | None, *second: Tensor | None) -> tuple[Any, ...]:
@@ -274,8 +277,8 @@ def _pull_back(ctx: Any, upstream: Tensor | None, *second: Tensor | None) -> tup
         return (None,) * INPUTS
     saved = ctx.saved_tensors
     if ctx.waits:
-        *tensors, e, factor = saved
-        saved = torch.ops.tilewise.pair_loss_grads(*tensors, ctx.needs, ctx.plan, upstream, e, factor)
+        tensors, made = saved[:-4], saved[-4:]
+        saved = torch.ops.tilewise.pair_loss_grads(*tensors, ctx.needs, ctx.plan, upstream, *made)
     else:
         held = zip(saved, ctx.needs, ctx.dtypes, strict=True)
         saved = [(grad.to(upstream.dtype) * upstream).to(dtype) if need else grad for grad, need, dtype in held]
@@ -304,7 +307,7 @@ class _Eager(torch.autograd.Function):
         held, ctx.held = ctx.held, None
         # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
         if held is None or torch.is_grad_enabled():
-            grads = torch.ops.tilewise.pair_loss_grads(*inputs, upstream, None, None)
+            grads = torch.ops.tilewise.pair_loss_grads(*inputs, upstream, *(None,) * 4)
         else:
             grads = _grads_of_held(held, inputs, upstream)
         wanted = (

@@ -25,11 +25,13 @@ from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.options import TileOptions
 
 START_BLOCK = 1024
-ROWS_BLOCK = 32  # rows of one program of the kernels that finish rows
+ROWS_BLOCK = 32  # rows of one program of `rows_kernel`
+FINISH_BLOCK, FINISH_WIDTH = 8, 256  # four times as many numbers are too many for the registers
 MANY_PARTS = 16
 WIDTH = 128
 BIAS_ROWS, BIAS_COLS = 32, 128
 MULTIPLY_BLOCK = 4096
+POSITIVES_BLOCK, POSITIVES_WIDTH = 8, 512
 
 
 def why_not(pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
@@ -64,7 +66,8 @@ def gradients(held: Exponentials, pair: Pair, upstream: Tensor, needs: Needs, op
         call = Call.of(plain, PairSpec(row_lse=True), options)
         n, m = call.a.shape[0], call.b.shape[0]
         products = Products(call, needs, pair.a.dtype)
-        products.add(held.e[:n, :m], held.factor[:n] * upstream, slice(0, n))
+        e, factor = held.e[:n, :m], held.factor[:n] * upstream
+        products.add(Exponentials(e=e, factor=factor, entry=held.entry[:n], column=held.column[:n]), slice(0, n))
         return products.grads()
 
 
@@ -143,7 +146,7 @@ class Softmax:
         for i in pieces(self.n, self.row_step):
             e = e_all[: i.stop - i.start, : self.m]
             scaled = call.empty(len(e), self.d, dtype=self.pair.a.dtype) if needs.b else None
-            products.add(e, self._exponentials(e, row_part, i, scaled), i, scaled)
+            products.add(self._exponentials(e, row_part, i, scaled), i, scaled)
             del scaled
         del e_all, e, row_part
         return _sum(self.losses), products.grads()
@@ -152,17 +155,18 @@ class Softmax:
         """Of all rows, which are one block, in memory for ``rows`` of them."""
         assert self.n <= min(rows, self.row_step)
         e, everything = self._memory(rows), slice(0, self.n)
-        factor = self._exponentials(e[: self.n, : self.m], self.call.empty(self.col_tiles * self.n), everything)
+        made = self._exponentials(e[: self.n, : self.m], self.call.empty(self.col_tiles * self.n), everything)
+        vectors = {"factor": made.factor, "entry": made.entry, "column": made.column}
         if rows > self.n:
-            factor = torch.nn.functional.pad(factor, (0, rows - self.n))
-        return _sum(self.losses), Exponentials(e=e, factor=factor)
+            vectors = {name: torch.nn.functional.pad(value, (0, rows - self.n)) for name, value in vectors.items()}
+        return _sum(self.losses), Exponentials(e=e, **vectors)
 
     def _memory(self, rows: int) -> Tensor:
         """For E."""
         return self.call.empty(rows, row_width(self.m, self.pair.a.dtype), dtype=self.pair.a.dtype)
 
-    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Tensor:
-        """E of the rows i; f_i for each of them; and into ``scaled``, if it is there, scale f_i a_i."""
+    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Exponentials:
+        """Of the rows i, with E in ``e``; and into ``scaled``, if it is there, scale f_i a_i."""
         call, n = self.call, i.stop - i.start
         desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
         shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt}
@@ -173,23 +177,26 @@ class Softmax:
                 again = call.prepare(direct_kernels.shift_kernel, 4, 2, ())
                 again.put(call.rows(i, self.sizes)).put(shared).put({"parts": self.col_tiles})
                 again.put({"MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}).launch(cdiv(n, ROWS_BLOCK))
-        factor, programs = call.empty(n), cdiv(n, ROWS_BLOCK)
+        vectors = {"factor": call.empty(n), "entry": call.empty(n), "column": call.empty(n, dtype=torch.int32)}
+        programs = cdiv(n, ROWS_BLOCK)
         self.losses.append(call.empty(programs))
         a = call.rows(i, self.sizes)["a"]
         key = self.d, call.score_bits, call.positive, a.dtype, a.data_ptr() % 16
         last = call.prepare(direct_kernels.rows_kernel, 4, 2, key)
         last.put(call.fixed).put(call.rows(i, self.sizes)).put(call.cols(self.all_cols, self.sizes)).put(shared)
-        last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "factor": factor, "scaled": scaled})
+        last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "scaled": scaled}).put(vectors)
         last.put({"scaled_stride": self.d, "loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
         last.put({"ahead": self.pair.row_start + i.start - self.pair.col_start, "WIDTH": WIDTH, "BLOCK": ROWS_BLOCK})
         last.launch(programs)
-        return factor
+        return Exponentials(e=e, **vectors)
 
 
 class Products:
     """Gradients from E, a block of rows after another. Those of the features are ``dtype``; a half type takes one block.
 
     dA_i = scale f_i sum_j E_ij b_j,   dB_j = sum_i E_ij (scale f_i a_i),   dbias_j = sum_i f_i E_ij
+
+    What rounding did to the positives' entries of E, and to their rows, is made good in each of them.
     """
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
@@ -200,49 +207,71 @@ class Products:
         self.bias = call.empty(self.m) if needs.bias else None
         self.dots: list[Tensor] = []
 
-    def add(self, e: Tensor, factor: Tensor, i: slice, scaled: Tensor | None = None) -> None:
+    def add(self, held: Exponentials, i: slice, scaled: Tensor | None = None) -> None:
         """The rows i, of which E, f_i, and perhaps scale f_i a_i are known."""
         if self.needs.a or self.needs.scale:
-            self._rows(e, factor, i)
+            self._rows(held, i)
         if self.bias is not None:
-            self._bias(e, factor, self.bias, first=i.start == 0)
+            self._bias(held, self.bias, first=i.start == 0)
         if self.needs.b:
+            a = self.call.a[i]
             if scaled is None:
-                a, rows = self.call.a[i], (factor * self.call.pair.scale)[:, None]
+                rows = (held.factor * self.call.pair.scale)[:, None]
                 scaled = torch.mul(a, rows, out=self.call.empty(*a.shape, dtype=a.dtype))
             if self.grad_b is None:
                 self.grad_b = self.call.empty(self.m, self.d, dtype=self.dtype)
-            product(self.grad_b, e.T, scaled, i.start == 0)
+            product(self.grad_b, held.e.T, scaled, i.start == 0)
+            if held.rounded:
+                self._positives(held, a, scaled, self.grad_b)
 
     def grads(self) -> Grads:
         """When all rows were added."""
         scale = _sum(self.dots) if self.needs.scale else None
         return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
 
-    def _rows(self, e: Tensor, factor: Tensor, i: slice) -> None:
+    def _rows(self, held: Exponentials, i: slice) -> None:
         """The gradients of the rows i, and their part of the scale's."""
         call, rows, out = self.call, i.stop - i.start, None if self.grad_a is None else self.grad_a[i]
         in_place = out is not None and out.dtype == torch.float32
         total = out if in_place else call.empty(rows, self.d, dtype=torch.float32)
         assert total is not None
-        product(total, e, call.b, True)
-        a, programs = call.a[i], cdiv(rows, ROWS_BLOCK)
+        product(total, held.e, call.b, True)
+        a, programs = call.a[i], cdiv(rows, FINISH_BLOCK)
         dots = call.empty(programs) if self.needs.scale else None
         if dots is not None:
             self.dots.append(dots)
-        values = {"total": total, "total_stride": self.d, "factor": factor, "scale": call.pair.scale}
+        values = {"total": total, "total_stride": self.d, "factor": held.factor, "scale": call.pair.scale}
         values |= {"a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
+        if held.rounded:
+            values |= {"entry": held.entry, "column": held.column, "b": call.b, "b_stride": call.b.stride(0)}
         aligned = a.data_ptr() % 16, total.data_ptr() % 16
         last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
-        last.put({"BLOCK": ROWS_BLOCK, "WIDTH": min(WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
+        last.put({"BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
         if out is not None and not in_place:
             out.copy_(total)
 
-    def _bias(self, e: Tensor, factor: Tensor, out: Tensor, *, first: bool) -> None:
+    def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
+        """The columns' gradients, corrected where they are the positive of a row."""
+        column, order = torch.sort(held.column, stable=True)
+        width = min(POSITIVES_WIDTH, triton.next_power_of_2(self.d))
+        eps = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
+        key = self.d, a.stride(0), a.dtype, out.dtype, a.data_ptr() % 16, out.data_ptr() % 16
+        values: dict[str, Any] = {"grad": out, "a": a, "scaled": scaled, "column": column, "order": order}
+        values |= {"factor": held.factor, "entry": held.entry, "scale": self.call.pair.scale}
+        values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0)}
+        values |= {"EPS": eps, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
+        last = self.call.prepare(direct_kernels.positives_kernel, 4, 2, key).put(values)
+        last.launch(len(a) * cdiv(self.d, width))
+
+    def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
         """The bias's part of these rows, set or added."""
+        e, factor = held.e, held.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
         prepared = self.call.prepare(direct_kernels.bias_kernel, 4, 2, (first, e.dtype)).put(values)
         prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}).launch(cdiv(self.m, BIAS_COLS))
+        if held.rounded:
+            lost = torch.where(held.column >= 0, factor * (held.entry - held.entry.to(e.dtype)), 0.0)
+            out.index_put_((held.column.clamp(min=0).long(),), lost, accumulate=True)  # sorts: no atomics
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

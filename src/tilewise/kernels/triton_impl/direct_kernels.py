@@ -10,6 +10,11 @@ Softmax, a block of rows with all columns. With a shift t_i for each row,
 second pass over E is needed, since f_i is applied to the rows of A and of dA. `rows_kernel` overwrites the positive's
 entry, in float32 up to the same rounding: near the end of training e and S differ in their last digits only.
 
+Where the features are a half type, two roundings are still in the positive's term: E_ij, and f_i a_i. A term that is
+most of the gradient, or all of it where scores are flat, is worth better: a dense loss rounds G, which is then -w_i, to
+itself. So the entry is also kept as it was before, and what the roundings changed is made good when the products are
+done, in float32 and for the positives alone: `finish_rows_kernel` in dA, `positives_kernel` in dB.
+
 The shift is the score of the row's positive, so that S_i = exp(loss_i) is never less than about 1. A loss above 55 (in
 nats) would leave the range in which E and its products are safe: then a tile casts doubt, and the block is done again
 with each row's maximum as its shift, without the host hearing of it.
@@ -122,9 +127,13 @@ def shift_kernel(row_part, shift, doubt, n, parts, MANY_PARTS: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "parts", "a_stride", "g_stride", "scaled_stride"])
 def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale, softcap, row_key, doubt, g, g_stride, a, a_stride,
-                scaled, scaled_stride, factor, loss_part, n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                scaled, scaled_stride, factor, entry, column, loss_part, n, m, first, ahead,
+                D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                 MANY_PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """When all tiles of the rows are done: their loss, f_i, the positive's entry of E, and f_i a_i for the columns."""
+    """When all tiles of the rows are done: their loss, f_i, the positive's entry of E, and f_i a_i for the columns.
+
+    The entry goes to ``entry`` too, before it is rounded, and where it is to ``column``, -1 in a row that has none.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
     total = tl.zeros((BLOCK,), tl.float32)
@@ -163,11 +172,14 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
     tl.store(loss_part + tl.program_id(0), tl.sum(loss, 0))
     tl.store(doubt + rows * 0, 0, mask=rows == 0)  # the next block starts without
     share = w / tl.where(coming == 0.0, 1.0, coming)
-    entry = total * (tl.exp2(away - level) - share)
+    exact = total * (tl.exp2(away - level) - share)
     if SOFTCAP & SCORE:
         ratio = own * (1.0 / (softcap * LOG2E))
-        entry = entry * (1.0 - ratio * ratio)
-    tl.store(place, tl.where(counts, entry, 0.0).to(g.dtype.element_ty), mask=ok & (key >= 0))
+        exact = exact * (1.0 - ratio * ratio)
+    exact = tl.where(counts, exact, 0.0)
+    tl.store(place, exact.to(g.dtype.element_ty), mask=ok & (key >= 0))
+    tl.store(entry + rows, exact, mask=ok)
+    tl.store(column + rows, tl.where(counts, key, -1), mask=ok)
     if scaled is not None:
         f = f * tl.load(scale)
         at = rows.to(tl.int64)[:, None]
@@ -178,25 +190,85 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
             tl.store(scaled + at * scaled_stride + col[None, :], value.to(scaled.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["n", "total_stride", "a_stride"])
-def finish_rows_kernel(total, total_stride, factor, scale, a, a_stride, dots, n, D: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "total_stride", "a_stride", "b_stride"])
+def finish_rows_kernel(total, total_stride, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
                        BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """total_i *= scale f_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient."""
+    """total_i *= scale f_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient.
+
+    Where there are entries, what rounding took from the positive's is put back: total_i += (entry - its rounding) b_pos.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, ok = rows.to(tl.int64)[:, None], rows < n
     f = tl.load(factor + rows, mask=ok, other=0.0)[:, None]
     s = tl.load(scale)
+    if entry is not None:
+        exact = tl.load(entry + rows, mask=ok, other=0.0)
+        lost = (exact - exact.to(b.dtype.element_ty).to(tl.float32))[:, None]
+        pos = tl.load(column + rows, mask=ok, other=-1).to(tl.int64)[:, None]
     dot = tl.zeros((BLOCK, WIDTH), tl.float32)
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         here = ok[:, None] & (col < D)[None, :]
         place = total + at * total_stride + col[None, :]
-        value = f * tl.load(place, mask=here, other=0.0)
+        value = tl.load(place, mask=here, other=0.0)
+        if entry is not None:
+            value += lost * tl.load(b + pos * b_stride + col[None, :], mask=here & (pos >= 0), other=0.0).to(tl.float32)
+        value = f * value
         if dots is not None:
             dot += value * tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
         tl.store(place, value * s, mask=here)
     if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, n, D: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr,
+                     BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """grad_j += sum over the rows i whose positive is j of scale f_i entry_i a_i - v_i s_i, v and s rounded: what dB holds.
+
+    ``column`` is sorted, ``order`` says which row has it. A program has WIDTH features of one sorted place; the first of
+    a column takes all its rows, in order, and the others return.
+
+    A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before, and is rounded once more. What it holds
+    besides sum v_i s_i is the negatives' share, and an error of which the size is known, ulp^2 / 12 in the mean of its
+    square. So that the first rounding leaves no more than it must, the sum of both is multiplied by the negatives' part of
+    its squares (Stein's estimate), where it is not more than a rounding can be. A share that drowns in the rounding comes
+    to nothing, as it does where a dense gradient is rounded, and the positives' is then rounded once.
+    """
+    chunks = tl.cdiv(D, WIDTH)
+    place = tl.program_id(0) // chunks
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + place)
+    first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # never of -1: these are the lowest
+    s = tl.load(scale)
+    exact = tl.zeros((WIDTH,), tl.float32)
+    held = tl.zeros((WIDTH,), tl.float32)
+    found = tl.where(first, BLOCK, 0)
+    while found == BLOCK:
+        at = place + tl.arange(0, BLOCK)
+        same = (at < n) & (tl.load(column + at, mask=at < n, other=-1) == mine)
+        row = tl.load(order + at, mask=same, other=0)
+        e = tl.load(entry + row, mask=same, other=0.0)
+        v = e.to(scaled.dtype.element_ty).to(tl.float32)
+        f = s * tl.load(factor + row, mask=same, other=0.0)
+        here = same[:, None] & (col < D)[None, :]
+        x = tl.load(a + row[:, None] * STRIDE + col[None, :], mask=here, other=0.0).to(tl.float32)
+        y = tl.load(scaled + row[:, None] * D + col[None, :], mask=here, other=0.0).to(tl.float32)
+        exact += tl.sum((f * e)[:, None] * x, 0)
+        held += tl.sum(v[:, None] * y, 0)
+        found = tl.sum(same.to(tl.int32), 0)
+        place += BLOCK
+    where = grad + mine.to(tl.int64) * D + col
+    here = first & (col < D)
+    before = tl.load(where, mask=here, other=0.0).to(tl.float32)
+    rest = before - held
+    if EPS > 0.0:
+        ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        seen = tl.sum(rest * rest, 0)
+        rounding = tl.sum(ulp * ulp, 0) * (1.0 / 12.0)
+        share = 1.0 - rounding / tl.where(seen == 0.0, 1.0, seen)
+        rest = tl.where(tl.abs(rest) > ulp, rest, rest * tl.where(share > 0.0, share, 0.0))
+    tl.store(where, (exact + rest).to(grad.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["n", "m", "g_stride"])
