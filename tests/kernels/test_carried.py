@@ -13,7 +13,7 @@ from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import carried, gradients, sizes, statistics
+from tilewise.kernels.triton_impl import carried, gradients, launch, sizes, statistics, tape
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
 from tilewise.options import TileOptions
@@ -33,6 +33,7 @@ NEEDS = Needs(a=True, b=True, scale=True)
 def small(monkeypatch):
     """Float32 in chunks of one tile: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
+    monkeypatch.setattr(tape, "_tapes", {})
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)
     monkeypatch.setattr(carried, "COLS", 64)
@@ -61,7 +62,7 @@ def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
 def test_what_is_carried_lies_behind_what_is_written(n, m, d, g_cols):
     found = Carried.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
-    found.hold_g(g_cols)
+    found.hold_g(g_cols, found.memory.new_empty)
     columns = column_pieces(m, 128, found)
     assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
     assert (columns[0].start, columns[-1].stop) == (0, m)
@@ -249,6 +250,27 @@ def test_g_takes_the_memory_that_carried_exponentials(monkeypatch):
     assert held.buffer is None
 
 
+@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "doubtful"])
+def test_later_steps_are_two_tapes(spread, monkeypatch):
+    """Other numbers, the same launches: nothing is set up again, and the result is that of a first call."""
+
+    def step(seed):
+        pair = pair_of(spread=spread, seed=seed)
+        stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+        grads = BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, carried=held)
+        assert grads.b.data_ptr() == held.memory.data_ptr()
+        assert held.buffer is None
+        return stats.row_lse, stats.row_pos, grads.a, grads.b, grads.scale
+
+    fresh = step(1)
+    tape._tapes.clear()
+    step(0)
+    assert {kind[0]: made is not None for kind, made in tape._tapes.items()} == {"carrying": True, "backward": True}
+    monkeypatch.setattr(launch.Call, "of", None)
+    for one, other in zip(step(1), fresh, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_workspace_too_small_for_all_rows_carries_nothing(monkeypatch):
     """Backward could not use it."""
     monkeypatch.setattr(statistics, "macro_tile", lambda *args: (32, 64))
@@ -291,6 +313,7 @@ def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
     assert BACKEND.forward_carrying(pair, SPEC, OPTIONS)[1] is not None
     widest.clear()
     monkeypatch.setattr(statistics.Forward, "_macro", lambda self: (64, 64))
+    tape._tapes.clear()
     stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
     assert max(widest) <= 64
     assert held is None

@@ -13,7 +13,7 @@ from tests.kernels.test_skipping_interpreter import make_pair
 import tilewise as tw
 from tilewise.kernels import filter as plans
 from tilewise.kernels.spec import Needs, PairSpec, Stats
-from tilewise.kernels.triton_impl import carried, gradients, skipping_host
+from tilewise.kernels.triton_impl import carried, gradients, skipping_host, tape
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.skipping_host import SkipForward, TritonFilter
@@ -36,6 +36,7 @@ ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
 def small(monkeypatch):
     """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
+    monkeypatch.setattr(tape, "_tapes", {})
     monkeypatch.setattr(skipping_host, "WORTH_PROBING", 0)
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)

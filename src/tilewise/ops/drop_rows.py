@@ -20,13 +20,17 @@ USUAL_SLICE = 2**15  # columns of one rank: slices may be uneven, and all ranks 
 WHOLE_TILES = 128
 
 
-def kept_index(key: Tensor, step: int) -> Tensor:
-    """Rows whose key is not negative, then as many others as make their number a multiple of ``step``, if there are."""
+def kept_index(key: Tensor, step: int) -> Tensor | None:
+    """Rows whose key is not negative, then as many others as make their number a multiple of ``step``; None for all."""
     ignored = key < 0
     if step == 1:
-        return (~ignored).nonzero().squeeze(1)
+        index = (~ignored).nonzero().squeeze(1)
+        return None if index.shape[0] == key.shape[0] else index
     count = key.shape[0] - int(ignored.sum())
-    return ignored.to(torch.int32).argsort(stable=True)[: max(-(-count // step), 1) * step]
+    kept = max(-(-count // step), 1) * step
+    if kept >= key.shape[0]:
+        return None
+    return ignored.to(torch.int32).argsort(stable=True)[:kept]
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
@@ -51,7 +55,7 @@ class KeptRows:
         if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
             return None
         index, rows = kept_index(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES), pair.a.shape[0]
-        return None if index.shape[0] == rows else KeptRows(index, rows)
+        return None if index is None else KeptRows(index, rows)
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +82,23 @@ class TritonBackend:
         carried = Carried.of(pair, spec)
         if carried is None:
             return self.forward(pair, spec, options), None
+
+        def run(tape: Tape | None) -> tuple[Any, ...]:
+            forward = Forward(Call.of(pair, spec, options, tape), carried)
+            stats, held = forward.run(), forward.carried
+            found = (None, None) if held is None else (held.buffer, held.behind)
+            return stats.row_lse, stats.row_pos, stats.row_hits, forward.peaks, forward.doubt, *found
+
         with on_device(pair.a), torch.no_grad():
-            forward = Forward(Call.of(pair, spec, options), carried)
-            del carried
-            return forward.run(), forward.carried
+            inputs = [*tensors_of(pair, spec), carried.memory]
+            kind = kind_of(("carrying", *how(pair, spec, options)), inputs)
+            lse, pos, hits, peaks, doubt, buffer, behind = taped(kind, inputs, run, pair.a.device)
+            stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
+            if behind is None:  # the workspace is too small
+                return stats, None
+            held = dataclasses.replace(carried, buffer=buffer, behind=behind)
+            held.settle(peaks, doubt, lse)
+            return stats, held
 
     def backward(
         self,
@@ -102,19 +116,25 @@ class TritonBackend:
         out_dtype = grad_dtype or pair.a.dtype
         assert carried is None or isinstance(carried, Carried)
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            if carried is not None or not host_bound(pair):
+            if not host_bound(pair):
                 return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, carried).run()
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
                 call = Call.of(pair, spec, options, tape)
-                grads = Backward(call, stats, grad, needs, out_dtype).run()
+                grads = Backward(call, stats, grad, needs, out_dtype, carried).run()
                 return grads.a, grads.b, grads.scale, grads.bias
 
             coming = [getattr(grad, name) for name in INCOMING]
             known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
             inputs = [*tensors_of(pair, spec), *known, *coming]
-            what = "backward", needs, out_dtype, *how(pair, spec, options)
+            layout = None
+            if carried is not None:
+                inputs += [carried.memory, carried.buffer, carried.peaks, carried.doubt]
+                layout = carried.inside, carried.behind
+            what = "backward", needs, out_dtype, layout, *how(pair, spec, options)
             a, b, scale, bias = taped(kind_of(what, inputs), inputs, run, pair.a.device)
+            if carried is not None:
+                carried.buffer = None
             return Grads(a=a, b=b, scale=scale, bias=bias)
 
     @staticmethod

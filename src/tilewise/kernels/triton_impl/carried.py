@@ -30,6 +30,7 @@ backward each hold their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +95,11 @@ class Carried:
         """The first column that is not carried."""
         return self.inside + self.behind
 
-    def hold_g(self, cols: int) -> None:
+    def hold_g(self, cols: int, empty: Callable[..., Tensor]) -> None:
         """Take the memory in which backward will keep G of that many columns at a time, and carry as many more in it."""
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
-            self.buffer = self.memory.new_empty(self.rows * aligned(self.behind))
+            self.buffer = empty(self.rows * aligned(self.behind), dtype=self.memory.dtype)
 
     def columns(self) -> list[slice]:
         """The columns of each chunk."""
@@ -123,8 +124,10 @@ class Carried:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
-    def settle(self, peaks: Tensor, doubt: Tensor, row_lse: Tensor) -> None:
+    def settle(self, peaks: Tensor | None, doubt: Tensor, row_lse: Tensor | None) -> None:
         """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column."""
+        assert peaks is not None
+        assert row_lse is not None
         below = BELOW_PEAK.value
         top = peaks.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).amax() - below
         top = torch.where(top.abs() < 1e30, top, 0.0) + below
@@ -145,11 +148,13 @@ class Factors:
         """``factor`` is what all incoming gradients are multiplied by; ``place`` is memory that f_i a_i may take."""
         assert carried.peaks is not None
         n, d = call.a.shape
-        each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
+        each, ones = call.empty(n), call.empty(n)
+        scaled = call.empty(n, d, dtype=call.a.dtype) if place is None else place
         start = call.pair.col_start
         values: dict[str, Any] = {
             "a": call.a,
             "each": each,
+            "ones": ones,
             "scaled": scaled,
             "n": n,
             "m": carried.end,
@@ -159,7 +164,7 @@ class Factors:
         values |= {"first": start, "ahead": call.pair.row_start - start, "WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}
         prepared = call.prepare(factor_kernel, 4, 2, (d, call.positive, call.a.dtype))
         prepared.put(call.fixed).put(call.by_row).put(values).launch(cdiv(n, FACTOR_ROWS))
-        return Factors(each, torch.ones_like(each), scaled)
+        return Factors(each, ones, scaled)
 
 
 def aligned(cols: int) -> int:
@@ -176,7 +181,7 @@ def column_pieces(cols: int, step: int, carried: Carried | None) -> list[slice]:
 
 
 @triton.jit(do_not_specialize=["peak_count", "n", "m", "first", "ahead", "a_stride"])
-def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor, peaks, peak_count, doubt, each, scaled, n, m,
+def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor, peaks, peak_count, doubt, each, ones, scaled, n, m,
                   first, ahead, D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if there is doubt. A row that meets nothing has 0.
 
@@ -200,6 +205,7 @@ def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor
         f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
     f = tl.where(tl.load(doubt) < 1.0, f, 1.0)
     tl.store(each + rows, f, mask=ok)
+    tl.store(ones + rows, tl.zeros_like(f) + 1.0, mask=ok)
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
         inside = ok[:, None] & (at < D)[None, :]

@@ -316,7 +316,10 @@ class Sum:
 
     def times(self, i: slice, each: Tensor) -> None:
         """total[i] *= each, a number for every row."""
-        self._held(i).mul_(each[:, None])
+        target = self._held(i)
+        rows_times(target, each, each, True)
+        if self.parent.call.tape is not None:
+            self.parent.call.tape.multiplied(rows_times, target, each, each, True)
 
     def _held(self, i: slice) -> Tensor:
         """Where the rows i are added up."""
@@ -360,6 +363,11 @@ class Sum:
             self.dots.append(dots)
         if self.whole:
             self.total = None
+
+
+def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
+    """Every row of target times its own number; called as `product` is."""
+    target.mul_(each[:, None])
 
 
 def product(target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

@@ -43,7 +43,7 @@ class Forward:
             if carried.cols > self.col_step or rows < self.n:
                 self.carried = None
             else:
-                carried.hold_g(cols)
+                carried.hold_g(cols, call.empty)
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
         many = spec.positive == "many"
@@ -120,11 +120,6 @@ class Forward:
                 if spec.row_sum:
                     self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
                 yield
-        if self.carried is not None:
-            assert self.peaks is not None
-            assert row is not None
-            doubt = self.doubt if self.dense is None else (self.doubt != 0) | (self.dense == 0)
-            self.carried.settle(self.peaks, doubt, row)
 
     def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
         spec = self.spec

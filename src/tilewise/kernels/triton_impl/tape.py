@@ -104,7 +104,7 @@ class Launch:
 
 @dataclass
 class Product:
-    """target = left @ right, or target += left @ right."""
+    """target = left @ right, or target += left @ right, or whatever else ``run`` does with three tensors."""
 
     run: Callable[[Tensor, Tensor, Tensor, bool], None]
     target: Where
@@ -121,7 +121,7 @@ class Tape:
     device: torch.device
     slots: list[Slot] = field(default_factory=list)
     steps: list[Launch | Product] = field(default_factory=list)
-    outputs: list[Where | None] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)  # a place of each tensor; anything else as it is
     inputs: int = 0
     whole: bool = True  # nothing was met that has no slot
     turns: list[tuple[list[tuple[int, Slot]], Launch | Product, list[int]]] = field(default_factory=list)
@@ -211,15 +211,15 @@ class Tape:
         self.whole = False
         return None
 
-    def finish(self, outputs: Sequence[Tensor | None]) -> Tape | None:
+    def finish(self, outputs: Sequence[Any]) -> Tape | None:
         """The tape, ready to be replayed; None if something cannot be."""
         steps = len(self.steps)
-        self.outputs = [None if tensor is None else self.find(tensor) for tensor in outputs]
+        self.outputs = [self.find(output) if isinstance(output, Tensor) else output for output in outputs]
         if not self.whole or not steps:
             return None
         for slot in self.slots:
             slot.memory = None
-        kept = {where.slot for where in self.outputs if where is not None}
+        kept = {where.slot for where in self.outputs if isinstance(where, Where)}
         made_at: list[list[tuple[int, Slot]]] = [[] for _ in range(steps)]  # what is allocated before a step
         done_at: list[list[int]] = [[] for _ in range(steps)]  # and what is given back after it
         for index, slot in enumerate(self.slots[self.inputs :], start=self.inputs):
@@ -240,7 +240,7 @@ class Tape:
 
     # -- replaying ------------------------------------------------------------------------------------------------
 
-    def replay(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def replay(self, inputs: Sequence[Tensor | None]) -> list[Any]:
         """The same with other inputs of the same shapes."""
         device, cuda = self.device, self.device.type == "cuda"
         tensors: list[Tensor | None] = [*inputs, *([None] * (len(self.slots) - self.inputs))]
@@ -279,7 +279,7 @@ class Tape:
                 step.run(step.target.view(tensors), step.left.view(tensors), step.right.view(tensors), step.first)
             for index in done:
                 tensors[index] = None
-        return [None if where is None else where.view(tensors) for where in self.outputs]
+        return [where.view(tensors) if isinstance(where, Where) else where for where in self.outputs]
 
 
 def kind_of(what: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -293,9 +293,9 @@ def kind_of(what: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[An
 def taped(
     kind: tuple[Any, ...],
     inputs: Sequence[Tensor | None],
-    run: Callable[[Tape | None], tuple[Tensor | None, ...]],
+    run: Callable[[Tape | None], tuple[Any, ...]],
     device: torch.device,
-) -> Sequence[Tensor | None]:
+) -> Sequence[Any]:
     """Replay the tape of this kind of call, or run it and leave one."""
     known: Any = _tapes.get(kind, _UNKNOWN)  # one look: another thread may clear them
     if known is not _UNKNOWN:
