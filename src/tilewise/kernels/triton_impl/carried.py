@@ -62,6 +62,22 @@ ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
 FACTOR_ROWS, WIDTH = 32, 256
 
 
+class Told:
+    """A number of the device on its way to the host, which waits for it only when it asks."""
+
+    def __init__(self, number: Tensor) -> None:
+        """``number``: (1,), on a GPU."""
+        self.there = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+        self.there.copy_(number, non_blocking=True)
+        self.arrived = torch.cuda.Event()
+        self.arrived.record()
+
+    def __call__(self) -> float:
+        """The number."""
+        self.arrived.synchronize()
+        return self.there.item()
+
+
 @dataclass
 class Carried:
     """The exponentials of some columns, in what will be the gradient of all of them and in what will be G."""
@@ -74,6 +90,7 @@ class Carried:
     behind: int = 0  # columns whose exponentials lie there, next to the others
     peaks: Tensor | None = None  # from which the shift is guessed
     doubt: Tensor | None = None
+    asked: Told | None = None  # of a filtered call: what a sample of its rows said
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec) -> Carried | None:

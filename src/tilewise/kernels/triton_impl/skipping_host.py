@@ -30,7 +30,7 @@ from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, positive, skipping
 from tilewise.kernels.triton_impl.backend import on_device
-from tilewise.kernels.triton_impl.carried import Carried
+from tilewise.kernels.triton_impl.carried import Carried, Told
 from tilewise.kernels.triton_impl.gradients import FINISH_ROWS, product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
@@ -71,10 +71,15 @@ class TritonFilter:
         *,
         carried: object | None = None,
     ) -> Grads | None:
-        """Gradients of the kept pairs. The host waits once, for how many there are."""
+        """Gradients of the kept pairs. The host waits once, for how many there are.
+
+        If a sample of the rows said in forward that there are too many, that has long arrived, and it need not wait.
+        """
         if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         assert carried is None or isinstance(carried, Carried)
+        if carried is not None and carried.asked is not None and carried.asked():
+            return None
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
             return SkipBackward(pair, stats, plan, grad, needs, spec, options, carried).run()
 
@@ -194,13 +199,15 @@ class SkipForward:
 
     def _exact(self) -> Iterator[None]:
         """The exact loss's way, for the case that it is taken; a macro-tile at a time."""
+        assert self.dense is not None
         forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, self.dense)
         self.carried = forward.carried
+        if self.carried is not None and self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.carried.asked = Told(self.dense)
         for _ in forward.steps():
             self.stats = forward.stats
             yield
         if forward.carried is not None:
-            assert self.dense is not None
             forward.carried.settle(forward.peaks, (forward.doubt != 0) | (self.dense == 0), forward.stats.row_lse)
         self.call.prepared.clear()  # their arguments hold the parts
 
