@@ -289,3 +289,18 @@ def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
         assert memory[0]() is not None
         del loss
         assert memory[0]() is None
+
+
+def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
+    """Memory that no device can reach cannot be pinned: a default device of "cuda" was an error."""
+
+    class Event:
+        record = synchronize = lambda self: None
+
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **how: plain(*args, **how))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    number = torch.ones(1, dtype=torch.int32)
+    with torch.device("meta"):
+        told = carried.Told(number)
+    assert told() == 1

@@ -483,6 +483,19 @@ def test_rows_that_a_sample_does_not_meet(monkeypatch):
     assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
 
 
+def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):
+    """`torch.set_default_device` says where a program makes its tensors; a sample belongs where the features are."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    scores, target = SCORES["flat"](80), torch.arange(80)
+    want, _ = solve(scores, target, 1e-2)
+    hidden, head = scores.clone().requires_grad_(), torch.eye(scores.shape[1], dtype=scores.dtype)
+    options = TileOptions(filter_tolerance=1e-2)
+    with torch.device("meta"):
+        loss = tw.linear_cross_entropy(hidden, head, target, reduction="sum", options=options)
+    loss.backward()
+    assert_close(hidden.grad, want, 1e-12)
+
+
 def test_the_rows_that_count_decide():
     """Nine tokens of ten are ignored, and the others keep all their tiles."""
     head = Head(torch.float32, n=200)

@@ -84,8 +84,8 @@ def _keeps_too_much(pair: Pair, spec: PairSpec, options: TileOptions, order: Ten
     few = dataclasses.replace(pair, a=pair.a[index], row_key=pair.row_key[index])
     assert few.row_key is not None
     scores = _Scores(few, spec)
-    x_rm = torch.empty((rows, m), dtype=scores.compute_dtype)
-    for cols in torch.arange(m).split(max(1, PROBED_NUMBERS // pair.b.shape[1])):
+    x_rm = pair.a.new_empty((rows, m), dtype=scores.compute_dtype)
+    for cols in torch.arange(m, device=pair.a.device).split(max(1, PROBED_NUMBERS // pair.b.shape[1])):
         j = slice(int(cols[0]), int(cols[-1]) + 1)
         x_rm[:, j] = scores.tile(few.a, pair.b[j], cols)
     width, tiles = tile_width(m), tile_count(m)

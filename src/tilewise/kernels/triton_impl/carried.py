@@ -67,7 +67,7 @@ class Told:
 
     def __init__(self, number: Tensor) -> None:
         """``number``: (1,), on a GPU."""
-        self.there = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+        self.there = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
         self.there.copy_(number, non_blocking=True)
         self.arrived = torch.cuda.Event()
         self.arrived.record()

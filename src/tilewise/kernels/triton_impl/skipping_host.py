@@ -317,7 +317,7 @@ class SkipBackward:
         """All of them, or None if too many pairs are kept."""
         kept, dense = self.plan.kept, self.plan.dense
         if kept.is_cuda:
-            there = torch.empty(self.tiles + 1, dtype=kept.dtype, pin_memory=True)
+            there = torch.empty(self.tiles + 1, dtype=kept.dtype, device="cpu", pin_memory=True)
             there[: self.tiles].copy_(kept, non_blocking=True)
             there[self.tiles :].copy_(dense, non_blocking=True)
             told = torch.cuda.Event()
