@@ -177,8 +177,8 @@ def rows_of_file(path: Path | None, device: str) -> list[Row]:
 
 
 def lacking(case: LmCase, rows: Sequence[Row]) -> bool:
-    """Whether a method of the case has no row, or one that was not reached."""
-    there = {row["method"] for row in rows if row["case"] == case.name and row["status"] != "not reached"}
+    """Whether a method of the case has no row, or one that was not reached or not timed."""
+    there = {row["method"] for row in rows if row["case"] == case.name and measured([row])}
     return not there.issuperset(case.methods)
 
 

@@ -162,6 +162,15 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
         lm_tables.main([*add, "--methods", "tilewise"])
 
 
+@pytest.mark.parametrize("status, again", [("ok", False), ("oom", False), ("not reached", True), ("warm", True)])
+def test_a_row_without_times_is_lacking(status, again):
+    """A run that was ended before the turns leaves rows that are warm, and nothing else."""
+    case = lm_tables.choose("*", "*", small=True)[0]
+    rows = [{"case": case.name, "method": method, "status": "ok"} for method in case.methods]
+    rows[-1]["status"] = status
+    assert lm_tables.lacking(case, rows) == again
+
+
 def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
     kept = {"case": "c", "method": "m", "status": "ok", "origin": {"commit": "old"}}
     report = {"device": "abacus", "commit": "new", "results": [kept, {"case": "d", "method": "m", "status": "ok"}]}
