@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.compare import assert_close
+from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
@@ -123,6 +124,18 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(symmetric_loss(a, b, scale, 1 / 37, OPTIONS), a, create_graph=True)
     with pytest.raises(GradientError, match="first derivatives only"):
         grad.sum().backward()
+
+
+def test_a_compiler_of_backward_passes_sees_operators():
+    """Compiled autograd hands stand-ins to backward, which no kernel can be launched with."""
+    a, b, scale = leaves()
+    for upstream in (1.0, 3.0):
+        want = torch.autograd.grad(upstream * symmetric_loss(a, b, scale, 1 / 37, OPTIONS), (a, b, scale))
+        loss = upstream * symmetric_loss(a, b, scale, 1 / 37, OPTIONS)
+        with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+            got = torch.autograd.grad(loss, (a, b, scale))
+        for one, other, name in zip(got, want, ("a", "b", "scale"), strict=True):
+            assert_close(one, other, CLOSE, name)
 
 
 def test_features_changed_in_place_are_noticed():
