@@ -4,8 +4,9 @@ What a call allocates above inputs and gradients, with w the workspace: forward,
 most w / 2); backward, G (at most 3 w / 4), a block of float32 row gradients (at most w / 4), and, if the rows need more
 than one macro-tile, one float32 accumulator for the column gradients (m x d). Up to 16,384 rows are one macro-tile: then the
 columns need no accumulator, and the block of float32 row gradients is n x d. A workspace too small for one tile of each
-is exceeded by that tile. Features that a tensor descriptor cannot read (rows that do not start at 16-byte addresses, a
-last axis with a stride) are copied once.
+is exceeded by that tile. A forward that carries exponentials over (see `carried`) takes the gradient of the columns and
+G already, and the parts take at most w / 4 beside them. Features that a tensor descriptor cannot read (rows that do not
+start at 16-byte addresses, a last axis with a stride) are copied once.
 """
 
 from __future__ import annotations
