@@ -33,7 +33,8 @@ class TileOptions:
         gradients: when the gradients of a scalar loss are formed. "backward" computes the scores a second time;
             "forward" forms the gradients at once (three products instead of four, memory for a block of scores),
             where the loss permits it: `linear_cross_entropy`, `info_nce` and `siglip_loss` with a mean or sum, in
-            one process. Elsewhere it changes nothing. "auto" does so where that memory fits the workspace.
+            one process. Elsewhere it changes nothing, but that "backward" keeps a small `clip_loss` on a GPU from
+            launching its gradients early. "auto" does so where that memory fits the workspace.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'
