@@ -1,6 +1,7 @@
 """The questions that tests/gpu asks, asked here of the torch backend on the CPU: a wrong question fails here first."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,24 @@ def test_a_process_that_dies_is_a_failure(tmp_path):
     summary = parallel.merge(tmp_path, [0, -9])
     assert summary["errors"] == 2  # neither left results
     assert "process 1 ended with -9" in summary["failures"]
+
+
+def test_what_takes_too_long_is_interrupted():
+    """As pytest, which then writes its results; one that ignores it is killed, and one that ended is left alone."""
+    wait = "import time; print(1, flush=True); time.sleep(60)"
+    codes = {
+        "raise SystemExit(5)": 5,
+        wait: -signal.SIGINT,
+        "import signal; signal.signal(2, signal.SIG_IGN); " + wait: -9,
+    }
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in codes]
+    for process in running[1:]:
+        process.stdout.read(1)
+    grace, parallel.GRACE_S = parallel.GRACE_S, 0.2
+    try:
+        assert parallel.wait_for(running, 0.2) == (list(codes.values()), True)
+        assert parallel.wait_for(running[:1], None) == ([5], False)
+    finally:
+        parallel.GRACE_S = grace
+        for process in running:
+            process.stdout.close()

@@ -1,8 +1,9 @@
 """The GPU tests in n processes at once, and one summary of them all.
 
-    PYTHONPATH=src python -m tests.gpu.parallel [n] [--json summary.json] [--commit id] [-- arguments of pytest]
+    PYTHONPATH=src python -m tests.gpu.parallel [n] [--json summary.json] [--commit id] [--max-seconds s] [-- for pytest]
 
-Ends with 0 only if every process ended well, something passed and nothing failed.
+Ends with 0 only if every process ended well, something passed and nothing failed. After --max-seconds the processes are
+interrupted, and what they have done until then is summed up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 ENDED_WELL = (0, 1, 5)  # all passed, some failed, none left to run
 LOG_CHARACTERS = 6000
+GRACE_S = 20.0  # for a process that was interrupted
+SLOWEST = 8  # tests that are named
 
 
 def start(index: int, count: int, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -38,33 +42,58 @@ def start(index: int, count: int, folder: Path, arguments: list[str]) -> subproc
         return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
 
-def count_results(results: Path) -> tuple[dict[str, int], list[str]]:
-    """Passed, failed, errors and skipped in one file of results, and the names of what failed."""
+def wait_for(running: list[subprocess.Popen[bytes]], seconds: float | None) -> tuple[list[int], bool]:
+    """How each process ended, and whether they had to be stopped."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    stopped = False
+    for process in running:
+        try:
+            process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            stopped = True
+    for process in running:
+        process.send_signal(signal.SIGINT)  # pytest then writes what it has; nothing happens to those that ended
+    for process in running:
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in running], stopped
+
+
+def count_results(results: Path) -> tuple[dict[str, int], list[str], list[tuple[float, str]]]:
+    """Passed, failed, errors and skipped in one file of results, the names of what failed, and how long each took."""
     counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
-    names = []
+    names, times = [], []
     for case in ElementTree.parse(results).iter("testcase"):
         kinds = {child.tag for child in case}
         kind = next((k for k in ("failure", "error", "skipped") if k in kinds), None)
         counts[{"failure": "failed", "error": "errors", "skipped": "skipped", None: "passed"}[kind]] += 1
+        name = f"{case.get('classname')}::{case.get('name')}"
+        times.append((float(case.get("time") or 0.0), name))
         if kind in ("failure", "error"):
-            names.append(f"{case.get('classname')}::{case.get('name')}")
-    return counts, names
+            names.append(name)
+    return counts, names, times
 
 
 def merge(folder: Path, codes: list[int]) -> dict[str, object]:
     """One summary of all processes. One that did not end well, or left no results, is an error of its own."""
     total = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     failures: list[str] = []
+    times: list[tuple[float, str]] = []
     for index, code in enumerate(codes):
         results = folder / f"{index}.xml"
         if results.exists():
-            counts, names = count_results(results)
+            counts, names, seconds = count_results(results)
+            times += seconds
             total = {kind: total[kind] + counts[kind] for kind in total}
             failures += names
         if code not in ENDED_WELL or not results.exists():
             total["errors"] += 1
             failures.append(f"process {index} ended with {code}")
-    return {**total, "failures": sorted(failures)}
+    slowest = {name: round(seconds, 1) for seconds, name in sorted(times, reverse=True)[:SLOWEST]}
+    return {**total, "failures": sorted(failures), "slowest": slowest}
 
 
 def describe_machine() -> dict[str, str | None]:
@@ -91,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("processes", nargs="?", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--json", type=Path, help="where the summary is written")
     parser.add_argument("--commit", help="what was tested, for the summary")
+    parser.add_argument("--max-seconds", type=float, help="stop then, and sum up what was done")
     given = sys.argv[1:] if arguments is None else arguments
     cut = given.index("--") if "--" in given else len(given)
     args, for_pytest = parser.parse_args(given[:cut]), given[cut + 1 :]
@@ -100,12 +130,14 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         (folder / "claims").mkdir()
         running = [start(index, args.processes, folder, for_pytest) for index in range(args.processes)]
-        codes = [process.wait() for process in running]
+        codes, stopped = wait_for(running, args.max_seconds)
         summary = merge(folder, codes)
         for index in range(args.processes):
             text = (folder / f"{index}.log").read_text(errors="replace")
             if codes[index] not in (0, 5):
                 print(f"--- process {index}\n{text[-LOG_CHARACTERS:]}")
+    if stopped:
+        summary["stopped_after_s"] = args.max_seconds
     summary |= {"seconds": round(time.monotonic() - began, 1), "processes": args.processes}
     summary |= {"seed": int(os.environ["GPU_SEED"]), "commit": args.commit, **describe_machine()}
     if args.json is not None:
