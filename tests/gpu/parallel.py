@@ -1,6 +1,6 @@
 """The GPU tests in n processes at once, and one summary of them all.
 
-    PYTHONPATH=src python -m tests.gpu.parallel [n] [--json summary.json] [--commit id] [--max-seconds s] [-- for pytest]
+    PYTHONPATH=src python -m tests.gpu.parallel [n] [--json file] [--commit id] [--max-seconds s] [-- more for pytest]
 
 Ends with 0 only if every process ended well, something passed and nothing failed. After --max-seconds the processes are
 interrupted, and what they have done until then is summed up.
