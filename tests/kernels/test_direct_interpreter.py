@@ -24,7 +24,7 @@ import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import direct, gradients, launch, sizes
+from tilewise.kernels.triton_impl import direct, gradients, launch, sizes, tape
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = [
@@ -46,6 +46,7 @@ SOFTMAX, ALL = PairSpec(row_lse=True, positive="one"), Needs(a=True, b=True, sca
 @pytest.fixture
 def quick(monkeypatch):
     make_quick(monkeypatch)
+    monkeypatch.setattr(tape, "_tapes", {})
 
 
 @pytest.fixture
@@ -139,6 +140,22 @@ def test_exponentials_that_wait(name, k, waiting):
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
         assert_close(grads[leaf], want_grads[leaf], 2e-6, leaf)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_z_loss", "cross_entropy_bias"])
+def test_exponentials_that_wait_leave_a_tape(name, monkeypatch):
+    """Other numbers, the same launches: nothing is set up again, and the result is that of a first call."""
+    monkeypatch.setattr(kernels, "waits", lambda pair, needs, spec, options: needs.b and spec.row_lse)
+    first, second = (problem(name, torch.float32, n=70, seed=seed) for seed in (0, 1))
+    fresh = solve(second.ours, second.leaves, options=EARLY)
+    tape._tapes.clear()
+    solve(first.ours, first.leaves, options=EARLY)
+    assert [made is not None for kind, made in tape._tapes.items() if kind[0] == "exponentials"] == [True]
+    monkeypatch.setattr(direct.Softmax, "__init__", None)
+    again = solve(second.ours, second.leaves, options=EARLY)
+    assert torch.equal(again[0], fresh[0])
+    assert all(torch.equal(again[1][leaf], value) for leaf, value in fresh[1].items())
+
 
 
 def test_exponentials_are_given_away(waiting):

@@ -7,6 +7,7 @@ wait for backward in float32, or, of a large bfloat16 classifier whose rows are 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from tilewise.kernels.direct import Exponentials, RowWeights, held_dtype, one_bl
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_kernels, positive
-from tilewise.kernels.triton_impl.backend import on_device
+from tilewise.kernels.triton_impl.backend import how, on_device, tensors_of
 from tilewise.kernels.triton_impl.gradients import Backward, Bias, product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
 from tilewise.options import TileOptions
 
 START_BLOCK = 1024
@@ -54,8 +56,18 @@ def exponentials(
     pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
 ) -> tuple[Tensor, Exponentials]:
     """The loss, and what gradients are made of; see `tilewise.kernels.direct`."""
+
+    def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
+        losses, made = Softmax(Call.of(pair, spec, options, tape), weights).losses_and_exponentials(rows)
+        return losses, made.e, made.factor, made.entry, made.column
+
     with on_device(pair.a), torch.no_grad():
-        return Softmax(Call.of(pair, spec, options), weights).loss_and_exponentials(rows)
+        inputs = [*tensors_of(pair, spec), weights.each, weights.square]
+        kind = kind_of(("exponentials", rows, *how(pair, spec, options)), inputs)
+        losses, e, *vectors = taped(kind, inputs, run, pair.a.device)
+        more = rows - pair.a.shape[0]
+        factor, entry, column = (torch.nn.functional.pad(v, (0, more)) for v in vectors) if more else vectors
+        return _sum([losses]), Exponentials(e=e, factor=factor, entry=entry, column=column)
 
 
 def gradients(held: Exponentials, pair: Pair, upstream: Tensor, needs: Needs, options: TileOptions) -> Grads:
@@ -151,15 +163,12 @@ class Softmax:
         del e_all, e, row_part
         return _sum(self.losses), products.grads()
 
-    def loss_and_exponentials(self, rows: int) -> tuple[Tensor, Exponentials]:
-        """Of all rows, which are one block, in memory for ``rows`` of them."""
+    def losses_and_exponentials(self, rows: int) -> tuple[Tensor, Exponentials]:
+        """Parts of the loss, and E of all rows, which are one block, in memory for ``rows`` of them."""
         assert self.n <= min(rows, self.row_step)
         e, everything = self._memory(rows), slice(0, self.n)
         made = self._exponentials(e[: self.n, : self.m], self.call.empty(self.col_tiles * self.n), everything)
-        vectors = {"factor": made.factor, "entry": made.entry, "column": made.column}
-        if rows > self.n:
-            vectors = {name: torch.nn.functional.pad(value, (0, rows - self.n)) for name, value in vectors.items()}
-        return _sum(self.losses), Exponentials(e=e, **vectors)
+        return self.losses[0], dataclasses.replace(made, e=e)
 
     def _memory(self, rows: int) -> Tensor:
         """For E."""
