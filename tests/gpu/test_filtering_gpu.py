@@ -7,7 +7,7 @@ from tests.gpu import filtering
 from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
-from tilewise.kernels.triton_impl import carried, skipping_host
+from tilewise.kernels.triton_impl import carried, skipping_forward
 from tilewise.kernels.triton_impl.carried import Carried
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -43,7 +43,7 @@ def test_flat_scores(dtype):
 @pytest.fixture
 def probing(monkeypatch):
     """Small calls ask a sample of their rows too, and carry exponentials where the exact loss would."""
-    monkeypatch.setattr(skipping_host, "WORTH_PROBING", 0)
+    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
     monkeypatch.setattr(carried, "WORTH_IT", 0)
 
 

@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.triton_impl import forward, skipping
-from tilewise.kernels.triton_impl.skipping_host import pair_sizes_of, product_sizes_of
+from tilewise.kernels.triton_impl.skipping_backward import pair_sizes_of
+from tilewise.kernels.triton_impl.skipping_forward import product_sizes_of
 
 INTEGERS = {
     *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),

@@ -157,7 +157,6 @@ def test_exponentials_that_wait_leave_a_tape(name, monkeypatch):
     assert all(torch.equal(again[1][leaf], value) for leaf, value in fresh[1].items())
 
 
-
 def test_exponentials_are_given_away(waiting):
     made = problem("cross_entropy_bias", torch.float32)
     leaves = list(made.leaves.values())

@@ -13,10 +13,11 @@ from tests.kernels.test_skipping_interpreter import make_pair
 import tilewise as tw
 from tilewise.kernels import filter as plans
 from tilewise.kernels.spec import Needs, PairSpec, Stats
-from tilewise.kernels.triton_impl import carried, gradients, skipping_host, tape
+from tilewise.kernels.triton_impl import carried, gradients, skipping_forward, tape
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried
-from tilewise.kernels.triton_impl.skipping_host import SkipForward, TritonFilter
+from tilewise.kernels.triton_impl.skipping_forward import SkipForward
+from tilewise.kernels.triton_impl.skipping_host import TritonFilter
 from tilewise.options import TileOptions
 
 pytestmark = [
@@ -37,7 +38,7 @@ def small(monkeypatch):
     """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
     monkeypatch.setattr(tape, "_tapes", {})
-    monkeypatch.setattr(skipping_host, "WORTH_PROBING", 0)
+    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)
     monkeypatch.setattr(carried, "COLS", 64)
@@ -137,7 +138,7 @@ def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
     got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held)
     assert held is None or (got.b.data_ptr() == held.memory.data_ptr() and held.buffer is None)
     monkeypatch.setattr(plans, "order_columns", lambda pair: plan.order)
-    monkeypatch.setattr(skipping_host, "WORTH_PROBING", torch.inf)
+    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", torch.inf)
     want_stats, want = TritonFilter().forward(pair, SPEC, OPTIONS)
     for name in ("row_lse", "row_pos", "row_hits"):
         assert torch.equal(getattr(stats, name), getattr(want_stats, name)), name

@@ -11,8 +11,9 @@ from tests.kernels.quick_interpreter import make_quick
 from tilewise.kernels import filter as plans
 from tilewise.kernels.filter_tiled import TorchFilter
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl import skipping_host
-from tilewise.kernels.triton_impl.skipping_host import Blocks, TritonFilter
+from tilewise.kernels.triton_impl import skipping_backward, skipping_forward
+from tilewise.kernels.triton_impl.skipping_backward import Blocks
+from tilewise.kernels.triton_impl.skipping_host import TritonFilter
 from tilewise.options import TileOptions
 
 pytestmark = [
@@ -104,7 +105,7 @@ def test_a_small_workspace(monkeypatch):
     """Several chunks of columns, blocks of rows, groups of tiles and batches of pairs."""
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(skipping_host, "pair_sizes", lambda *_: skipping_host.PairSizes(16, 32, 16, 1, 1, 1))
+    monkeypatch.setattr(skipping_backward, "pair_sizes", lambda *_: skipping_backward.PairSizes(16, 32, 16, 1, 1, 1))
     groups, batches = [], []
     plain_groups, plain_batches = Blocks.groups, Blocks.batches
     monkeypatch.setattr(Blocks, "groups", lambda *args: groups.append(made := list(plain_groups(*args))) or made)
@@ -152,7 +153,7 @@ def test_too_many_pairs(monkeypatch):
 
 
 def test_the_examples_of_the_host_side():
-    assert doctest.testmod(skipping_host).failed == 0
+    assert doctest.testmod(skipping_forward).failed == 0
 
 
 @pytest.mark.parametrize("most", [16, 20, 64, 1000])

@@ -1,0 +1,210 @@
+"""Forward of the filter: the order of the columns, a sample of the rows, the mass of each row in each tile, and a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels import filter as plans
+from tilewise.kernels.filter import FilterPlan, places_of, row_steps, tile_count
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl import positive, skipping
+from tilewise.kernels.triton_impl.carried import Carried, Told
+from tilewise.kernels.triton_impl.gradients import product
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
+from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.options import TileOptions
+
+GATHER_ROWS, GATHER_FEATURES = 32, 256
+CHOOSE_ROWS, CHOOSE_TILES = 32, 64
+PROBE_ROWS, PROBE_TILES = 32, 1024
+WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both ways costs more than is saved
+
+
+def product_sizes(device: torch.device, item: int, width: int) -> Sizes:
+    """The sizes of `parts_kernel`, whose tiles have ``width`` columns."""
+    if device.type != "cuda":
+        return Sizes(64, width, 64, 1, 1, 1, 2)
+    return product_sizes_of(torch.cuda.get_device_capability(device)[0], item, width)
+
+
+def product_sizes_of(major: int, item: int, width: int) -> Sizes:
+    """From a plain table, by the card's major compute capability."""
+    if major == 9 and item == 2:
+        return Sizes(128, 256, 64, 8, 3, 1, 16) if width == 256 else Sizes(128, width, 64, 4, 3, 2, 16)
+    return Sizes(64, width, 32, 8 if width == 256 else 4, 2, 1, 8)
+
+
+def units(features: Tensor) -> int:
+    """From one row to the next, in units of 16 bytes: `readable` rows start at such addresses."""
+    return features.stride(0) * features.element_size() // 16
+
+
+def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
+    """How many column tiles to gather at once: of those up to ``most``, what leaves the fewest programs idle.
+
+    >>> chunk_of_tiles(1000, 64, 132, 80)
+    66
+    """
+
+    def rounds(chunk: int) -> int:
+        return tiles // chunk * cdiv(row_tiles * chunk, programs) + cdiv(row_tiles * (tiles % chunk), programs)
+
+    most = min(most, tiles)
+    return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
+
+
+class SkipForward:
+    """One pass over the columns in their new order, for as many rows as their masses have room."""
+
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, carry: bool = False) -> None:
+        self.pair, self.spec, self.options, self.carry = pair, spec, options, carry
+        self.call = Call.of(pair, spec, options)
+        self.a, self.b, self.device = self.call.a, self.call.b, pair.a.device
+        self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
+        self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
+        self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
+        self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
+        self.dense: Tensor | None = None  # what a sample of the rows says
+        self.carried: Carried | None = None
+        self.stats = Stats()
+
+    def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
+        """Everything; nothing waits for the device.
+
+        Which way is taken is known to the device alone. Launches of both alternate, so that it gets work soon either way.
+        """
+        pair = self.pair
+        exact = self._exact() if self._probe() else self._positives()
+        next(exact)
+        stats = self.stats
+        assert stats.row_lse is not None
+        self.bias = None if pair.bias is None else pair.bias[self.order.long()]
+        mass = pair.a.new_empty((self.tiles, self.n))
+        self.mean = pair.a.new_empty((self.tiles, self.d))
+        step = row_steps(self.n, self.tiles, self.options)
+        part = pair.scale.new_empty(self.tiles * min(step, self.n))
+        for i in pieces(self.n, step):
+            for _ in self._parts(part, i):
+                next(exact, None)
+            choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
+            choose.put({"part": part, "place": self.place, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
+            choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
+            choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
+        for _ in exact:
+            pass
+        kept = (mass < 0).sum(1, dtype=torch.int32)
+        dense = plans.too_many(kept, mass.numel())
+        if self.dense is not None:
+            dense |= self.dense
+        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, dense=dense)
+        return stats, plan, self.carried
+
+    def _positives(self) -> Iterator[None]:
+        """The positives' scores, and room for the log-sum-exps of the rows."""
+        new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
+        lse, pos, hits = new(self.n), new(self.n), new(self.n)
+        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
+        self.stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
+        yield
+
+    def _exact(self) -> Iterator[None]:
+        """The exact loss's way, for the case that it is taken; a macro-tile at a time."""
+        assert self.dense is not None
+        forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, self.dense)
+        self.carried = forward.carried
+        if self.carried is not None and self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.carried.asked = Told(self.dense)
+        for _ in forward.steps():
+            self.stats = forward.stats
+            yield
+        if forward.carried is not None:
+            forward.carried.settle(forward.peaks, (forward.doubt != 0) | (self.dense == 0), forward.stats.row_lse)
+        self.call.prepared.clear()  # their arguments hold the parts
+
+    def _probe(self) -> bool:
+        """The order of the columns, and, of a large call, whether its rows would keep too many pairs: ask a sample of them."""
+        pair, n, m = self.pair, self.n, self.m
+        dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype  # which has not the range of products
+        rows = plans.sample_size(n, m, dtype.itemsize, self.options) if n * m * self.d >= WORTH_PROBING else 0
+        if rows == 0:
+            self.order = plans.order_columns(pair)
+            self.place = places_of(self.order, pair)
+            return False
+        index = plans.sample_index(n, rows, self.device)
+        sample = self.a.index_select(0, index)
+        sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
+        scores = pair.a.new_empty((m, rows), dtype=dtype)
+        with matmul_precision("high"):
+            product(scores, self.b, sample.T, True)
+        self.order = plans.order_by(scores[:, 0], pair)
+        self.place = places_of(self.order, pair)
+        part, mass = pair.scale.new_empty(self.tiles * rows), pair.a.new_empty((self.tiles, rows))
+        probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, rows))
+        probe.put(
+            {"product": scores, "order": self.order, "scale": pair.scale, "bias": vector(pair.bias), "part": part}
+        )
+        probe.put({"softcap": self.spec.softcap, "m": m, "SCORE": self.call.score_bits, "W": self.width, "S": rows})
+        block = min(PROBE_ROWS, rows)
+        probe.put({"R": block}).launch(self.tiles * (rows // block))
+        assert pair.row_key is not None
+        choose = self._chooser(1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
+        choose.put({"part": part, "place": self.place[index], "row_key": pair.row_key[index], "mass": mass, "n": rows})
+        choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
+        self.dense = plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), plans.PROBED_SHARE)
+        return True
+
+    def _parts(self, part: Tensor, i: slice) -> Iterator[None]:
+        """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
+        sizes, rows, item = self.sizes, i.stop - i.start, self.pair.a.element_size()
+        wide = cdiv(self.d * item, 16) * 16 // item
+        programs = multiprocessors(self.device) * sizes.programs
+        most = max(1, self.options.workspace_bytes * 3 // 8 // (wide * item * self.width))
+        chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
+        buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
+        gather = Prepared(skipping.gather_kernel, self.device, 4, 2, self.key)
+        gather.put({"b": self.b, "order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean})
+        gather.put({"dense": self.dense})
+        gather.put(
+            {"b_units": units(self.b), "out_units": units(buffer), "UNIT": 16 // item, "D": self.d, "W": self.width}
+        )
+        features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
+        gather.put({"R": min(GATHER_ROWS, self.width), "K": features})
+        tile = Prepared(skipping.parts_kernel, self.device, sizes.warps, sizes.stages, (*self.key, sizes))
+        a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
+        zero = self.pair.row_zero
+        tile.put({"a_desc": a_desc, "scale": self.pair.scale, "bias": self.bias, "softcap": self.spec.softcap})
+        tile.put({"row_zero": None if zero is None else vector(zero[i]), "part": part, "n": rows, "D": self.d})
+        tile.put({"SCORE": self.call.score_bits, "R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
+        tile.put({"GROUP": sizes.group, "PROGRAMS": programs, "EXACT": self.call.exact, "dense": self.dense})
+        described = 0
+        for t in pieces(self.tiles, chunk):
+            first = t.start * self.width
+            cols = min(t.stop * self.width, self.m) - first
+            if cols != described:
+                tile.put({"b_desc": TensorDescriptor.from_tensor(buffer[:cols], [sizes.cols, sizes.depth])})
+                described = cols
+            here = {"m": cols, "first": first, "first_tile": t.start}
+            gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
+            tile.put(here).launch(programs)
+            yield
+
+    def _room(self, cols: int, width: int) -> Tensor:
+        """Memory for columns in their new order; what the other way carries is not there if this one is taken."""
+        held = None if self.carried is None else self.carried.buffer
+        if held is None or held.numel() < cols * width:
+            return self.pair.a.new_empty((cols, width))
+        return held[: cols * width].view(cols, width)
+
+    def _chooser(self, rows: int, tiles: int) -> Prepared:
+        """The kernel that says what rows drop, with what is the same for all of them."""
+        tolerance = self.options.filter_tolerance
+        choose = Prepared(skipping.choose_kernel, self.device, 4, 2, (*self.key, rows, tiles))
+        choose.put({"tolerance": tolerance, "usable": tolerance * plans.MARGIN, "tiles": self.tiles, "W": self.width})
+        return choose.put({"HALVINGS": plans.HALVINGS, "R": rows, "T": tiles})
