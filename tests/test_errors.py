@@ -51,7 +51,32 @@ BAD = {
     "one dimension": (
         lambda: tw.clip_loss(A[0], B, 1.0),
         ShapeError,
-        (r"image_features must be \(rows, features\)", r"\(4,\)", "Reshape"),
+        (r"image_features must be \(rows, features\)", r"\(4,\)", r"Reshape.* \.unsqueeze\(0\)"),
+    ),
+    "sparse": (
+        lambda: tw.clip_loss(A.to_sparse(), B, 1.0),
+        DtypeError,
+        ("image_features is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "a layer for its weight": (
+        lambda: cross_entropy(classifier=torch.nn.Linear(4, 6, device="meta")),
+        DtypeError,
+        ("linear_weight is a tensor", "Linear", r"\.weight"),
+    ),
+    "a module for its output": (
+        lambda: cross_entropy(torch.nn.ReLU()),
+        DtypeError,
+        ("input is a tensor", "ReLU", "what it returns"),
+    ),
+    "classifier transposed": (
+        lambda: cross_entropy(classifier=torch.ones(4, 9)),
+        ShapeError,
+        ("input and linear_weight", r"\(6, 4\) and \(4, 9\)", r"linear_weight\.T"),
+    ),
+    "temperature in third place": (
+        lambda: tw.info_nce(A, B, 0.1),
+        ShapeError,
+        ("negative_keys must be", "float", "temperature="),
     ),
     "three dimensions": (
         lambda: tw.nt_xent(A[None]),
@@ -180,7 +205,7 @@ BAD = {
         ("labels holds integers", "float32", r"\.long\(\)"),
     ),
     "labels list": (lambda: tw.supcon_loss(A, Y.tolist()), DtypeError, ("labels is a tensor", "list", "as_tensor")),
-    "labels short": (lambda: tw.supcon_loss(A, Y[:5]), ShapeError, (r"labels.* shape is \(6,\)", r"\(5,\)", "Flatten")),
+    "labels short": (lambda: tw.supcon_loss(A, Y[:5]), ShapeError, (r"labels.* shape is \(6,\)", r"\(5,\)", "repeat")),
     "labels column": (
         lambda: tw.supcon_loss(A, Y[:, None]),
         ShapeError,
@@ -312,7 +337,7 @@ BAD = {
     "ids length": (
         lambda: tw.info_nce(A, B, A[:2], key_ids=Y[:5]),
         ShapeError,
-        (r"key_ids.* shape is \(6,\) or \(8,\)", r"\(5,\)", "Flatten"),
+        (r"key_ids.* shape is \(6,\) or \(8,\)", r"\(5,\)", "repeat"),
     ),
     "nothing to tell apart": (
         lambda: tw.info_nce(A, B, in_batch=False),

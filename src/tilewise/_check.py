@@ -58,7 +58,9 @@ def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
 def check_floating(name: str, features: Tensor, dims: int) -> None:
     """A floating tensor of that many dimensions."""
     if not isinstance(features, Tensor):
-        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Convert it with torch.as_tensor()")
+        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. {tensor_of(features)}")
+    if features.layout is not torch.strided:
+        raise DtypeError(f"{name} is a dense tensor, got {features.layout}. Convert it with .to_dense()")
     if features.dtype not in FLOATS:
         raise DtypeError(
             f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
@@ -66,9 +68,15 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
         )
     if features.dim() != dims:
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
-        raise ShapeError(
-            f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with .flatten(0, -2)"
-        )
+        how = ".flatten(0, -2)" if features.dim() > dims else ".unsqueeze(0)"
+        raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with {how}")
+
+
+def tensor_of(value: Any) -> str:
+    """How to get the tensor that was wanted out of what came."""
+    if isinstance(value, torch.nn.Module):
+        return "Pass its .weight" if hasattr(value, "weight") else "Pass what it returns"
+    return "Convert it with torch.as_tensor()"
 
 
 def autocast(features: Tensor) -> Tensor:
@@ -85,9 +93,10 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     """Same width, type and device."""
     first, second = names
     if a.shape[-1] != b.shape[-1]:
+        turned = b.dim() == 2 and a.shape[-1] == b.shape[0]
         raise ShapeError(
             f"{first} and {second} need the same number of features, got {tuple(a.shape)} and {tuple(b.shape)}. "
-            "Did one encoder skip its projection head?"
+            + (f"Pass {second}.T, if it is transposed" if turned else "Did one encoder skip its projection head?")
         )
     check_device(names, a, b)
     if a.dtype != b.dtype:
@@ -120,9 +129,8 @@ def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> T
         raise DtypeError(f"{name} holds integers, got {ids.dtype}. Convert it with .long()")
     if ids.dim() != 1 or ids.shape[0] not in sizes:
         wanted = " or ".join(f"({size},)" for size in dict.fromkeys(sizes))
-        raise ShapeError(
-            f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}. Flatten it"
-        )
+        how = "Flatten it" if ids.numel() in sizes else "Views of one sample repeat its entry"
+        raise ShapeError(f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}. {how}")
     check_device((name, "the features"), ids, like)
     return ids.long()
 

@@ -133,7 +133,7 @@ def linear_cross_entropy(
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     """The hidden states that are scored, as (n, d), and the shape of their losses."""
     if not isinstance(input, Tensor):
-        raise DtypeError(f"input is a tensor, got {type(input).__name__}. Convert it with torch.as_tensor()")
+        raise DtypeError(f"input is a tensor, got {type(input).__name__}. {_check.tensor_of(input)}")
     if input.dim() < 1:
         raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add the dimension of the features")
     if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:

@@ -152,8 +152,12 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
         return None
     if not isinstance(negative_keys, Tensor) or negative_keys.dim() not in (2, 3):
         got = tuple(negative_keys.shape) if isinstance(negative_keys, Tensor) else type(negative_keys).__name__
+        number = isinstance(negative_keys, (int, float)) or (
+            isinstance(negative_keys, Tensor) and not negative_keys.dim()
+        )
+        how = "A temperature is passed by its name, temperature=..." if number else "Reshape them"
         raise ShapeError(
-            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. Reshape them"
+            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {how}"
         )
     negatives = _check.check_features("negative_keys", negative_keys, negative_keys.dim())
     _check.check_together(("query", "negative_keys"), a, negatives)
