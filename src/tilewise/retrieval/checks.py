@@ -26,7 +26,7 @@ def check_features(queries: Tensor, gallery: Tensor) -> None:
     """Shapes, types, devices, and that every score is finite."""
     for name, features in (("queries", queries), ("gallery", gallery)):
         if not isinstance(features, Tensor):
-            raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor")
+            raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor()")
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1]:
         raise ShapeError(
             "queries and gallery must be (n, d) and (m, d) with the same width d, "
@@ -55,9 +55,16 @@ def check_features(queries: Tensor, gallery: Tensor) -> None:
         )
 
 
+def check_tensor(name: str, indices: Tensor) -> None:
+    """Indices, ids and ranks are no lists."""
+    if not isinstance(indices, Tensor):
+        raise DtypeError(f"{name} is a tensor of integers, got {type(indices).__name__}. Use torch.as_tensor()")
+
+
 def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor:
     """As (n, columns) int64 on the device of the queries, every entry -1 or a gallery index."""
     n = queries.shape[0]
+    check_tensor(name, index)
     if index.dim() not in (1, 2) or index.shape[0] != n:
         raise ShapeError(f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}")
     if index.dtype not in INTEGERS:
@@ -91,6 +98,7 @@ def check_ids(
             f"{_given(gallery_ids)}"
         )
     for name, ids, features in (("query_ids", query_ids, queries), ("gallery_ids", gallery_ids, gallery)):
+        check_tensor(name, ids)
         if ids.shape != features.shape[:1]:
             raise ShapeError(f"{name} must be ({features.shape[0]},), one id per row, got {tuple(ids.shape)}")
         if ids.dtype not in INTEGERS:

@@ -17,7 +17,7 @@ from tilewise.kernels import ranks as kernel
 from tilewise.ops.spread import Spread
 from tilewise.options import TileOptions
 from tilewise.retrieval.call import BothRanks, RankingCall
-from tilewise.retrieval.checks import refuse_backend
+from tilewise.retrieval.checks import check_tensor, refuse_backend
 from tilewise.retrieval.progress import Progress, reporter
 
 
@@ -132,10 +132,13 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
     >>> recall_at_k(torch.tensor([0, 3, 12, -1]), ks=(1, 5))
     {1: 0.3333333333333333, 5: 0.6666666666666666}
     """
+    check_tensor("ranks", ranks)
     if ranks.dtype not in INTEGERS:
         raise DtypeError(f"ranks must be integers, got {ranks.dtype}. Pass what retrieval_ranks returns, not scores")
     if ranks.dim() not in (1, 2):
         raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}")
+    if not isinstance(ks, Sequence):
+        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r}. For one number write ks=(5,)")
     wrong = [k for k in ks if isinstance(k, bool) or not isinstance(k, int) or k < 1]
     if wrong or not ks:
         raise RangeError(f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}")
