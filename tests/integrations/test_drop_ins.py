@@ -216,6 +216,8 @@ def test_metric_learning_refuses():
         pml.NTXentLoss(distance=object())
     with pytest.raises(DtypeError, match="long"):
         loss(z, labels.double())
+    with pytest.raises(DtypeError, match=r"labels is a tensor of integers, got list. Use torch.as_tensor"):
+        loss(z, labels.tolist())
     with pytest.raises(ShapeError, match="one entry for each row"):
         loss(z, labels[:-1])
 
@@ -241,6 +243,10 @@ def test_info_nce_pytorch_refuses():
         info_nce_pytorch.InfoNCE()(query, key, normal(N, 2, D))
     with pytest.raises(ConfigError, match="unpaired, paired"):
         info_nce_pytorch.InfoNCE(negative_mode="both")(query, key)
+    with pytest.raises(DtypeError, match=r"query is a tensor, got list. Use torch.as_tensor"):
+        info_nce_pytorch.InfoNCE()(query.tolist(), key)
+    with pytest.raises(DtypeError, match=r"negative_keys is a tensor, got float. .* temperature="):
+        info_nce_pytorch.info_nce(query, key, 0.1)
 
 
 @pytest.mark.parametrize("use_cublas", [False, True])
@@ -365,6 +371,8 @@ def test_ranking_refuses():
         st.MultipleNegativesRankingLoss(model, directions=("doc_to_query",))
     with pytest.raises(ConfigError, match="no direction"):
         st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "sideways"))
+    with pytest.raises(ConfigError, match=r"tuple of names, got 'query_to_doc'. Write .*\('query_to_doc',\)"):
+        st.MultipleNegativesRankingLoss(model, directions="query_to_doc")
     with pytest.raises(ConfigError, match="joint"):
         st.MultipleNegativesRankingLoss(model, directions=FOUR, partition_mode="per_direction")
     with pytest.raises(ConfigError, match="Add 'doc_to_query'"):

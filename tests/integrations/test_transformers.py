@@ -580,6 +580,8 @@ def test_models_without_head_or_labels_are_refused():
         use_linear_cross_entropy(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="pass the model inside"):
         use_linear_cross_entropy(nn.DataParallel(made()))
+    with pytest.raises(ConfigError, match=r"got OptimizedModule.*pass the model inside"):
+        use_linear_cross_entropy(torch.compile(made(), backend="eager"))
     with pytest.raises(ConfigError, match="no output embedding"):
         use_linear_cross_entropy(LlamaModel(LlamaConfig(**SMALL)))
     model = made()

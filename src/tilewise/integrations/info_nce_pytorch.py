@@ -11,7 +11,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.errors import ConfigError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.losses import info_nce as tiled
 from tilewise.options import TileOptions
 
@@ -77,6 +77,13 @@ def info_nce(
     """
     if negative_mode not in DIMS:
         raise ConfigError(f"no negative_mode {negative_mode!r}; choose one of {', '.join(DIMS)}")
+    for name, rows in (("query", query), ("positive_key", positive_key), ("negative_keys", negative_keys)):
+        if rows is not None and not isinstance(rows, Tensor):
+            number = isinstance(rows, (int, float))
+            raise DtypeError(
+                f"{name} is a tensor, got {type(rows).__name__}. "
+                + ("A temperature is passed by its name, temperature=..." if number else "Use torch.as_tensor()")
+            )
     if negative_keys is not None and negative_keys.dim() != DIMS[negative_mode]:
         raise ShapeError(
             f"negative_mode={negative_mode!r} takes negative_keys of {DIMS[negative_mode]} dimensions, "

@@ -182,6 +182,8 @@ def _has_negatives(labels: Tensor, ref_labels: Tensor) -> bool:
 
 
 def _labels(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise DtypeError(f"{name} is a tensor of integers, got {type(labels).__name__}. Use torch.as_tensor()")
     if labels.is_floating_point():
         raise DtypeError(f"{name} holds integers, got {labels.dtype}. Convert it with .long()")
     if embeddings.dim() != 2 or labels.shape != embeddings.shape[:1]:

@@ -207,6 +207,8 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
 
 
 def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
+    if isinstance(directions, str):
+        raise ConfigError(f"directions is a tuple of names, got {directions!r}. Write directions=({directions!r},)")
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ConfigError(f"no direction {unknown[0]!r}; there are {', '.join(DIRECTIONS)}")
     if "query_to_doc" not in directions:

@@ -195,7 +195,8 @@ class LossHandle:
 
 def _check_model(model: nn.Module) -> None:
     name = type(model).__name__
-    if not isinstance(model, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
+    compiled = "_orig_mod" in getattr(model, "_modules", {})  # by torch.compile, which passes every name on
+    if compiled or not isinstance(model, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
         raise ConfigError(
             f"a language model of transformers is needed, one with get_output_embeddings(), got {name}. If it is "
             "wrapped (DistributedDataParallel, torch.compile), pass the model inside, and before wrapping it"
