@@ -517,6 +517,8 @@ def test_reports_are_only_written_inside():
             head.loss(1e-2)
     head.loss(1e-2)
     assert (len(outer), len(inner)) == (2, 1)
+    assert repr(inner).startswith(f"FilterReport(kept_share={inner.kept_share}, mean_dropped=[")
+    assert "tensor" not in repr(outer)
     assert not filtered._reports
 
 

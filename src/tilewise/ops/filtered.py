@@ -89,6 +89,10 @@ class FilterReport:
     def __len__(self) -> int:
         return len(self._plans)
 
+    def __repr__(self) -> str:
+        names = ("kept_share", "mean_dropped", "largest_dropped", "dense")
+        return f"FilterReport({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
     @property
     def kept_share(self) -> list[float]:
         """The share of the (row, tile) pairs of rows with a positive."""
