@@ -101,6 +101,14 @@ def read_texts(folders: Sequence[Path], megabytes: float) -> list[str]:
     return texts
 
 
+def cache_for(folders: Sequence[Path] | None, cache: Path) -> Path:
+    """The cache itself for the default text; a folder in it for each choice of others, whose words are not those."""
+    if not folders:
+        return cache
+    places = "\n".join(sorted(str(folder.resolve()) for folder in folders))
+    return cache / f"text-{hashlib.sha256(places.encode()).hexdigest()[:8]}"
+
+
 def open_tokenizer(texts: Sequence[str], vocabulary: int, cache: Path) -> Tokenizer:
     """The byte-level BPE in the cache, or a new one trained on the texts."""
     path = cache / f"bpe-{vocabulary}.json"
@@ -256,15 +264,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     arguments = parse(argv)
     names = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "seed", "lr")
-    settings = Settings(
-        **{name: getattr(arguments, name) for name in names},
-        options=tw.TileOptions(filter_tolerance=arguments.filter_tolerance),
-    )
+    if arguments.steps < 1:
+        raise SystemExit(f"--steps is a whole number, at least 1, got {arguments.steps}")
+    try:
+        options = tw.TileOptions(filter_tolerance=arguments.filter_tolerance)
+    except tw.TilewiseError as error:
+        raise SystemExit(f"--filter-tolerance: {error}") from None
+    settings = Settings(**{name: getattr(arguments, name) for name in names}, options=options)
     console = Console()
     start = time.perf_counter()
     with console.status("reading text, training the tokenizer (once)"):
         texts = read_texts(arguments.text or default_folders(), arguments.megabytes)
-        tokenizer = open_tokenizer(texts, settings.vocabulary, arguments.cache)
+        tokenizer = open_tokenizer(texts, settings.vocabulary, cache_for(arguments.text, arguments.cache))
         wanted = min(2 * settings.steps * settings.batch * settings.length, 5_000_000) + settings.held_out
         tokens = encode(texts, tokenizer, wanted)
     held_out, tokens = tokens[: settings.held_out], tokens[settings.held_out :]

@@ -77,6 +77,23 @@ def test_too_little_text_is_an_error_that_says_so(tmp_path):
         next(train_lm.sequences(torch.arange(10), train_lm.Settings(length=16)))
 
 
+def test_other_text_has_a_tokenizer_of_its_own(tmp_path):
+    assert train_lm.cache_for(None, tmp_path) == train_lm.cache_for([], tmp_path) == tmp_path
+    one, two = (train_lm.cache_for([tmp_path / name], tmp_path) for name in ("one", "two"))
+    assert one.parent == two.parent == tmp_path
+    assert one != two
+    assert train_lm.cache_for([tmp_path / "one"], tmp_path) == one
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["--steps", "0"], "--steps .* at least 1, got 0"), (["--filter-tolerance", "3"], r"mass in \[0, 1\), got 3")],
+)
+def test_settings_out_of_range_are_a_sentence(arguments, words):
+    with pytest.raises(SystemExit, match=words):
+        train_lm.main(arguments)
+
+
 def test_the_default_text_is_on_every_machine():
     (text, *_) = train_lm.read_texts(train_lm.default_folders()[:1], 0.001)
     assert len(text) > 200
