@@ -55,6 +55,18 @@ def test_search_writes_a_sheet_and_lists_the_best(run):
         assert sheet.convert("L").getextrema()[0] < 128
 
 
+def test_brackets_in_words_and_paths_are_no_markup(run, tmp_path):
+    sheet = tmp_path / "[bold]s.png"
+    result = invoke("search", run, "[/red] arrow", "--top", 1, "--sheet", sheet)
+    assert "[/red] arrow" in result.output
+    assert "[bold]s.png" in result.output.replace("\n", "")
+
+
+def test_a_device_that_does_not_exist_is_refused(run):
+    with pytest.raises(ConfigError, match="auto, cpu or cuda, got 'gpu'"):
+        invoke("search", run, "x", "--device", "gpu")
+
+
 def test_evaluate_prints_and_keeps_the_recalls(run):
     result = invoke("evaluate", run)
     assert "text to image" in result.output

@@ -32,11 +32,17 @@ def train_alone(folder, overrides):
 
 
 def start_ranks(world, folder, overrides):
-    """The processes that torchrun would start, with its environment."""
+    """The steps of a run on several ranks."""
     folder.mkdir(exist_ok=True)
+    for returncode, output in run_ranks(world, folder, [f"output.folder={folder}", *overrides]):
+        assert returncode == 0, output
+    return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
+
+
+def run_ranks(world, folder, overrides):
+    """The processes that torchrun would start, with its environment: exit codes and outputs."""
     (folder / "start.toml").write_text("")
-    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(folder / "start.toml"), *SETTINGS]
-    command += [f"output.folder={folder}", *overrides]
+    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(folder / "start.toml"), *SETTINGS, *overrides]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -46,9 +52,7 @@ def start_ranks(world, folder, overrides):
         for rank in range(world)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-    return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 @pytest.mark.group
@@ -88,3 +92,19 @@ def test_a_run_on_two_ranks_continues_on_one(tmp_path):
     again = train_alone(tmp_path / "two", settings)
     assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
     assert again[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=2e-5)
+
+
+@pytest.mark.group
+@pytest.mark.slow
+def test_one_rank_speaks_and_no_rank_ends_in_a_traceback(tmp_path):
+    icons = f"data.path={write_small_icons(tmp_path / 'small.zip')}"
+    (_, first), (_, second) = run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"])
+    assert "done: 5 steps" in first
+    assert "Warning" not in first
+    assert second == ""
+    (tmp_path / "file").write_text("")
+    ends = run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'file' / 'run'}"])
+    assert [code for code, _ in ends] == [1, 1]
+    assert "cannot write to the run's folder" in ends[0][1]
+    assert "the first rank cannot use output.folder" in ends[1][1]
+    assert not any("Traceback" in output for _, output in ends)

@@ -5,6 +5,7 @@ Heavy imports wait until a command needs them, so that ``tilewise --help`` is qu
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,12 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 def _console() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False)  # paths and captions may hold brackets
+
+
+def _is_first() -> bool:
+    """Under torchrun one rank speaks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @app.command()
@@ -40,11 +46,9 @@ def train(
 
     console = _console()
     settings = load_config(config, overrides or [])
-    import os
-
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first():
         console.print(to_toml(settings), highlight=False, markup=False)
-    _leave(run(settings, console), console)
+    _leave(run(settings, console), console, quiet=not _is_first())
 
 
 @app.command()
@@ -59,7 +63,10 @@ def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key
 
 def _leave(result: Any, console: Any, quiet: bool = False) -> None:
     if result.signal_number and not result.finished:
-        console.print(f"stopped after step {result.step}; saved. The same command continues the run", highlight=False)
+        if _is_first():
+            console.print(
+                f"stopped after step {result.step}; saved. The same command continues the run", highlight=False
+            )
         raise typer.Exit(128 + result.signal_number)
     if not quiet:
         console.print(f"done: {result.step} steps in {result.folder}", highlight=False)

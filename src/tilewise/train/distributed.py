@@ -59,8 +59,10 @@ class World:
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of a setting: "auto" takes CUDA where there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"the device is auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("loop.device='cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise ConfigError("the device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,12 +100,8 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
-        with self.folder.locked() if self.world.is_first else nullcontext():
-            if self.world.is_first:
-                copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
-                room = copies * tensor_bytes(self.model.parameters()) + 2**20
-                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # and the best, and a new one
-            self.world.wait()
+        with ExitStack() as held:
+            self._take_folder(held)
             self._continue()
             if self.world.is_first:
                 self.folder.save_config(self.config)
@@ -115,6 +111,20 @@ class Trainer:
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.state.metrics)
             )
+
+    def _take_folder(self, held: ExitStack) -> None:
+        """The first rank locks the folder and checks that it can be written; where it cannot, every rank stops."""
+        problem: TilewiseError | None = None
+        if self.world.is_first:
+            copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
+            room = copies * tensor_bytes(self.model.parameters()) + 2**20
+            try:
+                held.enter_context(self.folder.locked())
+                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # and the best, and a new one
+            except TilewiseError as error:
+                problem = error
+        if self.world.total(float(problem is not None))[0]:
+            raise problem or GroupError(f"rank {self.world.rank} stops: the first rank cannot use output.folder")
 
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()
@@ -223,7 +233,7 @@ class Trainer:
         """Take up the newest whole checkpoint, on every rank."""
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
-            self._say(f"[yellow]ignored:[/] {problem}")
+            self._say(f"ignored: {problem}")
         found = float(checkpoint.step) if checkpoint is not None else 0.0
         if self.world.total(found)[0] != found * self.world.size:
             raise GroupError(
@@ -261,7 +271,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         if self.console is not None:
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, markup=False)
 
 
 def train(config: RunConfig, console: Console | None = None) -> RunResult:

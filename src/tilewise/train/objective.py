@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,10 @@ def in_group(tower: nn.Module, world: World) -> nn.Module:
     if world.group is None or not any(p.requires_grad for p in tower.parameters()):
         return tower
     devices = [world.device] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(
-        tower, device_ids=devices, process_group=world.group, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    ddp = nn.parallel.DistributedDataParallel
+    new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # torch 2.13 renamed it
+    buffers = {"forward_sync_buffers" if new else "broadcast_buffers": False}
+    return ddp(tower, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **buffers)
 
 
 def average_scale_gradients(scale: Scale, world: World) -> None:

@@ -110,13 +110,14 @@ def open_gallery(folder: str | Path, device: str = "auto") -> Gallery:
 
 def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 5) -> None:
     """A query and its best images in the terminal."""
-    console.print(f"[bold]{query}[/]", highlight=False)
-    if not console.is_terminal:
-        for hit in hits:
-            console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False)
-        return
     from rich.table import Table
     from rich.text import Text
+
+    console.print(Text(query, style="bold"))  # words may hold brackets, which are markup to rich
+    if not console.is_terminal:
+        for hit in hits:
+            console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False, markup=False)
+        return
 
     table = Table.grid(padding=(0, 2))
     shown = hits[: max(1, min(columns, console.width // 18))]
