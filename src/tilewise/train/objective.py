@@ -108,7 +108,7 @@ def in_group(tower: nn.Module, world: World) -> nn.Module:
     devices = [world.device] if world.device.type == "cuda" else None
     ddp = nn.parallel.DistributedDataParallel
     new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # torch 2.13 renamed it
-    buffers = {"forward_sync_buffers" if new else "broadcast_buffers": False}
+    buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     return ddp(tower, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **buffers)
 
 
