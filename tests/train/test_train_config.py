@@ -42,6 +42,9 @@ def test_overrides_reach_their_section(tmp_path):
         ("loop.chunk_size=9999", ("chunk_size", "batch_size")),
         ("model.weights=x", ("clip-*",)),
         ("loss.initial_scale=200", ("max_scale",)),
+        ("steps=3", ("did you mean 'loop.steps'",)),
+        ("model.name=ViT-B-32", ("did you mean 'clip-vit-b-32'",)),
+        ("--loop.steps=3", ("section.key=value", "without dashes")),
         ("loss=dense", ("a section",)),
         ("lossname", ("section.key=value",)),
     ],
@@ -51,6 +54,17 @@ def test_refusals_name_the_setting_and_what_was_wanted(override, words):
         load_config(None, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_far_choice_is_not_suggested():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["loop.precision=bfloat16"])
+    assert "'bf16'" in str(caught.value)
+    assert "did you mean" not in str(caught.value)  # float32 is the nearest in letters, and the opposite
+
+
+def test_help_lists_all_choices():
+    assert "# one of: float32, bf16, fp16\nprecision" in to_toml(RunConfig(), help=True)
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -20,7 +20,9 @@ LossName = Literal["tilewise", "dense", "local"]
 class DataConfig:
     """Where the pairs come from and how an image is prepared."""
 
-    source: SourceName = setting("icons", "icons (ship with tilewise), folder, table (CSV/TSV/Parquet) or shards")
+    source: SourceName = setting(
+        "icons", "icons (ship with tilewise), folder, table (CSV/TSV/Parquet/COCO json) or shards"
+    )
     path: str = setting("", "a file, a folder, or shards as 'data/{00000..00041}.tar'; empty: the icons that ship")
     eval_path: str = setting("", "held-out pairs, same source; empty: the icons' test family, or no evaluation")
     image_root: str = setting("", "folder that relative image paths of a table start from; empty: the table's own")
@@ -190,7 +192,11 @@ FREE_TO_CHANGE = ("output.", "data.workers", "data.prefetch", "loop.device", "lo
 
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
     """Refuse to continue a run whose settings would make it another run."""
-    changed = [name for name in differences(saved, to_dict(config)) if not name.startswith(FREE_TO_CHANGE)]
+    changed = [
+        f"{name} was {before!r}, now {now!r}"
+        for name, (before, now) in differences(saved, to_dict(config)).items()
+        if not name.startswith(FREE_TO_CHANGE)
+    ]
     if changed:
         raise ConfigError(
             f"the run in {config.output.folder} was started with other settings ({', '.join(changed)}). "

@@ -46,7 +46,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if origin is Literal:
         if value not in get_args(hint):
             choices = ", ".join(repr(choice) for choice in get_args(hint))
-            raise ConfigError(f"{name} is one of {choices}, got {value!r}{_did_you_mean(value, get_args(hint))}")
+            raise ConfigError(f"{name} is one of {choices}, got {value!r}{_did_you_mean(value, get_args(hint), 0.7)}")
         return value
     if origin is tuple:
         parts = get_args(hint)
@@ -83,9 +83,9 @@ def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Se
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
-            raise ConfigError(
-                f"no setting {prefix}{key}{_did_you_mean(key, fields)}; there are: {', '.join(sorted(fields))}"
-            )
+            inside = [f"{name}.{key}" for name in fields if key in _names_inside(hints[name])]
+            hint = f" (did you mean {inside[0]!r}?)" if inside else _did_you_mean(key, fields)
+            raise ConfigError(f"no setting {prefix}{key}{hint}; there are: {', '.join(sorted(fields))}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{key} is a section with settings of its own, got {value!r}")
@@ -97,8 +97,12 @@ def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Se
         raise ConfigError(f"{prefix}{error}") if prefix and not str(error).startswith(prefix) else error from None
 
 
-def _did_you_mean(given: Any, known: Iterable[Any]) -> str:
-    close = difflib.get_close_matches(str(given), [str(k) for k in known], n=1, cutoff=0.6)
+def _names_inside(hint: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(hint)} if dataclasses.is_dataclass(hint) else set()
+
+
+def _did_you_mean(given: Any, known: Iterable[Any], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(str(given).lower(), [str(k) for k in known], n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -121,8 +125,8 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     result = json.loads(json.dumps(values))
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        if not equals or not dotted.strip():
-            raise ConfigError(f"an override is written section.key=value, got {override!r}")
+        if not equals or not dotted.strip() or dotted.startswith("-"):
+            raise ConfigError(f"an override is written section.key=value, without dashes or spaces, got {override!r}")
         *sections, key = dotted.strip().split(".")
         place = result
         for section in sections:
@@ -151,9 +155,12 @@ def to_toml(section: Any, *, help: bool = False) -> str:
     for part in dataclasses.fields(section):
         lines.append(f"[{part.name}]")
         inner = getattr(section, part.name)
+        hints = get_type_hints(type(inner))
         for field in dataclasses.fields(inner):
             if help:
                 lines.append(f"# {field.metadata['help']}")
+                if choices := get_args(hints[field.name]) if get_origin(hints[field.name]) is Literal else ():
+                    lines.append(f"# one of: {', '.join(choices)}")
             lines.append(f"{field.name} = {_toml_value(getattr(inner, field.name))}")
         lines.append("")
     return "\n".join(lines)
@@ -169,17 +176,17 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names whose values differ between two nested dictionaries.
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted names whose values differ between two nested dictionaries, with both values.
 
     >>> differences({"loss": {"name": "dense", "kind": "clip"}}, {"loss": {"name": "local", "kind": "clip"}})
-    ['loss.name']
+    {'loss.name': ('dense', 'local')}
     """
-    found = []
+    found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*one, *other}):
         left, right = one.get(key), other.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += differences(left, right, f"{prefix}{key}.")
+            found |= differences(left, right, f"{prefix}{key}.")
         elif left != right:
-            found.append(f"{prefix}{key}")
+            found[f"{prefix}{key}"] = (left, right)
     return found
