@@ -152,3 +152,10 @@ def test_lit_from_local_folders_without_a_network(tmp_path):
     assert text.shape == image.shape == (2, 24)
     assert not image.requires_grad
     assert text.requires_grad
+
+
+def test_weights_that_are_no_folder_of_transformers_are_named_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder"):  # and no hub is asked
+        model_of("model.name=clip-tiny", f"model.weights={tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_of("model.name=clip-tiny", f"model.weights={tmp_path}")

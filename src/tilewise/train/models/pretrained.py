@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -108,12 +109,33 @@ class Body(nn.Module):
         return vector if self.project is None else self.project(vector)
 
 
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _load(cls: Any, weights: str, **extra: Any) -> Any:
     """Weights from a local folder or the hub; safetensors only, nothing is unpickled, every weight is found."""
+    folder = Path(weights).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"the folder {weights!r} has no config.json, so it holds no model as transformers saves one")
+    if not folder.is_dir() and (weights.count("/") > 1 or weights.startswith(("/", ".", "~"))):  # no hub id
+        raise ConfigError(f"there is no folder {weights!r}, wanted one with config.json and model.safetensors")
     try:
-        model, found = cls.from_pretrained(weights, use_safetensors=True, output_loading_info=True, **extra)
+        with _quiet_loading():  # its table of missing tensors; we say below what matters
+            model, found = cls.from_pretrained(
+                str(folder) if folder.is_dir() else weights, use_safetensors=True, output_loading_info=True, **extra
+            )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        if not folder.is_dir():
+            reason = f"there is no such folder here, and as a hub id: {reason}"
         raise ConfigError(
             f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
             "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
