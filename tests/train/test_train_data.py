@@ -355,3 +355,13 @@ def test_a_thread_that_fails_hands_its_error_over(some_icons):
     source.rows = None  # type: ignore[assignment]
     with pytest.raises(TypeError):
         list(stream(source, 8, prefetch=1).batches(Position(), 0, 3))
+
+
+def test_a_folder_of_shards_and_other_keys_are_explained(tmp_path):
+    how = Preparation(8)
+    with pytest.raises(DataError, match=r"is a folder; write .*/\*\.tar"):
+        ShardSource([str(tmp_path)], how, shuffle_shards=1, records=0, workers=1, skips=SkipLog())
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("7.picture"), io.BytesIO())
+    with pytest.raises(DataError, match=r"x\.tar:7 \(\.picture\): no image\. A pair is an image"):
+        ShardSource([str(tmp_path / "x.tar")], how, shuffle_shards=1, records=0, workers=1, skips=SkipLog())

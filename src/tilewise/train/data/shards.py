@@ -91,9 +91,9 @@ def index_shard(path: str, skips: SkipLog) -> list[Entry]:
     for key, members in files.items():
         image = next((members[s] for s in IMAGE_SUFFIXES if s in members), None)
         if image is None:
-            skips.add("no image", f"{path}:{key}")
+            skips.add("no image", f"{path}:{key.lstrip('/')} ({', '.join(sorted(members))})")
         elif ".txt" not in members and ".json" not in members:
-            skips.add("no caption", f"{path}:{key}")
+            skips.add("no caption", f"{path}:{key.lstrip('/')} ({', '.join(sorted(members))})")
         else:
             entries.append(Entry(key, image, members.get(".txt"), members.get(".json")))
     return entries
@@ -116,7 +116,10 @@ class ShardSource:
     ) -> None:
         missing = [path for path in paths if not os.path.isfile(path)]
         if not paths or missing:
-            what = f"missing: {missing[0]} and {len(missing) - 1} more" if missing else "the pattern matches nothing"
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            what = f"missing: {missing[0]}{more}" if missing else "the pattern matches nothing"
+            if missing and os.path.isdir(missing[0]):
+                what = f"{missing[0]} is a folder; write {missing[0].rstrip('/')}/*.tar"
             raise DataError(f"data.path must name tar shards that exist; {what}")
         self.paths, self.how, self.shuffle_shards, self.skips = paths, how, shuffle_shards, skips
         self._pool = ThreadPoolExecutor(workers)
@@ -124,7 +127,10 @@ class ShardSource:
         self._lock = threading.Lock()
         self._records = records or sum(len(self.entries(i)) for i in range(len(paths)))
         if not self._records:
-            raise DataError(f"no usable pairs in {len(paths)} shards: {skips.summary()}. Example: {skips.examples[:1]}")
+            raise DataError(
+                f"no usable pairs in {len(paths)} shards: {skips.summary()}. First: {''.join(skips.examples[:1])}. "
+                f"A pair is an image ({', '.join(IMAGE_SUFFIXES)}) and, with the same key, .txt or .json with 'caption'"
+            )
 
     def __len__(self) -> int:
         return self._records
