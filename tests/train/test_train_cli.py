@@ -144,6 +144,45 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert found["zero_shot"]["top5"] == 1.0
 
 
+def test_broken_images_are_left_out_and_named(tmp_path):
+    for name in ("red", "blue"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (16, 16), name).save(tmp_path / "classes" / name / f"{i}.png")
+    (tmp_path / "classes" / "red" / "0.png").write_bytes(b"junk")
+    (tmp_path / "pairs.csv").write_text("file,title\nclasses/red/1.png,red\nclasses/blue/1.png,blue\n")
+    (tmp_path / "c.toml").write_text("")
+    run, classes = tmp_path / "run", tmp_path / "classes"
+    settings = [
+        "model.name=clip-tiny", "data.source=folder", f"data.path={classes}", f"data.eval_path={classes}",
+        "loop.batch_size=8", "loop.chunk_size=8", "loop.steps=1", "loop.threads=1", f"output.folder={run}",
+        "output.report=false", "output.tensorboard=false",
+    ]  # fmt: skip
+    said = " ".join(invoke("train", tmp_path / "c.toml", *settings).output.split())
+    assert "held-out pairs: 1 skipped" in said
+    assert "training pairs: 1 skipped" in said
+    result = invoke("evaluate", run, "--zero-shot", classes, "--pairs", tmp_path / "pairs.csv",
+                    "--image-column", "file", "--text-column", "title")  # fmt: skip
+    assert "zero-shot over 2 classes" in result.output
+    assert "1 skipped" in result.output
+    assert "red/0.png" in result.output.replace("\n", "")
+    with pytest.raises(DataError, match="do not exist"):
+        invoke("evaluate", run, "--pairs", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="one sub-folder per class"):
+        invoke("evaluate", run, "--zero-shot", tmp_path / "nowhere")
+
+
+def test_other_settings_are_refused_with_both_values(run):
+    with pytest.raises(ConfigError, match=r"loop\.seed was 0, now 5"):
+        invoke("train", run / "config.toml", "loop.seed=5")
+
+
+def test_version_and_options_with_dashes(run):
+    assert re.match(r"tilewise \d", invoke("--version").output)
+    with pytest.raises(ConfigError, match="without dashes"):
+        invoke("train", run / "config.toml", "--loop.steps=5")
+
+
 def test_config_prints_settings_that_can_be_read_again(tmp_path):
     import tomllib
 

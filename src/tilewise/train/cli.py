@@ -14,10 +14,7 @@ import typer
 
 from tilewise.train.plan_cli import plan_app
 
-app = typer.Typer(
-    name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Train and try image-text models with exact contrastive losses whose memory is linear in the batch.",
-)  # fmt: skip
+app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(plan_app, name="plan")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings laid over the file: section.key=value")]
@@ -30,12 +27,29 @@ def _console() -> Any:
     return Console(markup=False)  # paths and captions may hold brackets
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version as installed
+
+        print(f"tilewise {installed('tilewise')}, torch {installed('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Train and try image-text models with exact contrastive losses whose memory is linear in the batch."""
+
+
 def _is_first() -> bool:
     """Under torchrun one rank speaks."""
     return os.environ.get("RANK", "0") == "0"
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})  # --loop.steps=3 gets an answer of our own
 def train(
     config: Annotated[Path, typer.Argument(help="a TOML file; see `tilewise config`")], overrides: Overrides = None
 ) -> None:
@@ -51,7 +65,7 @@ def train(
     _leave(run(settings, console), console, quiet=not _is_first())
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None) -> None:
     """Train on the icons that ship with tilewise, and show what was learned."""
     from tilewise.train.demo import run_demo
@@ -81,6 +95,8 @@ def evaluate(
         str, typer.Option(help="other held-out pairs: a folder, table, COCO captions file or shards")
     ] = "",
     images: Annotated[str, typer.Option(help="folder that the image paths of `pairs` start from")] = "",
+    image_column: Annotated[str, typer.Option(help="of a table `pairs`; default: data.image_column of the run")] = "",
+    text_column: Annotated[str, typer.Option(help="of a table `pairs`; default: data.text_column of the run")] = "",
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
     template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; repeat it")] = None,
     device: Device = "auto",
@@ -88,7 +104,8 @@ def evaluate(
     """Recall at 1, 5 and 10 in both directions; with --zero-shot also classification by class names."""
     from tilewise.train.evaluate_run import evaluate_run
 
-    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device)
+    columns = (image_column, text_column)
+    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns)
 
 
 @app.command()

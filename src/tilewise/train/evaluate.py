@@ -98,13 +98,18 @@ def chance_recall(query_ids: Tensor, gallery_ids: Tensor, k: int) -> float:
     return round(float((1 - missed).mean()), 12)
 
 
+def check_templates(templates: Sequence[str]) -> None:
+    """A template without a place for the class is refused."""
+    wrong = [t for t in templates if "{}" not in t]
+    if wrong:
+        raise RangeError(f"a template has {{}} where the class goes, got {wrong[0]!r}")
+
+
 def class_features(encoders: Encoders, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
     """The mean feature of a class over templates such as "a photo of a {}": unit rows (c, d)."""
     if not classes or not templates:
         raise RangeError(f"zero-shot needs classes and templates, got {len(classes)} and {len(templates)}")
-    wrong = [t for t in templates if "{}" not in t]
-    if wrong:
-        raise RangeError(f"a template has {{}} where the class goes, got {wrong[0]!r}")
+    check_templates(templates)
     texts = [template.replace("{}", name) for name in classes for template in templates]
     features = encoders.texts(texts).view(len(classes), len(templates), -1)
     return F.normalize(features.mean(1), dim=-1)

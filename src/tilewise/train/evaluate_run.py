@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from tilewise.errors import DataError
 from tilewise.train.checkpoint import write_atomically
 from tilewise.train.config import DataConfig, SourceName
 from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
 from tilewise.train.data.files import Preparation
-from tilewise.train.data.open import EvalImages
+from tilewise.train.data.open import EvalImages, usable_keys
 from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
 from tilewise.train.demo import recall_table
-from tilewise.train.evaluate import Encoders, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.evaluate import Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
 from tilewise.train.search import load_run
 
 
 def evaluate_run(
-    console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str
-) -> dict[str, Any]:
+    console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str,
+    columns: tuple[str, str] = ("", ""),
+) -> dict[str, Any]:  # fmt: skip
     """Evaluate a run, show the result, and keep it in evaluation.json."""
     import json
 
     config, encoders, checkpoint = load_run(run, device)
     result: dict[str, Any] = {"step": checkpoint.step}
     skips = SkipLog()
-    held_out = open_pairs(config.data, encoders.model.pixels.size, pairs, images, skips)
+    data = dataclasses.replace(
+        config.data,
+        image_column=columns[0] or config.data.image_column,
+        text_column=columns[1] or config.data.text_column,
+    )
+    classes = open_classes(encoders, zero_shot, templates, skips) if zero_shot is not None else None
+    held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips)
     if held_out is not None:
         result["retrieval"] = evaluate_retrieval(encoders, held_out)
         console.print(recall_table(result["retrieval"]))
-    if zero_shot is not None:
-        result["zero_shot"] = classify_folder(encoders, zero_shot, templates)
+    if classes is not None:
+        result["zero_shot"] = classify(encoders, classes, templates)
         found = result["zero_shot"]
         console.print(
             f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %, "
@@ -45,7 +53,7 @@ def evaluate_run(
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:
-        console.print(skips.summary(), highlight=False)
+        console.print(f"{skips.summary()}. First: {skips.examples[0]}", highlight=False, markup=False)
     write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
     return result
 
@@ -63,8 +71,17 @@ def open_pairs(config: DataConfig, size: int, path: str, image_root: str, skips:
     return open_eval_pairs(other, size, skips, path)
 
 
-def classify_folder(encoders: Encoders, folder: Path, templates: list[str]) -> dict[str, float]:
-    """Zero-shot classification of the images in one sub-folder per class, named after it."""
+class Classes(NamedTuple):
+    """Usable images, the class of each, and what the classes are called."""
+
+    images: EvalImages
+    labels: Tensor
+    names: list[str]
+
+
+def open_classes(encoders: Encoders, folder: Path, templates: list[str], skips: SkipLog) -> Classes:
+    """The images in one sub-folder per class, named after it; refused before anything is encoded."""
+    check_templates(templates)
     classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     entries: list[Entry] = []
     labels: list[int] = []
@@ -77,6 +94,14 @@ def classify_folder(encoders: Encoders, folder: Path, templates: list[str]) -> d
     if encoders.model.pixels.channels != 3:
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
     source = FileSource(entries, Preparation(encoders.model.pixels.size))
-    images = EvalImages(source=source, keys=list(range(len(entries))))
+    usable = usable_keys(source, skips)
+    if not usable:
+        raise DataError(f"no usable images below {folder}: {skips.summary()}. First: {skips.examples[0]}")
     names = [words_of(path.name) for path in classes]
-    return evaluate_zero_shot(encoders, images.chunks(encoders.chunk_size), torch.tensor(labels), names, templates)
+    return Classes(EvalImages(source=source, keys=usable), torch.tensor(labels)[usable], names)
+
+
+def classify(encoders: Encoders, classes: Classes, templates: list[str]) -> dict[str, float]:
+    """Zero-shot classification."""
+    chunks = classes.images.chunks(encoders.chunk_size)
+    return evaluate_zero_shot(encoders, chunks, classes.labels, classes.names, templates)

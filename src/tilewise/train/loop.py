@@ -84,7 +84,10 @@ class Trainer:
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
         )  # fmt: skip
-        self.pairs = open_eval_pairs(config.data, self.model.pixels.size, SkipLog()) if world.is_first else None
+        held_out = SkipLog()
+        self.pairs = open_eval_pairs(config.data, self.model.pixels.size, held_out) if world.is_first else None
+        if held_out.total:
+            self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
         self.steps = config.loop.steps or max(1, round(config.loop.epochs * self.stream.steps_per_epoch))
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -107,6 +110,9 @@ class Trainer:
                 self.folder.save_config(self.config)
             with self._log() as log, StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
+            if self.skips.total:
+                first = "".join(f". First: {example}" for example in self.skips.examples[:1])
+                self._say(f"training pairs: {self.skips.summary()}{first}")
             self.world.wait()
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.state.metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tilewise.train.config import DataConfig
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.icons import IconSource
 from tilewise.train.data.images import centre_box, decode, to_tensor
-from tilewise.train.data.records import RecordError, SkipLog, Source
+from tilewise.train.data.records import Record, RecordError, SkipLog, Source
 from tilewise.train.data.shards import ShardSource, expand_shards
 from tilewise.train.data.table import Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
@@ -112,6 +112,10 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
             expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
         )
     else:
+        if not Path(path).exists():
+            raise DataError(
+                f"the held-out pairs {path} do not exist; set data.eval_path (or --pairs) to a folder or a table"
+            )
         folder = Path(path).is_dir()
         source = FileSource(
             read_folder(Path(path))
@@ -129,11 +133,11 @@ def pairs_of_icons(icons: IconSet) -> EvalPairs:
     return EvalPairs(images, icons.name_ids, list(icons.captions), icons.name_ids, icons)
 
 
-def pairs_of_files(source: FileSource | ShardSource, skips: SkipLog) -> EvalPairs:
-    """Every usable image with all of its captions."""
+def usable_keys(
+    source: FileSource | ShardSource, skips: SkipLog, keep: Callable[[Record, int], None] | None = None
+) -> list[int]:
+    """Keys whose image can be decoded; `keep` is told each record and its place among them."""
     usable: list[int] = []
-    texts: list[str] = []
-    text_ids: list[int] = []
     for key in source.all_keys():
         try:
             record = source.read(key)
@@ -141,9 +145,22 @@ def pairs_of_files(source: FileSource | ShardSource, skips: SkipLog) -> EvalPair
         except RecordError as error:
             skips.add(str(error), source.describe(key))
             continue
-        texts += record.captions
-        text_ids += [len(usable)] * len(record.captions)
+        if keep is not None:
+            keep(record, len(usable))
         usable.append(key)
+    return usable
+
+
+def pairs_of_files(source: FileSource | ShardSource, skips: SkipLog) -> EvalPairs:
+    """Every usable image with all of its captions."""
+    texts: list[str] = []
+    text_ids: list[int] = []
+
+    def keep(record: Record, number: int) -> None:
+        texts.extend(record.captions)
+        text_ids.extend([number] * len(record.captions))
+
+    usable = usable_keys(source, skips, keep)
     if not usable:
         raise DataError(f"no usable held-out pairs: {skips.summary()}")
     images = EvalImages(source=source, keys=usable)
