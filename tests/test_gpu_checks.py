@@ -124,6 +124,7 @@ def test_what_takes_too_long_is_interrupted():
         "import signal; signal.signal(2, signal.SIG_IGN); " + wait: -9,
     }
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in codes]
+    running[0].wait()
     for process in running[1:]:
         process.stdout.read(1)
     grace, parallel.GRACE_S = parallel.GRACE_S, 0.2
