@@ -123,11 +123,12 @@ def test_what_takes_too_long_is_interrupted():
         wait: -signal.SIGINT,
         "import signal; signal.signal(2, signal.SIG_IGN); " + wait: -9,
     }
-    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for code in codes]
+    how = {"stdout": subprocess.PIPE, "preexec_fn": parallel.hear_interrupts}
+    running = [subprocess.Popen([sys.executable, "-c", code], **how) for code in codes]
     running[0].wait()
     for process in running[1:]:
         process.stdout.read(1)
-    grace, parallel.GRACE_S = parallel.GRACE_S, 0.2
+    grace, parallel.GRACE_S = parallel.GRACE_S, 2.0
     try:
         assert parallel.wait_for(running, 0.2) == (list(codes.values()), True)
         assert parallel.wait_for(running[:1], None) == ([5], False)

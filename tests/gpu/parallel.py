@@ -39,7 +39,14 @@ def start(index: int, count: int, folder: Path, arguments: list[str]) -> subproc
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     command += [f"--junitxml={folder / f'{index}.xml'}", *(arguments or ["tests/gpu"])]
     with (folder / f"{index}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=hear_interrupts
+        )
+
+
+def hear_interrupts() -> None:
+    """A shell's background processes, and all that they start, are deaf to them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(running: list[subprocess.Popen[bytes]], seconds: float | None) -> tuple[list[int], bool]:
