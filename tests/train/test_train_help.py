@@ -1,0 +1,38 @@
+"""What answers at once imports neither torch nor what needs it; names of the package come when they are used."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+sys.argv = ["tilewise", *{arguments!r}]
+from tilewise.train.cli import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code or 0, sorted({{name.split(".")[0] for name in sys.modules}})]))
+"""
+HEAVY = {"torch", "numpy", "transformers", "PIL", "pyarrow", "tensorboard", "safetensors", "matplotlib", "triton"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["config"], ["plan", "--help"]])
+def test_commands_that_only_tell_something_do_not_wait_for_torch(arguments):
+    program = PROGRAM.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert HEAVY & set(modules) == set()
+
+
+def test_names_come_when_they_are_used_and_are_all_there():
+    program = (
+        "import sys, tilewise; assert 'torch' not in sys.modules; tilewise.losses.clip; tilewise.ring; "
+        "from tilewise import *; assert clip_loss is tilewise.clip_loss; assert 'info_nce' in dir(tilewise); "
+        "assert all(name in vars(tilewise) for name in tilewise.__all__); tilewise.nothing"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'tilewise' has no attribute 'nothing'"
