@@ -17,8 +17,8 @@ from tests.oracles import linear_cross_entropy_dense
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels import filter as plans
-from tilewise.kernels.filter_tiled import TorchFilter
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.filter_tiled import TorchFilter, _order_and_sample
+from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.ops import filtered
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.options import TileOptions
@@ -481,6 +481,25 @@ def test_rows_that_a_sample_does_not_meet(monkeypatch):
     assert report.dense == [True]
     assert report.kept_share[0] < 1.0, "it was counted, not guessed"
     assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("peaked", [False, True])
+def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, monkeypatch):
+    """The mean row is one of the sample. A bias may be all that makes scores peaked."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    bias = (torch.linspace(20.0, -180.0, COLS, dtype=torch.float64) * peaked).roll(99)
+    a, b, key = 0.1 * random(80, 24), 0.1 * random(COLS, 24, seed=1), torch.arange(80)
+    pair = Pair(a=a, b=b, scale=torch.tensor(-2.0, dtype=torch.float64), bias=bias, row_key=key)
+    spec, options = PairSpec(row_lse=True, positive="one", softcap=softcap), TileOptions(filter_tolerance=1e-2)
+    want = plans.order_columns(pair)
+    with monkeypatch.context() as once:
+        once.setattr(torch, "mv", None)
+        order, too_many = _order_and_sample(pair, spec, options)
+    assert torch.equal(order, want)
+    assert too_many != peaked
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", math.inf)
+    assert bool(TorchFilter().forward(pair, spec, options)[1].dense) == too_many, "and that is what counting says"
 
 
 def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):

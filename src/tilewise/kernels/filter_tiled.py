@@ -41,8 +41,8 @@ class TorchFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
         with matmul_precision(options.precision), torch.no_grad():
-            order = order_columns(pair)
-            if _keeps_too_much(pair, spec, options, order):
+            order, too_many = _order_and_sample(pair, spec, options)
+            if too_many:
                 return TorchBackend().forward(pair, spec, options), _everything(pair, order)
             return _Forward(pair, spec, options, order).run()
 
@@ -71,30 +71,40 @@ class TorchFilter:
             return _Backward(pair, stats, plan, grad, needs, spec, options).run()
 
 
-def _keeps_too_much(pair: Pair, spec: PairSpec, options: TileOptions, order: Tensor) -> bool:
-    """Whether a sample of the rows keeps so many of its pairs that computing all is faster; only a CPU is asked."""
+def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Tensor, bool]:
+    """The order of the columns, and whether a sample of the rows keeps so many pairs that computing all is faster.
+
+    The mean row, by which the columns are ordered, is one of the sample: it has no say, but the columns are read once.
+    Only the rows of a large call are asked, and only on a CPU.
+    """
     n, m = pair.a.shape[0], pair.b.shape[0]
-    if pair.a.device.type != "cpu" or n * m * pair.a.shape[1] < WORTH_PROBING:
-        return False
-    rows = plans.sample_size(n, m, 4 * pair.stat_dtype.itemsize, options)  # scores, in both orders, and what exp takes
+    rows = 0
+    if pair.a.device.type == "cpu" and n * m * pair.a.shape[1] >= WORTH_PROBING:
+        rows = plans.sample_size(
+            n, m, 4 * pair.stat_dtype.itemsize, options
+        )  # scores, in both orders, and what exp takes
     if rows == 0:
-        return False
-    index = plans.sample_index(n, rows, pair.a.device)
+        return order_columns(pair), False
     assert pair.row_key is not None
-    few = dataclasses.replace(pair, a=pair.a[index], row_key=pair.row_key[index])
-    assert few.row_key is not None
-    scores = _Scores(few, spec)
-    x_rm = pair.a.new_empty((rows, m), dtype=scores.compute_dtype)
-    for cols in torch.arange(m, device=pair.a.device).split(max(1, PROBED_NUMBERS // pair.b.shape[1])):
-        j = slice(int(cols[0]), int(cols[-1]) + 1)
-        x_rm[:, j] = scores.tile(few.a, pair.b[j], cols)
+    index = plans.sample_index(n, rows, pair.a.device)
+    scores, sample = _Scores(pair, spec), pair.a.index_select(0, index)
+    sample[0] = plans.mean_row(pair)
+    sample_dr = scores.features(sample).T.contiguous()
+    x_mr = sample_dr.new_empty((m, rows))
+    for j in range(0, m, step := max(1, PROBED_NUMBERS // pair.b.shape[1])):
+        torch.mm(scores.features(pair.b[j : j + step]), sample_dr, out=x_mr[j : j + step])
+    order = plans.order_by(x_mr[:, 0], pair)
     width, tiles = tile_width(m), tile_count(m)
-    x_rm = torch.nn.functional.pad(x_rm[:, order.long()], (0, tiles * width - m), value=-torch.inf)
-    part_tr = x_rm.view(rows, tiles, width).logsumexp(2).T
-    place = places_of(order, few)
+    x_mr = scores.finished(x_mr.index_select(0, order).mul_(pair.scale.to(x_mr.dtype)), order.long()[:, None])
+    x_mr = torch.nn.functional.pad(x_mr, (0, 0, 0, tiles * width - m), value=-torch.inf)
+    top = x_mr.amax(0)  # of a row in all tiles: what underflows has no say
+    x_mr.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
+    part_tr = x_mr.view(tiles, width, rows).sum(1).log_()
+    few = dataclasses.replace(pair, row_key=pair.row_key[index])
+    assert few.row_key is not None
     tolerance = options.filter_tolerance
-    mass = choose(part_tr, part_tr.logsumexp(0), place, few.row_key >= 0, tolerance, width)
-    return bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
+    mass = choose(part_tr, part_tr.logsumexp(0), places_of(order, few), few.row_key >= 0, tolerance, width)[:, 1:]
+    return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
 
 
 def _everything(pair: Pair, order: Tensor) -> FilterPlan:
@@ -134,6 +144,10 @@ class _Scores:
             x_rc = self.product(self.features(a_rd) * scale, b_cd.T)  # fewer numbers to multiply than scores
         else:
             x_rc = self.product(a_rd, b_cd.T).mul_(scale)
+        return self.finished(x_rc, cols)
+
+    def finished(self, x_rc: Tensor, cols: Tensor) -> Tensor:
+        """Scaled products moved by the bias and capped, in place; ``cols`` are the indices of the columns."""
         if self.pair.bias is not None:
             x_rc += self.pair.bias[cols].to(self.compute_dtype)
         if self.spec.softcap:
