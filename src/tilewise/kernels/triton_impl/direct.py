@@ -33,7 +33,7 @@ MANY_PARTS = 16
 WIDTH = 128
 BIAS_ROWS, BIAS_COLS = 32, 128
 MULTIPLY_BLOCK = 4096
-POSITIVES_BLOCK, POSITIVES_WIDTH = 8, 512
+POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 4
 
 
 def why_not(pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
@@ -218,15 +218,16 @@ class Products:
 
     def add(self, held: Exponentials, i: slice, scaled: Tensor | None = None) -> None:
         """The rows i, of which E, f_i, and perhaps scale f_i a_i are known."""
+        made, a = scaled is not None, self.call.a[i]
+        if self.needs.b and scaled is None:
+            scaled = self.call.empty(*a.shape, dtype=a.dtype)
         if self.needs.a or self.needs.scale:
-            self._rows(held, i)
+            self._rows(held, i, None if made else scaled)
+        elif scaled is not None and not made:
+            torch.mul(a, (held.factor * self.call.pair.scale)[:, None], out=scaled)
         if self.bias is not None:
             self._bias(held, self.bias, first=i.start == 0)
-        if self.needs.b:
-            a = self.call.a[i]
-            if scaled is None:
-                rows = (held.factor * self.call.pair.scale)[:, None]
-                scaled = torch.mul(a, rows, out=self.call.empty(*a.shape, dtype=a.dtype))
+        if scaled is not None:
             if self.grad_b is None:
                 self.grad_b = self.call.empty(self.m, self.d, dtype=self.dtype)
             product(self.grad_b, held.e.T, scaled, i.start == 0)
@@ -238,8 +239,8 @@ class Products:
         scale = _sum(self.dots) if self.needs.scale else None
         return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
 
-    def _rows(self, held: Exponentials, i: slice) -> None:
-        """The gradients of the rows i, and their part of the scale's."""
+    def _rows(self, held: Exponentials, i: slice, scaled: Tensor | None) -> None:
+        """The gradients of the rows i, their part of the scale's, and, where it is asked for, scale f_i a_i."""
         call, rows, out = self.call, i.stop - i.start, None if self.grad_a is None else self.grad_a[i]
         in_place = out is not None and out.dtype == torch.float32
         total = out if in_place else call.empty(rows, self.d, dtype=torch.float32)
@@ -249,15 +250,19 @@ class Products:
         dots = call.empty(programs) if self.needs.scale else None
         if dots is not None:
             self.dots.append(dots)
-        values = {"total": total, "total_stride": self.d, "factor": held.factor, "scale": call.pair.scale}
+        values: dict[str, Any] = {
+            "total": total,
+            "out": out,
+            "scaled": scaled,
+            "factor": held.factor,
+            "scale": call.pair.scale,
+        }
         values |= {"a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
         if held.rounded:
             values |= {"entry": held.entry, "column": held.column, "b": call.b, "b_stride": call.b.stride(0)}
-        aligned = a.data_ptr() % 16, total.data_ptr() % 16
-        last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, (self.d, a.dtype, *aligned)).put(values)
+        key = self.d, a.dtype, self.dtype, a.data_ptr() % 16, total.data_ptr() % 16
+        last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, key).put(values)
         last.put({"BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
-        if out is not None and not in_place:
-            out.copy_(total)
 
     def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
         """The columns' gradients, corrected where they are the positive of a row."""
@@ -269,7 +274,7 @@ class Products:
         values |= {"factor": held.factor, "entry": held.entry, "scale": self.call.pair.scale}
         values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0)}
         values |= {"EPS": eps, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
-        last = self.call.prepare(direct_kernels.positives_kernel, 4, 2, key).put(values)
+        last = self.call.prepare(direct_kernels.positives_kernel, POSITIVES_WARPS, 2, key).put(values)
         last.launch(len(a) * cdiv(self.d, width))
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:

@@ -190,12 +190,13 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
             tl.store(scaled + at * scaled_stride + col[None, :], value.to(scaled.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["n", "total_stride", "a_stride", "b_stride"])
-def finish_rows_kernel(total, total_stride, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "a_stride", "b_stride"])
+def finish_rows_kernel(total, out, scaled, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
                        BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """total_i *= scale f_i, and for each program the sum of f_i <total_i, a_i>, its part of the scale's gradient.
+    """out_i = scale f_i total_i, scaled_i = scale f_i a_i, and for each program the sum of f_i <total_i, a_i>.
 
-    Where there are entries, what rounding took from the positive's is put back: total_i += (entry - its rounding) b_pos.
+    That sum is the program's part of the scale's gradient. Where there are entries, what rounding took from the
+    positive's is put back: total_i += (entry - its rounding) b_pos.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, ok = rows.to(tl.int64)[:, None], rows < n
@@ -209,16 +210,31 @@ def finish_rows_kernel(total, total_stride, factor, entry, column, scale, a, a_s
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         here = ok[:, None] & (col < D)[None, :]
-        place = total + at * total_stride + col[None, :]
-        value = tl.load(place, mask=here, other=0.0)
+        value = tl.load(total + at * D + col[None, :], mask=here, other=0.0)
         if entry is not None:
             value += lost * tl.load(b + pos * b_stride + col[None, :], mask=here & (pos >= 0), other=0.0).to(tl.float32)
         value = f * value
+        if dots is not None or scaled is not None:
+            row = tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
         if dots is not None:
-            dot += value * tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
-        tl.store(place, value * s, mask=here)
+            dot += value * row
+        if scaled is not None:
+            tl.store(scaled + at * D + col[None, :], (row * (f * s)).to(scaled.dtype.element_ty), mask=here)
+        if out is not None:
+            tl.store(out + at * D + col[None, :], (value * s).to(out.dtype.element_ty), mask=here)
     if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit
+def positives_of(row, here, col, a, scaled, factor, entry, s, D: tl.constexpr, STRIDE: tl.constexpr):
+    """Of one row or several: scale f_i entry_i a_i, and v_i s_i, v and s rounded."""
+    e = tl.load(entry + row)
+    f = s * tl.load(factor + row)
+    x = tl.load(a + row * STRIDE + col, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(scaled + row * D + col, mask=here, other=0.0).to(tl.float32)
+    v = e.to(scaled.dtype.element_ty).to(tl.float32)
+    return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # what is not here may be infinite
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -227,7 +243,7 @@ def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, n, D:
     """grad_j += sum over the rows i whose positive is j of scale f_i entry_i a_i - v_i s_i, v and s rounded: what dB holds.
 
     ``column`` is sorted, ``order`` says which row has it. A program has WIDTH features of one sorted place; the first of
-    a column takes all its rows, in order, and the others return.
+    a column takes all its rows, in order, and the others return. Most columns have one row, which is taken by itself.
 
     A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before, and is rounded once more. What it holds
     besides sum v_i s_i is the negatives' share, and an error of which the size is known, ulp^2 / 12 in the mean of its
@@ -240,34 +256,33 @@ def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, n, D:
     col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
     mine = tl.load(column + place)
     first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # never of -1: these are the lowest
-    s = tl.load(scale)
-    exact = tl.zeros((WIDTH,), tl.float32)
-    held = tl.zeros((WIDTH,), tl.float32)
-    found = tl.where(first, BLOCK, 0)
-    while found == BLOCK:
-        at = place + tl.arange(0, BLOCK)
-        same = (at < n) & (tl.load(column + at, mask=at < n, other=-1) == mine)
-        row = tl.load(order + at, mask=same, other=0)
-        e = tl.load(entry + row, mask=same, other=0.0)
-        v = e.to(scaled.dtype.element_ty).to(tl.float32)
-        f = s * tl.load(factor + row, mask=same, other=0.0)
-        here = same[:, None] & (col < D)[None, :]
-        x = tl.load(a + row[:, None] * STRIDE + col[None, :], mask=here, other=0.0).to(tl.float32)
-        y = tl.load(scaled + row[:, None] * D + col[None, :], mask=here, other=0.0).to(tl.float32)
-        exact += tl.sum((f * e)[:, None] * x, 0)
-        held += tl.sum(v[:, None] * y, 0)
-        found = tl.sum(same.to(tl.int32), 0)
-        place += BLOCK
     where = grad + mine.to(tl.int64) * D + col
     here = first & (col < D)
     before = tl.load(where, mask=here, other=0.0).to(tl.float32)
+    s = tl.load(scale)
+    row = tl.load(order + place, mask=first, other=0)
+    exact, held = positives_of(row, here, col, a, scaled, factor, entry, s, D, STRIDE)
+    place += 1
+    more = first & (tl.load(column + place, mask=place < n, other=-1) == mine)
+    while more:
+        at = place + tl.arange(0, BLOCK)
+        same = (at < n) & (tl.load(column + at, mask=at < n, other=-1) == mine)
+        rows = tl.load(order + at, mask=same, other=0)[:, None]
+        one, other = positives_of(
+            rows, same[:, None] & (col < D)[None, :], col[None, :], a, scaled, factor, entry, s, D, STRIDE
+        )
+        exact += tl.sum(one, 0)
+        held += tl.sum(other, 0)
+        more = tl.sum(same.to(tl.int32), 0) == BLOCK
+        place += BLOCK
     rest = before - held
     if EPS > 0.0:
         ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         seen = tl.sum(rest * rest, 0)
         rounding = tl.sum(ulp * ulp, 0) * (1.0 / 12.0)
         share = 1.0 - rounding / tl.where(seen == 0.0, 1.0, seen)
-        rest = tl.where(tl.abs(rest) > ulp, rest, rest * tl.where(share > 0.0, share, 0.0))
+        drowns = (tl.abs(rest) <= ulp) & (ulp < float("inf"))
+        rest = tl.where(drowns, rest * tl.where(share > 0.0, share, 0.0), rest)
     tl.store(where, (exact + rest).to(grad.dtype.element_ty), mask=here)
 
 
