@@ -8,6 +8,7 @@ import torch
 from benchmarks.measure import cpu_peak_bytes
 from tests.compare import assert_close, assert_no_worse, relative_error
 from tests.losses.loss_cases import converted, problem, solve
+from torch._dynamo import compiled_autograd
 from torch.nn.functional import normalize
 
 import tilewise as tw
@@ -161,6 +162,22 @@ def test_backward_twice_through_one_forward(name, calls):
         assert torch.equal(one, held)  # what was given away is not written to again
         assert torch.equal(one, two)
         assert_close(three, 3.0 * one, 1e-14)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_compiler_of_backward_passes_sees_operators(name):
+    """Compiled autograd hands stand-ins to backward, whose numbers nobody can look at."""
+    made = problem(name)
+    leaves = list(made.leaves.values())
+    for upstream in (1.0, 3.0):
+        want = torch.autograd.grad(upstream * made.ours(SimpleNamespace(**made.leaves), options=EARLY), leaves)
+        loss = upstream * made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+        with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+            got = torch.autograd.grad(loss, leaves, retain_graph=True)
+            again = torch.autograd.grad(loss, leaves)
+        for one, two, other in zip(got, again, want, strict=True):
+            assert_close(one, other, 1e-12)
+            assert torch.equal(one, two)
 
 
 def test_gradients_accumulate(calls):
