@@ -13,6 +13,7 @@ import torch
 import webdataset
 from PIL import Image
 from tests.train.small_icons import write_small_icons
+from tests.train.small_weights import write_clip
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
 from tilewise.train import loop, run_state, step_memory
@@ -154,7 +155,9 @@ def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypa
 
     monkeypatch.setattr(loop.Trainer, "_step", count)
     monkeypatch.setattr(step_memory, "activation_bytes", lambda run: 0)
-    train(small(tmp_path, "loop.steps=2", "model.lock_image=true", "model.dropout=0.5", "output.evaluate_every=0"))
+    weights = write_clip(tmp_path / "clip", size=32)
+    locked = ["model.name=clip-tiny", f"model.weights={weights}", "model.lock_image=true"]
+    train(small(tmp_path / "run", "loop.steps=2", *locked, "output.evaluate_every=0"))
     assert calls == [False] * (2 * 3)  # three chunks a step, each once, without a graph
 
 

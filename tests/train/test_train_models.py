@@ -56,9 +56,9 @@ def test_the_large_models_have_the_sizes_of_the_originals(name, millions):
 
 
 def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
-    from tilewise.train.models.pretrained import _transformers
+    from tilewise.train.models.pretrained import transformers
 
-    hf = _transformers()
+    hf = transformers()
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = hf.CLIPConfig(
         text_config={**small, "vocab_size": 1024, "max_position_embeddings": 16, "eos_token_id": 1023,
@@ -75,7 +75,7 @@ def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
     from tilewise.train.config import ModelConfig
     from tilewise.train.models.pretrained import ARCHITECTURES, clip_towers
 
-    image, _, pixels, scale = clip_towers(
+    image, _, pixels, scale, _ = clip_towers(
         ModelConfig(name="clip-tiny", weights=str(tmp_path)), ARCHITECTURES["clip-tiny"]
     )
     assert pixels.size == 16
@@ -91,13 +91,6 @@ def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         clip_towers(ModelConfig(name="clip-tiny", weights=str(tmp_path)), ARCHITECTURES["clip-tiny"])
-
-
-def test_locked_image_tower_learns_nothing_and_stays_in_evaluation_mode():
-    model = model_of("model.name=clip-tiny", "model.lock_image=true").train()
-    assert not any(p.requires_grad for p in model.image.parameters())
-    assert not model.image.training
-    assert model.text.training
 
 
 def test_scale_is_clamped():
@@ -131,9 +124,9 @@ def test_hashed_sequences_are_cut_and_closed():
 
 def test_lit_from_local_folders_without_a_network(tmp_path):
     """A locked ViT and a BERT with its tokenizer, all from disk; half-precision weights become float32."""
-    from tilewise.train.models.pretrained import _transformers
+    from tilewise.train.models.pretrained import transformers
 
-    hf = _transformers()
+    hf = transformers()
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     vit = hf.ViTModel(hf.ViTConfig(**small, image_size=16, patch_size=8)).half()
     vit.save_pretrained(tmp_path / "vit")
@@ -143,13 +136,13 @@ def test_lit_from_local_folders_without_a_network(tmp_path):
     (tmp_path / "bert" / "vocab.txt").write_text("\n".join(vocabulary))
     model = model_of(
         "model.name=vit-bert-tiny", f"model.image_weights={tmp_path / 'vit'}", "model.lock_image=true",
-        f"model.text_weights={tmp_path / 'bert'}", "model.embed_dim=24",
+        f"model.text_weights={tmp_path / 'bert'}",
     )  # fmt: skip
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     tokens = model.tokenizer(["a red cat", "dog"])
     assert tokens["input_ids"][0, :5].tolist() == [2, 5, 8, 6, 3]
     text, image = model.text(**tokens), model.image(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
-    assert text.shape == image.shape == (2, 24)
+    assert text.shape == image.shape == (2, 32)
     assert not image.requires_grad
     assert text.requires_grad
 

@@ -58,7 +58,9 @@ class ModelConfig:
     image_weights: str = setting("", "safetensors weights of vit-bert's image tower: a local folder or a hub id")
     text_weights: str = setting("", "safetensors weights of vit-bert's text tower: a local folder or a hub id")
     tokenizer: str = setting("", "tokenizer folder or hub id; empty: the weights' own, else hashed words")
-    lock_image: bool = setting(False, "LiT: the image tower keeps its weights and runs once, without a graph")
+    lock_image: bool = setting(
+        False, "LiT: the pretrained image tower keeps its weights and runs once, without a graph or new projection"
+    )
     embed_dim: int = setting(0, "width of the shared features; 0: the model's own", least=0)
     image_size: int = setting(0, "pixels along a side; 0: the model's own", least=0)
     width: int = setting(1024, "width of the demo model's image tower", least=8)
@@ -74,6 +76,13 @@ class ModelConfig:
             )
         if (self.image_weights or self.text_weights) and not self.name.startswith("vit-bert"):
             raise ConfigError(f"image_weights and text_weights are for vit-bert models, got name={self.name!r}")
+        if self.lock_image and not (self.weights or self.image_weights):
+            missing = {"c": "weights", "v": "image_weights"}.get(self.name[0])
+            advice = f"Set {missing}, or" if missing else "Choose a clip-* or vit-bert model with weights, or"
+            raise ConfigError(
+                "lock_image=true keeps the image tower's weights as they are, but this tower starts from random "
+                f"numbers and would never learn. {advice} set lock_image=false"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilewise.errors import ConfigError
 from tilewise.train.config import RunConfig
 from tilewise.train.models.icon import IconBody, WordsBody
@@ -17,22 +19,37 @@ def build_model(config: RunConfig) -> TwoTowers:
     bias = config.loss.initial_bias if config.loss.kind == "siglip" else None
     scale = Scale(config.loss.initial_scale, bias, config.loss.max_scale)
     if settings.name == "icon":
-        dim, size = settings.embed_dim or ICON_EMBED_DIM, settings.image_size or 32
-        if size % 8:
-            raise ConfigError(f"model.image_size must be a multiple of 8 for the icon model, got {size}")
-        pixels = Pixels(size, 1, (1.0,), (-1.0,))  # ink: 0 is paper, 1 is black
-        image = ImageTower(IconBody(dim, settings.width, settings.depth, settings.dropout, size), pixels)
-        text = TextTower(WordsBody(dim, settings.text_buckets, settings.dropout))
-        model = TwoTowers(image, text, scale, pixels, PartsTokenizer(settings.text_buckets))
-    else:
-        from tilewise.train.models import pretrained
+        sizes = {
+            "embed_dim": settings.embed_dim or ICON_EMBED_DIM, "size": settings.image_size or 32,
+            "width": settings.width, "depth": settings.depth, "dropout": settings.dropout,
+            "text_buckets": settings.text_buckets,
+        }  # fmt: skip
+        return build_icon_model(sizes, scale)
+    from tilewise.train.models import pretrained
 
-        arch = pretrained.ARCHITECTURES[settings.name]
-        towers = pretrained.clip_towers if settings.name.startswith("clip") else pretrained.vit_bert_towers
-        image, text, pixels, trained_scale = towers(settings, arch)
-        if trained_scale is not None:
-            scale = Scale(min(trained_scale, config.loss.max_scale), bias, config.loss.max_scale)
-        model = TwoTowers(image, text, scale, pixels, pretrained.load_tokenizer(settings, arch))
+    arch = pretrained.ARCHITECTURES[settings.name]
+    kind = "clip" if settings.name.startswith("clip") else "vit-bert"
+    towers = pretrained.clip_towers(settings, arch) if kind == "clip" else pretrained.vit_bert_towers(settings, arch)
+    if towers.scale is not None:
+        scale = Scale(min(towers.scale, config.loss.max_scale), bias, config.loss.max_scale)
+    tokenizer = pretrained.choose_tokenizer(settings, arch, towers.positions)
+    model = TwoTowers(towers.image, towers.text, scale, towers.pixels, tokenizer, kind, towers.configs)
     if settings.lock_image:
         model.lock_image()
     return model
+
+
+def build_icon_model(sizes: dict[str, Any], scale: Scale) -> TwoTowers:
+    """The demo's model.
+
+    Args:
+        sizes: embed_dim, size (of an icon), width, depth, dropout, text_buckets.
+        scale: logit scale and bias.
+    """
+    dim, size, dropout, buckets = (sizes[name] for name in ("embed_dim", "size", "dropout", "text_buckets"))
+    if size % 8:
+        raise ConfigError(f"model.image_size must be a multiple of 8 for the icon model, got {size}")
+    pixels = Pixels(size, 1, (1.0,), (-1.0,))  # ink: 0 is paper, 1 is black
+    image = ImageTower(IconBody(dim, sizes["width"], sizes["depth"], dropout, size), pixels)
+    text = TextTower(WordsBody(dim, buckets, dropout))
+    return TwoTowers(image, text, scale, pixels, PartsTokenizer(buckets), "icon", dict(sizes))

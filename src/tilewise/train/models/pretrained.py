@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from tilewise.errors import ConfigError
 from tilewise.train.config import ModelConfig
-from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, TextTower, Tokens
+from tilewise.train.models.hub import find_place
+from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, TextTower, Tokenizer, Tokens
 from tilewise.train.models.words import HashedTokenizer
 
 
@@ -51,12 +53,18 @@ ARCHITECTURES = {
 
 
 class Towers(NamedTuple):
-    """Two towers, what the first reads, and the logit scale that their weights were trained with."""
+    """Two towers, what the first reads, the logit scale of their weights, and their configurations by sub-folder."""
 
     image: ImageTower
     text: TextTower
     pixels: Pixels
     scale: float | None
+    configs: dict[str, Any]
+
+    @property
+    def positions(self) -> int:
+        """Tokens that the text tower has a place for."""
+        return int(self.text.body.model.config.max_position_embeddings)
 
 
 @contextmanager
@@ -75,10 +83,11 @@ def _without_torchvision() -> Iterator[None]:
             del sys.modules["torchvision"]
 
 
-def _transformers() -> Any:
+def transformers() -> Any:
+    """The library, imported when it is needed and without torchvision."""
     try:
         with _without_torchvision():
-            import transformers
+            import transformers as library
             from transformers import (  # noqa: F401  loaded now, while torchvision is out of sight
                 AutoTokenizer,
                 BertModel,
@@ -87,7 +96,7 @@ def _transformers() -> Any:
             )
     except ImportError as error:
         raise ConfigError("this model needs transformers: pip install 'tilewise[train]'") from error
-    return transformers
+    return library
 
 
 class Body(nn.Module):
@@ -110,32 +119,32 @@ class Body(nn.Module):
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
-    logging = _transformers().logging
-    before = logging.get_verbosity()
+def quiet_transformers() -> Iterator[None]:
+    """Without the library's tables of missing tensors, its hints and its bars; every rank would print them."""
+    logging = transformers().logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
 
 
-def _load(cls: Any, weights: str, **extra: Any) -> Any:
+def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
     """Weights from a local folder or the hub; safetensors only, nothing is unpickled, every weight is found."""
-    folder = Path(weights).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    place = find_place(weights, "config.json and model.safetensors")
+    if Path(place.name).is_dir() and not (Path(place.name) / "config.json").is_file():
         raise ConfigError(f"the folder {weights!r} has no config.json, so it holds no model as transformers saves one")
-    if not folder.is_dir() and (weights.count("/") > 1 or weights.startswith(("/", ".", "~"))):  # no hub id
-        raise ConfigError(f"there is no folder {weights!r}, wanted one with config.json and model.safetensors")
     try:
-        with _quiet_loading():  # its table of missing tensors; we say below what matters
+        with quiet_transformers():  # its table of missing tensors; we say below what matters
             model, found = cls.from_pretrained(
-                str(folder) if folder.is_dir() else weights, use_safetensors=True, output_loading_info=True, **extra
+                place.name, use_safetensors=True, output_loading_info=True, **place.extra, **extra
             )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        if not folder.is_dir():
-            reason = f"there is no such folder here, and as a hub id: {reason}"
+        reason = place.doubt + str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
             "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
@@ -160,11 +169,10 @@ def _numbers(size: Size) -> dict[str, int]:
 
 def clip_towers(config: ModelConfig, arch: Architecture) -> Towers:
     """CLIP's two towers with their projections."""
-    hf = _transformers()
+    hf = transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.weights:
-        model = _load(hf.CLIPModel, config.weights)
-        size = model.config.vision_config.image_size
+        model = load_weights_as(hf.CLIPModel, config.weights)
     else:
         vision = {**_numbers(arch.image), "image_size": size, "patch_size": arch.patch}
         text = {
@@ -172,10 +180,15 @@ def clip_towers(config: ModelConfig, arch: Architecture) -> Towers:
             "pad_token_id": 0, "bos_token_id": arch.vocabulary - 2, "eos_token_id": arch.vocabulary - 1,
         }  # fmt: skip
         model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=dim))
-    pixels = Pixels(size, 3, *CLIP_PIXELS)
+    return split_clip(model, model.logit_scale.exp().item() if config.weights else None)
+
+
+def split_clip(model: Any, scale: float | None = None) -> Towers:
+    """The towers of a CLIPModel."""
+    pixels = Pixels(model.config.vision_config.image_size, 3, *CLIP_PIXELS)
     image = ImageTower(Body(model.vision_model, _pooled, model.visual_projection), pixels)
-    text_tower = TextTower(Body(model.text_model, _pooled, model.text_projection))
-    return Towers(image, text_tower, pixels, model.logit_scale.exp().item() if config.weights else None)
+    text = TextTower(Body(model.text_model, _pooled, model.text_projection))
+    return Towers(image, text, pixels, scale, {"": model.config})
 
 
 def _pooled(output: Any) -> Tensor:
@@ -183,51 +196,106 @@ def _pooled(output: Any) -> Tensor:
 
 
 def vit_bert_towers(config: ModelConfig, arch: Architecture) -> Towers:
-    """A ViT and a BERT, each with a linear projection to the shared features."""
-    hf = _transformers()
+    """A ViT and a BERT, each with a linear projection to the shared features; a locked ViT has none (LiT)."""
+    hf = transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.image_weights:
-        vision = _load(hf.ViTModel, config.image_weights, add_pooling_layer=False)
-        size = vision.config.image_size
+        vision = load_weights_as(hf.ViTModel, config.image_weights, add_pooling_layer=False)
     else:
         vision = hf.ViTModel(
             hf.ViTConfig(**_numbers(arch.image), image_size=size, patch_size=arch.patch), add_pooling_layer=False
         )
     if config.text_weights:
-        text = _load(hf.BertModel, config.text_weights, add_pooling_layer=False)
+        text = load_weights_as(hf.BertModel, config.text_weights, add_pooling_layer=False)
     else:
         text = hf.BertModel(hf.BertConfig(**_numbers(arch.text), vocab_size=arch.vocabulary), add_pooling_layer=False)
-    pixels = Pixels(size, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    image_head = nn.Linear(vision.config.hidden_size, dim, bias=False)
+    if config.lock_image:
+        width = vision.config.hidden_size
+        if config.embed_dim not in (0, width):
+            raise ConfigError(
+                f"model.lock_image=true keeps the {width} features of the locked image tower, since a projection "
+                f"behind them would be random and never learn; model.embed_dim is {config.embed_dim}. "
+                f"Set it to 0 or {width}, or unlock the tower"
+            )
+        dim = width
+    return join_vit_bert(vision, text, dim, project_image=not config.lock_image)
+
+
+def join_vit_bert(vision: Any, text: Any, dim: int, project_image: bool) -> Towers:
+    """The towers of a ViTModel and a BertModel, with projections to `dim` features that are still random."""
+    pixels = Pixels(vision.config.image_size, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    image_head = nn.Linear(vision.config.hidden_size, dim, bias=False) if project_image else None
     text_head = nn.Linear(text.config.hidden_size, dim, bias=False)
     image = ImageTower(Body(vision, _first_token, image_head), pixels)
-    return Towers(image, TextTower(Body(text, _first_token, text_head)), pixels, None)
+    configs = {"image": vision.config, "text": text.config}
+    return Towers(image, TextTower(Body(text, _first_token, text_head)), pixels, None, configs)
 
 
 def _first_token(output: Any) -> Tensor:
     return output.last_hidden_state[:, 0]
 
 
-def load_tokenizer(config: ModelConfig, arch: Architecture) -> Callable[[list[str]], Tokens]:
-    """The tokenizer of the weights, or hashed words where a model starts from nothing."""
+class ModelTokenizer:
+    """A tokenizer of `transformers`, with captions cut or padded to one length.
+
+    Args:
+        tokenizer: of `transformers`.
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, tokenizer: Any, length: int) -> None:
+        self.tokenizer, self.length = tokenizer, length
+
+    def __call__(self, texts: list[str]) -> Tokens:
+        """``input_ids`` and ``attention_mask``, int64 (n, length)."""
+        if not texts:
+            empty = torch.empty(0, self.length, dtype=torch.int64)
+            return {"input_ids": empty, "attention_mask": empty}
+        made = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )  # fmt: skip
+        return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
+
+
+def choose_tokenizer(config: ModelConfig, arch: Architecture, positions: int) -> Tokenizer:
+    """The tokenizer of the weights, or hashed words where a model starts from nothing.
+
+    Args:
+        config: of the model.
+        arch: its size.
+        positions: tokens that the text tower has a place for.
+    """
     name = config.tokenizer or config.weights or config.text_weights
     if not name:
         return HashedTokenizer(arch.vocabulary, arch.length)
-    hf = _transformers()
+    return load_tokenizer(name, min(arch.length, positions))
+
+
+HASHED = "hashed_words.json"  # beside the weights of a model that has no other tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer so that `load_tokenizer` finds it."""
+    if isinstance(tokenizer, ModelTokenizer):
+        tokenizer.tokenizer.save_pretrained(folder)
+    elif isinstance(tokenizer, HashedTokenizer):
+        sizes = {"size": tokenizer.size, "length": tokenizer.length}
+        (folder / HASHED).write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(name: str, length: int) -> Tokenizer:
+    """The tokenizer in a folder or on the hub; one that tells nothing apart is refused."""
+    hf = transformers()
+    place = find_place(name, "a tokenizer")
+    if (Path(place.name) / HASHED).is_file():
+        return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
     try:
-        tokenizer = hf.AutoTokenizer.from_pretrained(name)
+        with quiet_transformers():
+            tokenizer = hf.AutoTokenizer.from_pretrained(place.name, **place.extra)
         tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
         reason = "it has no vocabulary"
     except (OSError, ValueError) as error:
-        tells_apart, reason = False, str(error).strip().splitlines()[0]
+        tells_apart, reason = False, place.doubt + str(error).strip().splitlines()[0]
     if not tells_apart:
         raise ConfigError(f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id")
-
-    def encode(texts: list[str]) -> Tokens:
-        if not texts:
-            empty = torch.empty(0, arch.length, dtype=torch.int64)
-            return {"input_ids": empty, "attention_mask": empty}
-        made = tokenizer(texts, padding="max_length", truncation=True, max_length=arch.length, return_tensors="pt")
-        return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
-
-    return encode
+    return ModelTokenizer(tokenizer, length)

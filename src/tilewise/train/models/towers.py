@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Tokens = dict[str, Tensor]
+Tokenizer = Callable[[list[str]], Tokens]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ CLIP_PIXELS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2
 class ImageTower(nn.Module):
     """uint8 images (n, channels, size, size) to unit features (n, d)."""
 
+    body: Any
     shift: Tensor
     spread: Tensor
 
@@ -47,6 +50,8 @@ class ImageTower(nn.Module):
 class TextTower(nn.Module):
     """Tokens (named tensors with n rows) to unit features (n, d)."""
 
+    body: Any
+
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
@@ -63,7 +68,7 @@ class Scale(nn.Module):
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
         self.bias = nn.Parameter(torch.tensor(bias)) if bias is not None else None
-        self.max_log = math.log(max_scale)
+        self.max_scale, self.max_log = max_scale, math.log(max_scale)
 
     def forward(self) -> Tensor:
         """The logit scale."""
@@ -84,6 +89,9 @@ class TwoTowers(nn.Module):
         scale: logit scale and bias.
         pixels: what the image tower reads.
         tokenizer: captions to tokens.
+        kind: "icon", "clip" or "vit-bert".
+        configs: what else it takes to build the towers again: the demo model's sizes, or the configurations of
+            `transformers` by sub-folder.
     """
 
     def __init__(
@@ -92,11 +100,14 @@ class TwoTowers(nn.Module):
         text: TextTower,
         scale: Scale,
         pixels: Pixels,
-        tokenizer: Callable[[list[str]], Tokens],
+        tokenizer: Tokenizer,
+        kind: str,
+        configs: dict[str, Any],
     ) -> None:
         super().__init__()
         self.image, self.text, self.scale = image, text, scale
         self.pixels, self.tokenizer = pixels, tokenizer
+        self.kind, self.configs = kind, configs
 
     def lock_image(self) -> None:
         """LiT: the image tower keeps its weights."""

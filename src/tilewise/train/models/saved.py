@@ -1,0 +1,197 @@
+"""Models in a folder: what it takes to build the towers again, and their weights where they are exported.
+
+``tilewise.json`` says what the model is. Beside it lie the configurations and the tokenizer, as `transformers`
+saves them: CLIP's in the folder itself, those of a ViT and a BERT in ``image`` and ``text``. A run keeps such a folder
+without weights, which are in its checkpoints. An export adds them, as safetensors; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import CheckpointError
+from tilewise.train.models.build import build_icon_model
+from tilewise.train.models.towers import Pixels, Scale, TwoTowers
+
+FORMAT = 1
+ABOUT = "tilewise.json"
+TEXT = {"clip": "", "vit-bert": "text"}  # the sub-folder of the text tower and its tokenizer
+
+
+def describe_model(model: TwoTowers, folder: Path) -> None:
+    """Write what it takes to build the model again, without its weights; the folder appears when it is whole."""
+    _write_whole(folder, lambda aside: _write_description(model, aside))
+
+
+def export_model(model: TwoTowers, folder: Path) -> None:
+    """Write the model with its weights; the folder appears when it is whole."""
+
+    def write(aside: Path) -> None:
+        _write_description(model, aside)
+        _write_weights(model, aside)
+        if model.kind != "icon":
+            _write_json(aside / "preprocessor_config.json", _preprocessing(model.pixels))
+
+    _write_whole(folder, write)
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+    except Exception as error:  # safetensors wraps a full disk in its own type
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"cannot write the model to {folder}: {error}. Choose another folder") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_description(model: TwoTowers, folder: Path) -> None:
+    from tilewise.train.models.pretrained import save_tokenizer
+
+    scale = model.scale
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": model.kind,
+        "pixels": dataclasses.asdict(model.pixels),
+        "logit_scale": float(scale().detach()),
+        "logit_bias": None if scale.bias is None else float(scale.bias.detach()),
+        "max_scale": scale.max_scale,
+    }
+    if model.kind == "icon":
+        about["sizes"] = model.configs
+    else:
+        for name, config in model.configs.items():
+            config.save_pretrained(folder / name)
+        save_tokenizer(model.tokenizer, folder / TEXT[model.kind])
+        about["length"] = model.tokenizer([""])["input_ids"].shape[1]
+        about["embed_dim"] = model.text.body.project.out_features
+        about["project_image"] = model.image.body.project is not None
+    _write_json(folder / ABOUT, about)
+
+
+def _preprocessing(pixels: Pixels) -> dict[str, Any]:
+    """The centre square, as the image processors of `transformers` are told."""
+    return {
+        "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True, "resample": 3,
+        "size": {"shortest_edge": pixels.size}, "do_center_crop": True,
+        "crop_size": {"height": pixels.size, "width": pixels.size}, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": list(pixels.mean), "image_std": list(pixels.std),
+    }  # fmt: skip
+
+
+def _write_weights(model: TwoTowers, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    from tilewise.train.models.pretrained import quiet_transformers, transformers
+
+    image, text = model.image.body, model.text.body
+    if model.kind == "icon":
+        save_file(_plain(dict(model.state_dict())), folder / "model.safetensors")
+    elif model.kind == "clip":
+        with torch.device("meta"):  # its own weights are replaced
+            whole = transformers().CLIPModel(model.configs[""])
+        whole.vision_model, whole.visual_projection = image.model, image.project
+        whole.text_model, whole.text_projection = text.model, text.project
+        whole.logit_scale = model.scale.log_scale
+        with quiet_transformers():
+            whole.save_pretrained(folder)
+    else:
+        with quiet_transformers():
+            image.model.save_pretrained(folder / "image")
+            text.model.save_pretrained(folder / "text")
+        heads = {"image": image.project, "text": text.project}
+        weights = {name: head.weight for name, head in heads.items() if head is not None}
+        save_file(_plain(weights), folder / "projections.safetensors")
+
+
+def _plain(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What a folder says about its model."""
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        form = about["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no model of tilewise, or its {ABOUT} is damaged: {error}") from error
+    if form != FORMAT:
+        raise CheckpointError(f"{folder / ABOUT} has format {form}, this tilewise reads {FORMAT}")
+    return about
+
+
+def build_described(folder: Path) -> TwoTowers:
+    """The model that `describe_model` wrote down; its weights are random numbers."""
+    return _build(folder, with_weights=False)
+
+
+def load_exported(folder: Path) -> TwoTowers:
+    """The model that `export_model` wrote."""
+    return _build(folder, with_weights=True)
+
+
+def _build(folder: Path, with_weights: bool) -> TwoTowers:
+    about = read_about(folder)
+    try:
+        scale = Scale(about["logit_scale"], about["logit_bias"], about["max_scale"])
+        if about["kind"] == "icon":
+            model = build_icon_model(about["sizes"], scale)
+            if with_weights:
+                model.load_state_dict(_tensors(folder / "model.safetensors"))
+            return model
+        return _build_transformers(folder, about, scale, with_weights)
+    except (KeyError, TypeError, RuntimeError, OSError) as error:
+        raise CheckpointError(f"the model in {folder} cannot be built: {type(error).__name__} {error}") from error
+
+
+def _build_transformers(folder: Path, about: dict[str, Any], scale: Scale, with_weights: bool) -> TwoTowers:
+    from tilewise.train.models import pretrained
+
+    hf = pretrained.transformers()
+
+    def make(cls: Any, config: Any, name: str, **extra: Any) -> Any:
+        if with_weights:
+            return pretrained.load_weights_as(cls, str(folder / name), **extra)
+        return cls(config.from_pretrained(folder / name), **extra).float()
+
+    if about["kind"] == "clip":
+        towers = pretrained.split_clip(make(hf.CLIPModel, hf.CLIPConfig, ""))
+    else:
+        vision = make(hf.ViTModel, hf.ViTConfig, "image", add_pooling_layer=False)
+        text = make(hf.BertModel, hf.BertConfig, "text", add_pooling_layer=False)
+        towers = pretrained.join_vit_bert(vision, text, about["embed_dim"], about["project_image"])
+        if with_weights:
+            heads = {"image": towers.image.body.project, "text": towers.text.body.project}
+            weights = _tensors(folder / "projections.safetensors")
+            for name, head in heads.items():
+                if head is not None:
+                    head.load_state_dict({"weight": weights[name]})
+    tokenizer = pretrained.load_tokenizer(str(folder / TEXT[about["kind"]]), about["length"])
+    return TwoTowers(towers.image, towers.text, scale, towers.pixels, tokenizer, about["kind"], towers.configs)
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}") from error

@@ -1,0 +1,198 @@
+"""Models in folders: built again without the weights they came from, exported, and read by transformers."""
+
+import json
+
+import pytest
+import torch
+from tests.compare import relative_error
+from tests.train.small_weights import write_bert, write_clip, write_vit
+
+from tilewise.errors import CheckpointError, ConfigError
+from tilewise.train.config import load_config
+from tilewise.train.models import build_described, build_model, describe_model, export_model, load_exported
+from tilewise.train.models.pretrained import transformers
+
+ICON = ["model.name=icon", "model.width=32", "model.text_buckets=256"]
+FILES = ["data.source=folder", "data.path=x"]
+KINDS = ["icon", "clip", "clip hashed siglip", "vit-bert", "lit"]
+
+
+def make(kind, folder):
+    if kind == "icon":
+        overrides = ICON
+    elif kind == "clip":
+        overrides = [*FILES, "model.name=clip-tiny", f"model.weights={write_clip(folder / 'clip')}"]
+    elif kind == "clip hashed siglip":
+        overrides = [*FILES, "model.name=clip-tiny", "loss.kind=siglip"]
+    else:
+        overrides = [
+            *FILES, "model.name=vit-bert-tiny", f"model.image_weights={write_vit(folder / 'vit')}",
+            f"model.text_weights={write_bert(folder / 'bert')}", f"model.lock_image={str(kind == 'lit').lower()}",
+        ]  # fmt: skip
+    torch.manual_seed(1)
+    return build_model(load_config(None, overrides)).eval()
+
+
+def features(model):
+    generator = torch.Generator().manual_seed(2)
+    pixels = model.pixels
+    images = torch.randint(
+        0, 256, (3, pixels.channels, pixels.size, pixels.size), dtype=torch.uint8, generator=generator
+    )
+    tokens = model.tokenizer(["a red cat", "dog", "a blue dog and more words than any caption of this model has had"])
+    with torch.no_grad():
+        return torch.cat([model.image(images), model.text(**tokens)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_described_model_with_the_same_weights_is_the_same(tmp_path, kind):
+    model = make(kind, tmp_path)
+    describe_model(model, tmp_path / "model")
+    assert not list((tmp_path / "model").rglob("*.safetensors"))
+    for name in ("clip", "vit", "bert"):
+        if (tmp_path / name).exists():
+            (tmp_path / name).rename(tmp_path / f"{name}-moved")
+    again = build_described(tmp_path / "model").eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(features(again), features(model))
+    assert again.scale.max_scale == model.scale.max_scale
+    assert again.pixels == model.pixels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_model_comes_back(tmp_path, kind):
+    model = make(kind, tmp_path)
+    with torch.no_grad():
+        model.scale.log_scale.fill_(2.5)
+    export_model(model, tmp_path / "out")
+    again = load_exported(tmp_path / "out").eval()
+    assert torch.equal(features(again), features(model))
+    assert again.scale().item() == pytest.approx(model.scale().item())
+    assert (again.scale.bias is None) == (model.scale.bias is None)
+    suffixes = {path.suffix for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".safetensors", ".txt"}
+
+
+def test_an_exported_clip_is_a_clip_of_transformers(tmp_path):
+    from PIL import Image
+
+    model = make("clip", tmp_path)
+    export_model(model, tmp_path / "out")
+    hf = transformers()
+    clip, found = hf.CLIPModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    tokens = hf.AutoTokenizer.from_pretrained(tmp_path / "out")(["a red cat"], return_tensors="pt")
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    from tilewise.train.data.images import centre_box, to_tensor
+
+    picture = Image.radial_gradient("L").convert("RGB").resize((96, 64))
+    prepared = CLIPImageProcessorPil.from_pretrained(tmp_path / "out")(picture, return_tensors="pt")["pixel_values"]
+    own = to_tensor(picture, centre_box(*picture.size), model.pixels.size)[None]
+    assert relative_error(prepared, (own - model.image.shift) / model.image.spread) < 0.02  # their rounding differs
+    with torch.no_grad():
+        output = clip(input_ids=tokens["input_ids"], pixel_values=prepared, attention_mask=tokens["attention_mask"])
+        assert relative_error(output.text_embeds, model.text(**model.tokenizer(["a red cat"]))) < 1e-5
+        assert relative_error(output.image_embeds, model.image(own)) < 0.02
+    assert clip.logit_scale.item() == pytest.approx(model.scale.log_scale.item())
+
+
+def test_exported_towers_are_those_of_transformers_and_start_a_new_run(tmp_path):
+    model = make("lit", tmp_path)
+    export_model(model, tmp_path / "out")
+    hf = transformers()
+    vit = hf.ViTModel.from_pretrained(tmp_path / "out" / "image", add_pooling_layer=False)
+    assert all(torch.equal(p, model.image.body.model.get_parameter(n)) for n, p in vit.named_parameters())
+    again = build_model(load_config(None, [
+        *FILES, "model.name=vit-bert-tiny", f"model.image_weights={tmp_path / 'out' / 'image'}",
+        f"model.text_weights={tmp_path / 'out' / 'text'}",
+    ]))  # fmt: skip
+    assert again.tokenizer(["a cat"])["input_ids"][0, :4].tolist() == [2, 5, 6, 3]
+
+
+def test_an_export_with_hashed_words_starts_a_new_run(tmp_path):
+    model = make("clip hashed siglip", tmp_path)
+    export_model(model, tmp_path / "out")
+    again = build_model(load_config(None, [*FILES, "model.name=clip-tiny", f"model.weights={tmp_path / 'out'}"]))
+    assert torch.equal(features(again.eval()), features(model))
+
+
+def test_captions_are_cut_to_the_places_of_the_text_tower(tmp_path):
+    folder = write_clip(tmp_path / "clip", positions=6)
+    model = build_model(load_config(None, [*FILES, "model.name=clip-tiny", f"model.weights={folder}"]))
+    assert model.text(**model.tokenizer(["a red cat " * 9])).isfinite().all()
+
+
+def test_a_damaged_folder_is_named(tmp_path):
+    model = make("icon", tmp_path)
+    export_model(model, tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "tilewise.json").read_text())
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"cannot read.*model\.safetensors"):
+        load_exported(tmp_path / "out")
+    (tmp_path / "out" / "tilewise.json").write_text(json.dumps({**about, "format": 9}))
+    with pytest.raises(CheckpointError, match="format 9"):
+        load_exported(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no model"):
+        load_exported(tmp_path)
+
+
+# -- locked towers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, advice", [("clip-tiny", "Set weights"), ("vit-bert-tiny", "Set image_weights"), ("icon", "Choose a clip")]
+)
+def test_a_random_tower_is_not_locked(name, advice):
+    with pytest.raises(ConfigError, match=rf"model\.lock_image=true.*random numbers.*{advice}"):
+        load_config(None, [*(FILES if name != "icon" else []), f"model.name={name}", "model.lock_image=true"])
+
+
+def test_a_locked_vit_has_no_untrained_projection(tmp_path):
+    model = make("lit", tmp_path).train()
+    assert model.image.body.project is None
+    assert not any(p.requires_grad for p in model.image.parameters())
+    assert not model.image.training
+    assert model.text.training
+    assert model.text.body.project.weight.requires_grad
+    assert model.text.body.project.out_features == 32  # the width of the ViT
+    free = make("vit-bert", tmp_path)
+    assert free.image.body.project.weight.requires_grad
+    with pytest.raises(ConfigError, match=r"32 features.*model\.embed_dim is 24.*Set it to 0 or 32"):
+        build_model(load_config(None, [
+            *FILES, "model.name=vit-bert-tiny", f"model.image_weights={tmp_path / 'vit'}", "model.lock_image=true",
+            "model.embed_dim=24",
+        ]))  # fmt: skip
+
+
+# -- names of the hub --------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capfd):
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable(name, **unused):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    overrides = [*FILES, "model.name=clip-tiny", "model.weights=nobody/nothing-here"]
+    with pytest.raises(ConfigError, match=r"no such folder here, and as a hub id: the hub cannot be reached"):
+        build_model(load_config(None, overrides))
+    assert asked == ["nobody/nothing-here"]
+    said = capfd.readouterr()
+    assert "Retrying" not in said.err + said.out
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused(monkeypatch):
+    import huggingface_hub
+
+    def not_a_name(name, **unused):
+        raise huggingface_hub.errors.HFValidationError("not a name")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", not_a_name)
+    with pytest.raises(ConfigError, match=r"no folder 'nothing here' here.*the hub has no such model: not a name"):
+        build_model(load_config(None, [*FILES, "model.name=clip-tiny", "model.weights=nothing here"]))
