@@ -93,12 +93,13 @@ def test_scores_of_a_thousand_and_of_nothing(scale, calls):
 
 
 def test_a_z_loss_that_cancels_the_weight_of_a_row():
-    """w + 2 z lse = 0: nothing may be divided by it."""
+    """w + 2 z lse = 0, as a bias makes lse negative: nothing may be divided by it."""
     hidden = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
     classes = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    target, z = torch.tensor([0, 3, 4]), -0.5 / torch.tensor(5.0).double().log().item()
+    target, bias = torch.tensor([0, 3, 4]), torch.full((5,), -4.0, dtype=torch.float64)
+    settings = {"linear_bias": bias, "z_loss": -0.5 / bias.logsumexp(0).item()}
     got, want = (
-        torch.autograd.grad(tw.linear_cross_entropy(hidden, classes, target, z_loss=z, options=options), hidden)[0]
+        torch.autograd.grad(tw.linear_cross_entropy(hidden, classes, target, **settings, options=options), hidden)[0]
         for options in (EARLY, LATE)
     )
     assert_close(got, want, 1e-12)

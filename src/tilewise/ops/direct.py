@@ -305,8 +305,8 @@ class _Eager(torch.autograd.Function):
         (upstream,) = incoming
         inputs = *ctx.saved_tensors, ctx.needs, ctx.plan
         held, ctx.held = ctx.held, None
-        # With create_graph a second derivative may be asked for; the registered operator answers that with an error. And
-        # a compiler of backward passes takes it as it is, instead of looking into kernels.
+        # With create_graph a second derivative may be asked for; the registered operator answers that with an error.
+        # A compiler of backward passes takes it as it is, instead of looking into kernels.
         if held is None or torch.is_grad_enabled() or not _holds_numbers(upstream):
             grads = torch.ops.tilewise.pair_loss_grads(*inputs, upstream, *(None,) * 4)
         else:
