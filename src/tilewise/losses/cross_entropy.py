@@ -81,7 +81,7 @@ def linear_cross_entropy(
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
-    _check.check_number("z_loss", z_loss)
+    check_z_loss(z_loss)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
 
@@ -128,6 +128,13 @@ def linear_cross_entropy(
         return loss_n.sum()
     counted = valid if target_weight is None else torch.where(valid, target_weight, 0.0)
     return loss_n.sum() / counted.sum()
+
+
+def check_z_loss(z_loss: float) -> None:
+    """A finite number, not negative."""
+    _check.check_number("z_loss", z_loss)
+    if z_loss < 0.0:
+        raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative one would push the logits apart without end")
 
 
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:

@@ -13,9 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tilewise import _check
 from tilewise.errors import ConfigError
+from tilewise.integrations.transformers.fused import ASKED, FusedKind, detached, takes_fused
 from tilewise.integrations.transformers.head_input import HeadInput
 from tilewise.integrations.transformers.model import CHECK_TOKENS, classes_of, head_of, loss_of, quiet, random_tokens
 from tilewise.integrations.transformers.unbuilt import LossSettings, UnbuiltLogits, without_logits
+from tilewise.losses.cross_entropy import check_z_loss
+from tilewise.losses.token_stats import TokenStats
 from tilewise.options import TileOptions
 
 TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # what rounding the original's logits may change
@@ -26,6 +29,7 @@ def use_linear_cross_entropy(
     model: nn.Module,
     *,
     z_loss: float = 0.0,
+    statistics: bool = False,
     verify: bool = True,
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -40,20 +44,26 @@ def use_linear_cross_entropy(
         model: has ``get_output_embeddings()`` and takes ``labels``; tied or untied, with or without bias, capped,
             scaled, with LoRA on the head. Only this instance is changed. Wrap it (DDP, ``torch.compile``) afterwards.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts.
+        statistics: keep ``handle.token_stats`` of the last training call, a `tilewise.TokenStats` of all its tokens in
+            one dimension: log-probability of the target, entropy, whether it was the likeliest, and which tokens count.
+            They come from the pass that has the loss; ``filter_tolerance`` and ``gradients`` have no effect then.
         verify: run the model on 16 random tokens, before and after, and refuse it if the two losses differ.
         group: the head is spread over these ranks, slices of the vocabulary in rank order; nothing is verified then.
         options: how, never what.
+
+    TRL's ``SFTTrainer`` (from 1.15) wants log-probabilities and no logits: ``use_linear_cross_entropy(trainer.model)``,
+    once there is a trainer.
 
     Returns:
         A handle: ``remove()`` undoes everything, as does leaving it as a context manager.
 
     Memory: no tensor of tokens x vocabulary, in forward or in backward. LoRA on the head costs a copy of its weight.
     """
-    _check.check_number("z_loss", z_loss)
+    check_z_loss(z_loss)
     settings = LossSettings(z_loss, group, _check.check_options(options))
     _check.group_name(group)
     _check_model(model)
-    handle = LossHandle(model, settings)
+    handle = LossHandle(model, settings, statistics=statistics)
     if verify and group is None:
         handle.verify()
     handle.install()
@@ -66,14 +76,18 @@ class LossHandle:
     It is an object and not a closure, so that a copy of the model (``copy.deepcopy``) gets its own.
     """
 
-    def __init__(self, model: nn.Module, settings: LossSettings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: nn.Module, settings: LossSettings, *, statistics: bool = False) -> None:
+        self.model, self.settings, self.statistics = model, settings, statistics
+        self.token_stats: TokenStats | None = None  # of the last call in training, if they are kept
         self.previous = model.__dict__.get("forward")  # somebody else's stand-in, if there is one
         self.active = True
         self.head: nn.Module | None = None
         self.hooks: list[RemovableHandle] = []
         self.recording: LossSettings | None = None  # only while the model runs in training
         self.calls = 0  # of the head, in this run
+        self.watch: RemovableHandle | None = None
+        self.fused: FusedKind | None = None  # what a trainer's own head returns, once that is known
+        self.served = False  # whether the trainer's last question reached us
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -83,18 +97,31 @@ class LossHandle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; in training with labels, with the head's product left to the loss."""
         original = self._original()
-        if not (self.active and self.model.training and self._has_labels(args, kwargs)):
+        if not (self.active and self.model.training):
             return original(*args, **kwargs)
-        return self._without_product(original, args, kwargs, self.settings)
+        if kwargs.get(ASKED):
+            self.served = True
+            return self._fused(original, args, kwargs)
+        if not self._has_labels(args, kwargs):
+            return original(*args, **kwargs)
+        if not self.statistics:
+            return self._without_product(original, args, kwargs, self.settings)
+        seen: list[TokenStats] = []
+        output = self._without_product(original, args, kwargs, self.settings._replace(seen=seen))
+        self.token_stats = detached(seen[-1]) if seen else None
+        return output
 
     def install(self) -> None:
         """Become the model's forward."""
         self._join_head()
+        self.watch = self.model.register_forward_hook(self._after_model, with_kwargs=True)
         self.model.forward = self
 
     def remove(self) -> None:
         """Give the model its own forward back. A second call does nothing."""
         self._leave_head()
+        if self.watch is not None:
+            self.watch.remove()
         self.active = False  # for the case that somebody has wrapped us: then we stay, and only pass on
         if self.model.__dict__.get("forward") is not self:
             return
@@ -126,12 +153,65 @@ class LossHandle:
                 got = loss_of(self._without_product(original, (), inputs, plain))
             finally:
                 self._leave_head()
-        tolerance = TOLERANCE.get(next(self.model.parameters()).dtype, EXACT_TOLERANCE)
-        if not abs(got - want) <= tolerance * max(1.0, abs(want)):
+        if not abs(got - want) <= self._tolerance() * max(1.0, abs(want)):
             raise ConfigError(
                 f"{name} computes a loss of {want:.6g} on random tokens, and without its logits it would be {got:.6g}. "
                 "Its loss is not the cross-entropy of its head's output; it is left unchanged"
             )
+        if takes_fused(self.model):
+            try:
+                self.fused = self._learned(original)
+            finally:
+                self._leave_head()
+
+    def _fused(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A trainer's question for statistics of tokens, answered from our pass."""
+        if self.settings.z_loss or self.settings.group is not None:
+            raise ConfigError(
+                "the trainer makes the loss itself, of log-probabilities, so z_loss and group have no place in it. "
+                "Leave them out of use_linear_cross_entropy"
+            )
+        if self.fused is None:
+            self.fused = self._learned(original)
+        return self._answer(self.fused, original, args, kwargs)
+
+    def _learned(self, original: Callable[..., Any]) -> FusedKind:
+        """What the trainer's own head returns for a few random tokens, and that ours is the same."""
+        inputs = random_tokens(self.model)
+        with torch.no_grad(), quiet(self.model):
+            theirs = original(**inputs, **{ASKED: True})
+            kind = FusedKind.of(theirs)
+            ours = self._answer(kind, original, (), inputs)
+        kind.compare(ours, theirs, self._tolerance())
+        return kind
+
+    def _answer(
+        self, kind: FusedKind, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        wanted = {name: value for name, value in kwargs.items() if name != ASKED}
+        shifted = wanted.get("shift_labels")
+        labels = wanted.get("labels") if shifted is None else shifted
+        if labels is None:
+            raise ConfigError("the trainer asks for log-probabilities of no labels. Pass labels, by name")
+        seen: list[TokenStats] = []
+        wanted["labels"] = labels
+        output = self._without_product(original, args, wanted, self.settings._replace(seen=seen))
+        answer = kind.fill(output, seen, labels, shifted is not None)
+        if self.statistics:
+            self.token_stats = detached(seen[-1])
+        return answer
+
+    def _after_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self.active and model.training and kwargs.get(ASKED) and not self.served:
+            raise ConfigError(
+                f"a trainer has put a head of its own around this {type(model).__name__} since "
+                "use_linear_cross_entropy, whose loss is therefore not used. Call handle.remove(), and "
+                "use_linear_cross_entropy(trainer.model) when the trainer is made"
+            )
+        self.served = False
+
+    def _tolerance(self) -> float:
+        return TOLERANCE.get(next(self.model.parameters()).dtype, EXACT_TOLERANCE)
 
     def _original(self) -> Callable[..., Any]:
         if self.previous is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, ShapeError
 from tilewise.losses.cross_entropy import linear_cross_entropy
+from tilewise.losses.token_stats import TokenStats, linear_token_stats
 from tilewise.options import TileOptions
 
 Scale = float | Tensor
@@ -28,6 +29,7 @@ class LossSettings(NamedTuple):
     z_loss: float
     group: torch.distributed.ProcessGroup | None
     options: TileOptions
+    seen: list[TokenStats] | None = None  # where the statistics of tokens are put, if somebody wants them
 
 
 class Term(NamedTuple):
@@ -223,21 +225,34 @@ def _cross_entropy(
     bias, cap = input.bias, input.cap
     if cap is not None:  # cap * tanh(x) is the soft cap of cap * x
         scale, bias = scale * cap, None if bias is None else bias * cap
-    return linear_cross_entropy(
-        hidden,
-        classifier,
-        target,
-        linear_bias=bias,
-        weight=weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=cap,
-        logit_scale=scale,
-        z_loss=input.settings.z_loss,
-        group=input.settings.group,
-        options=input.settings.options,
-    )
+    settings = input.settings
+    shared: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "softcap": cap, "logit_scale": scale}
+    shared |= {"group": settings.group, "options": settings.options}
+    plain = weight is None and label_smoothing == 0.0
+    if settings.seen is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
+            stats = linear_token_stats(hidden, classifier, target, want=SEEN, **shared)
+        settings.seen.append(stats)
+        if plain:
+            return _from_statistics(stats, settings.z_loss, reduction)
+    smoothing: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing, "z_loss": settings.z_loss}
+    return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
+
+
+SEEN = ("log_prob", "entropy", "correct", "logsumexp")
+
+
+def _from_statistics(stats: TokenStats, z_loss: float, reduction: _check.Reduction) -> Tensor:
+    """The same loss, from the pass that has the statistics: ``z_loss * logsumexp ** 2 - log_prob`` of each token."""
+    assert stats.log_prob is not None
+    assert stats.logsumexp is not None
+    assert stats.valid is not None
+    loss_n = -stats.log_prob
+    if z_loss:
+        loss_n = loss_n + z_loss * stats.logsumexp.square()
+    if reduction == "none":
+        return loss_n
+    return loss_n.sum() if reduction == "sum" else loss_n.sum() / stats.valid.sum()
 
 
 class UnbuiltLogitsError(ConfigError, AttributeError):
