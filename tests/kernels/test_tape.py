@@ -124,6 +124,20 @@ def test_what_cannot_be_repeated_leaves_no_tape(how, tapes):
     assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), first, strict=True))
 
 
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_features_that_share_memory_do_not_spoil_their_kind(overlap, made):
+    """Where they lie is no part of it: the next ones lie apart and leave a tape, which serves the first as well."""
+    whole, pair = torch.randn(70 + overlap, 24), pair_of(CLIP, 0)
+    shared = dataclasses.replace(pair, a=whole[:70], b=whole[overlap:])
+    want = everything(shared, CLIP)
+    everything(pair, CLIP)
+    before = len(made)
+    everything(pair_of(CLIP, 1), CLIP)
+    got = everything(shared, CLIP)
+    assert len(made) == before
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 def test_memory_is_given_back_after_its_last_use(tapes):
     everything(pair_of(CLIP, 0), CLIP)
     backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]

@@ -302,6 +302,8 @@ def taped(
         return run(None) if known is None else known.replay(inputs)
     fresh = Tape(device)
     fresh.take(inputs)
+    if not fresh.whole:  # inputs share memory: the next ones of this kind may not, and are worth a tape
+        return run(None)
     outputs = run(fresh)
     made = fresh.finish(outputs)
     steps = sum(len(tape.steps) for tape in (*list(_tapes.values()), made) if tape is not None)
