@@ -20,7 +20,7 @@ from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, op
 from tilewise.train.distributed import World, join_world
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
-from tilewise.train.models import build_model
+from tilewise.train.models import describe_model
 from tilewise.train.objective import Objective
 from tilewise.train.optim import AveragedWeights, build_optimizer, learning_rate, set_learning_rate
 from tilewise.train.progress import RunProgress
@@ -77,7 +77,7 @@ class Trainer:
         self.console = console if world.is_first else None
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = build_model(config).to(world.device)
+        self.model = self.folder.build_model(config).to(world.device)
         self.skips = SkipLog()
         source = open_source(config.data, self.model.pixels.size, self.skips)
         self.stream = BatchStream(
@@ -107,7 +107,7 @@ class Trainer:
             self._take_folder(held)
             self._continue()
             if self.world.is_first:
-                self.folder.save_config(self.config)
+                self._write_down()
             with self._log() as log, StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
             if self.skips.total:
@@ -131,6 +131,12 @@ class Trainer:
                 problem = error
         if self.world.total(float(problem is not None))[0]:
             raise problem or GroupError(f"rank {self.world.rank} stops: the first rank cannot use output.folder")
+
+    def _write_down(self) -> None:
+        """The settings, and what it takes to build the model without the weights it started from."""
+        self.folder.save_config(self.config)
+        if not (self.step and self.folder.model.is_dir()):
+            describe_model(self.model, self.folder.model)
 
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import CheckpointError, ConfigError
-from tilewise.train.checkpoint import clear_leftovers, write_atomically
+from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_atomically
 from tilewise.train.config import RunConfig, load_config
+from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
 
 
@@ -28,6 +29,7 @@ class RunFolder:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
         self.report = self.path / "report.html"
 
     def read_config(self) -> RunConfig:
@@ -39,6 +41,19 @@ class RunFolder:
     def save_config(self, config: RunConfig) -> None:
         """Write the configuration beside the run."""
         write_atomically(self.config_file, to_toml(config))
+
+    def build_model(self, config: RunConfig) -> TwoTowers:
+        """The model of the run, on the CPU.
+
+        A run that has a checkpoint is built from what it wrote down, and its weights come from there: the folder or
+        hub id that it started from is not asked for again. A new run is built from its settings.
+        """
+        if not (self.model.is_dir() and list_checkpoints(self.checkpoints)):
+            return build_model(config)
+        model = build_described(self.model)
+        if config.model.lock_image:
+            model.lock_image()
+        return model
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from tilewise.train.config import RunConfig
 from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
 from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
-from tilewise.train.models import TwoTowers, build_model
+from tilewise.train.models import TwoTowers
 from tilewise.train.pictures import contact_sheet, terminal_picture
 from tilewise.train.run_folder import RunFolder
 
@@ -81,7 +81,7 @@ def load_run(folder: str | Path, device: str = "auto") -> tuple[RunConfig, Encod
     path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
     checkpoint = open_checkpoint(path) if path.is_dir() else latest
     place = choose_device(device)
-    model = load_weights(build_model(config), checkpoint).to(place)
+    model = load_weights(run.build_model(config), checkpoint).to(place)
     return config, Encoders(model, place, config.loop.precision, config.loop.chunk_size), checkpoint
 
 
