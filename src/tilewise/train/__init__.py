@@ -1,4 +1,24 @@
 """The training system: configuration, data, models, the loop, evaluation, checkpoints, the report.
 
+    from tilewise.train import load_model
+    model = load_model("runs/run")
+
 Nothing in the library imports this package. Its command line is ``tilewise`` (see `tilewise.train.cli`).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.train.inference import ImageTextModel, load_model
+
+__all__ = ["ImageTextModel", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # when it is used: the command line starts here, and need not wait for torch
+        from tilewise.train import inference
+
+        return getattr(inference, name)
+    raise AttributeError(f"module 'tilewise.train' has no attribute {name!r}")

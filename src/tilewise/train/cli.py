@@ -1,4 +1,4 @@
-"""The command line: ``tilewise train | evaluate | search | demo | config | plan``.
+"""The command line: ``tilewise train | evaluate | search | export | demo | config | plan``.
 
 Heavy imports wait until a command needs them, so that ``tilewise --help`` is quick.
 """
@@ -124,6 +124,24 @@ def search(
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
     console.print(f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}", highlight=False)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    folder: Annotated[Path, typer.Argument(help="where to write; it must not exist, or be empty")],
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step that was kept")] = "best",
+) -> None:
+    """Write a run's model as safetensors and JSON, which transformers reads where the towers are its own."""
+    from tilewise.train.inference import load_model
+
+    console = _console()
+    model = load_model(run, device="cpu", checkpoint=checkpoint)
+    target = model.export(folder)
+    console.print(f"exported {model.origin} to {target}", highlight=False)
+    console.print(f"in Python:  tilewise.train.load_model({str(target)!r})", highlight=False)
+    for line in model.readers(target):
+        console.print(f"or:         {line}", highlight=False)
 
 
 @app.command(name="config")

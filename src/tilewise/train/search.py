@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import CheckpointError, DataError, RangeError
-from tilewise.train.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, step_name
+from tilewise.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, open_checkpoint, step_name
 from tilewise.train.config import RunConfig
 from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
 from tilewise.train.distributed import choose_device
@@ -70,19 +70,35 @@ class Gallery:
         return self._caption.get(int(self.pairs.image_ids[number]), "")
 
 
-def load_run(folder: str | Path, device: str = "auto") -> tuple[RunConfig, Encoders, Checkpoint]:
-    """The model of a run at its best checkpoint (averaged weights, where the run has them)."""
+def load_run(
+    folder: str | Path, device: str = "auto", which: str | int = "best"
+) -> tuple[RunConfig, Encoders, Checkpoint]:
+    """The model of a run at a checkpoint, the best unless told (averaged weights, where the run has them)."""
     run = RunFolder(folder)
     config = run.read_config()
-    latest, _ = latest_checkpoint(run.checkpoints)
-    if latest is None:
-        raise CheckpointError(f"{folder} has no checkpoint yet; train it first: tilewise train {run.config_file}")
-    best = latest.state.get("best") or {}
-    path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
-    checkpoint = open_checkpoint(path) if path.is_dir() else latest
+    checkpoint = choose_checkpoint(run, which)
     place = choose_device(device)
     model = load_weights(run.build_model(config), checkpoint).to(place)
     return config, Encoders(model, place, config.loop.precision, config.loop.chunk_size), checkpoint
+
+
+def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
+    """The best checkpoint (the last where nothing was evaluated), the "last", or that of a step."""
+    latest, _ = latest_checkpoint(run.checkpoints)
+    if latest is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet; train it first: tilewise train {run.config_file}")
+    if which == "last":
+        return latest
+    if which == "best":
+        best = latest.state.get("best") or {}
+        path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
+        return open_checkpoint(path) if path.is_dir() else latest
+    kept = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run.checkpoints)}
+    if not str(which).isdigit() or int(which) not in kept:
+        raise CheckpointError(
+            f"{run.path} keeps no checkpoint {which!r}; there are best, last, {', '.join(map(str, kept))}"
+        )
+    return open_checkpoint(kept[int(which)])
 
 
 def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:

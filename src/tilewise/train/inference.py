@@ -1,0 +1,152 @@
+"""Take the model out of a run: encode images and captions in Python, or export it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import CheckpointError, DataError, ShapeError
+from tilewise.train.data.images import centre_box, decode, to_tensor
+from tilewise.train.distributed import choose_device
+from tilewise.train.evaluate import Encoders
+from tilewise.train.models import TwoTowers, export_model, load_exported
+from tilewise.train.models.saved import ABOUT
+
+
+class ImageTextModel:
+    """Both towers of a run, ready to encode.
+
+    Args:
+        encoders: the model on its device, without a graph.
+        origin: where it came from, in words.
+
+    Attributes:
+        image_tower, text_tower: ``nn.Module`` in evaluation mode: uint8 images (n, channels, size, size) and tokens to
+            unit features (n, d).
+        tokenizer: a list of captions to named tensors, the keywords of `text_tower`.
+        pixels: what the image tower reads: its size, channels, mean and standard deviation.
+        logit_scale, logit_bias: of the loss; scores are ``scale * image @ text.T + bias``. The bias is 0 but for
+            the sigmoid loss.
+        device: where features are made.
+        origin: where the model came from, in words.
+    """
+
+    def __init__(self, encoders: Encoders, origin: str) -> None:
+        self._encoders, self.origin = encoders, origin
+        self._model: TwoTowers = encoders.model
+        self.image_tower, self.text_tower = self._model.image, self._model.text
+        self.tokenizer, self.pixels, self.device = self._model.tokenizer, self._model.pixels, encoders.device
+        self.logit_scale = float(self._model.scale().detach())
+        bias = self._model.scale.bias
+        self.logit_bias = 0.0 if bias is None else float(bias.detach())
+
+    def preprocess(self, image: Any) -> Tensor:
+        """A picture as the image tower reads it: uint8 (channels, size, size), the centre square, resized.
+
+        Args:
+            image: a path, the bytes of an image file, or a Pillow image. Transparency is laid on white.
+        """
+        from PIL.Image import Image
+
+        if isinstance(image, Image):
+            held = io.BytesIO()
+            image.save(held, "PNG")
+            image = held.getvalue()
+        if isinstance(image, str | Path):
+            try:
+                image = Path(image).read_bytes()
+            except OSError as error:
+                raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
+        if not isinstance(image, bytes):
+            raise DataError(f"an image is a path, bytes or a Pillow image, got {type(image).__name__}")
+        picture = decode(image)
+        made = to_tensor(picture, centre_box(*picture.size), self.pixels.size)
+        if self.pixels.channels == 1:
+            made = made.float().mean(0, keepdim=True).round().to(torch.uint8)
+        return made
+
+    def encode_image(self, images: Tensor | Iterable[Any]) -> Tensor:
+        """Unit features (n, d), float32, on the model's device.
+
+        Args:
+            images: uint8 (n, channels, size, size), or pictures as `preprocess` takes them; these are read in chunks.
+        """
+        size = self._encoders.chunk_size
+        if isinstance(images, Tensor):
+            wanted = (self.pixels.channels, self.pixels.size, self.pixels.size)
+            if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != wanted:
+                raise ShapeError(
+                    f"images are uint8 of shape (n, {', '.join(map(str, wanted))}), got {images.dtype} of shape "
+                    f"{tuple(images.shape)}. Give paths or Pillow images, or use preprocess; values are 0 to 255"
+                )
+            return self._encoders.images(images.split(size)).clone() if len(images) else self._nothing()
+        if isinstance(images, str | Path | bytes):
+            raise ShapeError("encode_image takes several images; give a list, such as [image]")
+        pictures = list(images)
+        if not pictures:
+            return self._nothing()
+        chunks = (pictures[i : i + size] for i in range(0, len(pictures), size))
+        return self._encoders.images(torch.stack([self.preprocess(p) for p in chunk]) for chunk in chunks).clone()
+
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Unit features (n, d), float32, on the model's device."""
+        if isinstance(texts, str):
+            raise ShapeError("encode_text takes several captions; give a list, such as [caption]")
+        return self._encoders.texts(list(texts)).clone() if len(texts) else self._nothing()
+
+    def _nothing(self) -> Tensor:
+        return self._encoders.texts([""])[:0].clone()  # a clone is no inference tensor: a probe may learn on it
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the model as safetensors and JSON; `load_model` reads it, and `transformers` reads its own towers."""
+        target = Path(folder)
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise CheckpointError(f"{target} exists already. Choose a folder that does not, or an empty one")
+        export_model(self._model, target)
+        return target
+
+    def readers(self, folder: Path) -> list[str]:
+        """How `transformers` reads the exported folder, line by line."""
+        if self._model.kind == "clip":
+            lines = [f"transformers.CLIPModel.from_pretrained({str(folder)!r})"]
+        elif self._model.kind == "vit-bert":
+            names = {"image": "ViTModel", "text": "BertModel"}
+            lines = [
+                f"transformers.{name}.from_pretrained({str(folder / part)!r}, add_pooling_layer=False)"
+                for part, name in names.items()
+            ]
+        else:
+            lines = []
+        return lines
+
+
+def load_model(
+    folder: str | Path, *, device: str = "auto", checkpoint: str | int = "best", chunk_size: int = 256
+) -> ImageTextModel:
+    """The model of a run, or one that was exported, for inference.
+
+    Nothing else is needed: neither the weights that the run started from nor a network.
+
+    Args:
+        folder: of a run (`output.folder`), or one that `ImageTextModel.export` or ``tilewise export`` wrote.
+        device: "auto" (CUDA where there is one), "cpu" or "cuda".
+        checkpoint: of a run: "best" (by held-out recall; the last where nothing was evaluated), "last", or a step that
+            was kept. Averaged weights are taken where the run has them.
+        chunk_size: images or captions that a tower sees at once.
+    """
+    path = Path(folder)
+    if (path / ABOUT).is_file():
+        place = choose_device(device)
+        return ImageTextModel(
+            Encoders(load_exported(path).to(place), place, chunk_size=chunk_size), f"exported to {path}"
+        )
+    from tilewise.train.search import load_run
+
+    _, encoders, kept = load_run(path, device, checkpoint)
+    encoders = Encoders(encoders.model, encoders.device, chunk_size=chunk_size)
+    return ImageTextModel(encoders, f"{path}, step {kept.step}")
