@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.direct import forms_early, pair_loss
 from tilewise.ops.pair_stats import PairKeys, pair_stats
@@ -90,9 +91,11 @@ def info_nce(
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
     else:
+        _refuse_forward_mode(a, b)
         pos = _measured(scale * own_scores(a, b[:, None, :], None), zero).squeeze(1)
         lse = pos
     if negatives is not None and negatives.dim() == 3:
+        _refuse_forward_mode(negatives)
         x_nk = _measured(scale * own_scores(a, negatives, negative_mask), zero)
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
@@ -138,6 +141,14 @@ def _shared_lse(
     )
     assert stats.row_lse is not None
     return stats.row_lse
+
+
+def _refuse_forward_mode(*features: Tensor) -> None:
+    """The operator behind would take a tangent for a zero, in silence; autograd functions refuse it by themselves."""
+    if not torch.compiler.is_compiling() and any(unpack_dual(value).tangent is not None for value in features):
+        raise GradientError(
+            "tilewise losses have no forward-mode derivatives (torch.func.jvp, jacfwd, forward_ad). Use backward"
+        )
 
 
 def _measured(x_nk: Tensor, zero: Tensor | None) -> Tensor:

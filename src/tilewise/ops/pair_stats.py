@@ -332,8 +332,8 @@ _pair_grads_op.register_autograd(_no_second, setup_context=lambda ctx, inputs, o
 
 
 def _holds_numbers(a: Tensor) -> bool:
-    """Whether this is no stand-in with which a compiler or an exporter traces: those see the registered operator."""
-    return not torch.compiler.is_compiling() and type(a) in (Tensor, torch.nn.Parameter)
+    """Whether this is no stand-in, of a compiler, an exporter or the meta device: those see the registered operator."""
+    return not torch.compiler.is_compiling() and type(a) in (Tensor, torch.nn.Parameter) and not a.is_meta
 
 
 class _Eager(torch.autograd.Function):

@@ -41,6 +41,10 @@ def check_features(queries: Tensor, gallery: Tensor) -> None:
         raise DeviceError(
             f"queries and gallery must be on one device, got {queries.device} and {gallery.device}. Move one of them"
         )
+    if queries.is_meta:
+        raise DeviceError(
+            "ranks are counted from numbers, and tensors on the meta device have none. Move them to another"
+        )
     if 0 in (queries.shape[0], gallery.shape[0], queries.shape[1]):
         return
     ends = torch.stack([end.double() for side in (queries, gallery) for end in torch.aminmax(side.detach())])
