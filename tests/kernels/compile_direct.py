@@ -40,9 +40,10 @@ SMALL = {
     "finish": (direct_kernels.finish_rows_kernel, {"D": 4096, "BLOCK": 8, "WIDTH": 256}, ()),
     "positives": (
         direct_kernels.positives_kernel,
-        {"D": 4096, "STRIDE": 4096, "EPS": 2.0**-7, "BLOCK": 4, "WIDTH": 512},
+        {"D": 4096, "STRIDE": 4096, "EPS": 2.0**-7, "RUN": 64, "BLOCK": 4, "WIDTH": 512},
         (),
     ),
+    "runs": (direct_kernels.runs_kernel, {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}, ()),
     "bias": (direct_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, ()),
     "multiply": (direct_kernels.multiply_kernel, {"PROGRAMS": 264, "BLOCK": 4096}, ()),
 }

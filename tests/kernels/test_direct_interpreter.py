@@ -329,6 +329,28 @@ def test_a_gradient_that_waits_in_float32_has_the_whole_share(monkeypatch, sever
     assert_close(grads.scale, (exact[0] * pair.a.double()).sum() / pair.scale, 1e-4)
 
 
+@pytest.mark.parametrize("most", [1, 63, 64, 65, 127, 200, 300])
+def test_a_column_may_have_any_number_of_rows(most):
+    """Those of a long run are added up in several parts; a row without a positive has none."""
+    generator = torch.Generator().manual_seed(most)
+    n, d, columns = 330, 40, 50
+    a, scaled = torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator).half()
+    entry, factor = torch.randn(n, generator=generator), torch.rand(n, generator=generator)
+    column = torch.randint(0, columns, (n,), generator=generator, dtype=torch.int32)
+    column[torch.randperm(n, generator=generator)[:most]] = 7
+    column[::30] = -1
+    held = kernels.Exponentials(e=a[:, :1], factor=factor, entry=entry, column=column)
+    work = object.__new__(direct.Products)
+    pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(1.5))
+    work.call, work.d = launch.Call.of(pair, SOFTMAX, EARLY), d
+    grad = torch.zeros(columns, d)
+    work._positives(held, pair.a, scaled, grad)
+    exact = 1.5 * (factor * entry).double()[:, None] * pair.a.double()
+    each = exact - entry.half().double()[:, None] * scaled.double()
+    want = torch.zeros(columns, d).double().index_add_(0, column.clamp(min=0), each * (column >= 0)[:, None])
+    assert_close(grad, want, 1e-6)
+
+
 @pytest.mark.usefixtures("to_nearest")
 @pytest.mark.parametrize("negatives", [0.0, 1e-4, 1e-3, 4e-3, 1e-2, 1.0])
 def test_two_roundings_leave_little_more_than_one(negatives):

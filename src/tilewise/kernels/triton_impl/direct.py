@@ -33,7 +33,8 @@ MANY_PARTS = 16
 WIDTH = 128
 BIAS_ROWS, BIAS_COLS = 32, 128
 MULTIPLY_BLOCK = 4096
-POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 4
+POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 2
+POSITIVES_RUN = 64  # rows of one column that are added up one after another
 
 
 def why_not(pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
@@ -268,14 +269,18 @@ class Products:
         """The columns' gradients, corrected where they are the positive of a row."""
         column, order = torch.sort(held.column, stable=True)
         width = min(POSITIVES_WIDTH, triton.next_power_of_2(self.d))
+        chunks, runs = cdiv(self.d, width), cdiv(len(a), POSITIVES_RUN)
         eps = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
         key = self.d, a.stride(0), a.dtype, out.dtype, a.data_ptr() % 16, out.data_ptr() % 16
         values: dict[str, Any] = {"grad": out, "a": a, "scaled": scaled, "column": column, "order": order}
         values |= {"factor": held.factor, "entry": held.entry, "scale": self.call.pair.scale}
-        values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0)}
+        values |= {"exacts": self.call.empty(runs, self.d), "helds": self.call.empty(runs, self.d)}
+        values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0), "RUN": POSITIVES_RUN}
         values |= {"EPS": eps, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
-        last = self.call.prepare(direct_kernels.positives_kernel, POSITIVES_WARPS, 2, key).put(values)
-        last.launch(len(a) * cdiv(self.d, width))
+        steps = (direct_kernels.runs_kernel, runs - 1), (direct_kernels.positives_kernel, len(a))
+        for kernel, places in steps:
+            if places:
+                self.call.prepare(kernel, POSITIVES_WARPS, 2, key).put(values).launch(places * chunks)
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
         """The bias's part of these rows, set or added."""

@@ -237,13 +237,52 @@ def positives_of(row, here, col, a, scaled, factor, entry, s, D: tl.constexpr, S
     return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # what is not here may be infinite
 
 
+@triton.jit
+def positives_from(place, stop, mine, col, a, scaled, factor, entry, order, column, s, D: tl.constexpr, STRIDE: tl.constexpr,
+                   RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Of the rows whose column is mine, at sorted places up to ``stop``, at most RUN of them."""
+    all_places = place + tl.arange(0, RUN)
+    found = tl.load(column + all_places, mask=all_places < stop, other=-2) == mine
+    end = place + tl.sum(found.to(tl.int32), 0)
+    exact = tl.zeros((WIDTH,), tl.float32)
+    held = tl.zeros((WIDTH,), tl.float32)
+    for start in range(place, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        rows = tl.load(order + at, mask=at < end, other=0)[:, None]
+        here = (at < end)[:, None] & (col < D)[None, :]
+        one, other = positives_of(rows, here, col[None, :], a, scaled, factor, entry, s, D, STRIDE)
+        exact += tl.sum(one, 0)
+        held += tl.sum(other, 0)
+    return exact, held
+
+
 @triton.jit(do_not_specialize=["n"])
-def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, n, D: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr,
-                     BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def runs_kernel(a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr,
+                BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """For `positives_kernel`, of a column that many rows have: what those from each RUN-th sorted place up to the next add."""
+    chunks = tl.cdiv(D, WIDTH)
+    run = tl.program_id(0) // chunks + 1
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + run * RUN)
+    goes = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
+    stop = tl.where(goes, tl.minimum(n, run * RUN + RUN), 0)
+    s = tl.load(scale)
+    exact, held = positives_from(
+        run * RUN, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    here = goes & (col < D)
+    tl.store(exacts + run * D + col, exact, mask=here)
+    tl.store(helds + run * D + col, held, mask=here)
+
+
+@triton.jit(do_not_specialize=["n"])
+def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr,
+                     EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """grad_j += sum over the rows i whose positive is j of scale f_i entry_i a_i - v_i s_i, v and s rounded: what dB holds.
 
     ``column`` is sorted, ``order`` says which row has it. A program has WIDTH features of one sorted place; the first of
-    a column takes all its rows, in order, and the others return. Most columns have one row, which is taken by itself.
+    a column takes all its rows, in order, and the others return. Most columns have one row, which is taken by itself;
+    from the next RUN-th place on, `runs_kernel` has added up what a column's rows add.
 
     A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before, and is rounded once more. What it holds
     besides sum v_i s_i is the negatives' share, and an error of which the size is known, ulp^2 / 12 in the mean of its
@@ -262,19 +301,19 @@ def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, n, D:
     s = tl.load(scale)
     row = tl.load(order + place, mask=first, other=0)
     exact, held = positives_of(row, here, col, a, scaled, factor, entry, s, D, STRIDE)
-    place += 1
-    more = first & (tl.load(column + place, mask=place < n, other=-1) == mine)
-    while more:
-        at = place + tl.arange(0, BLOCK)
-        same = (at < n) & (tl.load(column + at, mask=at < n, other=-1) == mine)
-        rows = tl.load(order + at, mask=same, other=0)[:, None]
-        one, other = positives_of(
-            rows, same[:, None] & (col < D)[None, :], col[None, :], a, scaled, factor, entry, s, D, STRIDE
-        )
-        exact += tl.sum(one, 0)
-        held += tl.sum(other, 0)
-        more = tl.sum(same.to(tl.int32), 0) == BLOCK
-        place += BLOCK
+    run = place // RUN + 1
+    stop = tl.where(first, tl.minimum(n, run * RUN), 0)
+    more, more_held = positives_from(
+        place + 1, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    exact += more
+    held += more_held
+    goes = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
+    while goes:
+        exact += tl.load(exacts + run * D + col, mask=here, other=0.0)
+        held += tl.load(helds + run * D + col, mask=here, other=0.0)
+        run += 1
+        goes = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
     rest = before - held
     if EPS > 0.0:
         ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
