@@ -1,7 +1,7 @@
 """The training system: configuration, data, models, the loop, evaluation, checkpoints, the report.
 
     from tilewise.train import load_model
-    model = load_model("runs/run")
+    trained = load_model("runs/run")
 
 Nothing in the library imports this package. Its command line is ``tilewise`` (see `tilewise.train.cli`).
 """

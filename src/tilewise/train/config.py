@@ -119,6 +119,11 @@ class OptimConfig:
     eps: float = setting(1e-8, "added to the root of the second moment (AdamW)", above=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", least=0)
     final_lr_share: float = setting(0.0, "learning rate at the end, as a share of the peak", least=0, most=1)
+    extend: Literal["refuse", "restart", "stretch", "constant"] = setting(
+        "refuse",
+        "learning rate where a run that exists gets another length: restart (warm-up and cosine again over the added "
+        "steps), stretch (the curve of the new length from now on), constant (the final one)",
+    )
     clip_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 leaves them", least=0)
     ema_decay: float = setting(0.0, "decay of the averaged weights used for evaluation; 0: none", least=0, most=0.99999)
     scale_lr: float = setting(1.0, "learning rate of the logit scale, as a share of lr", least=0)
@@ -195,15 +200,20 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
     return build(RunConfig, apply_overrides(values, overrides))
 
 
-# What may change when a run continues: where and how often things are written, and who decodes.
-FREE_TO_CHANGE = ("output.", "data.workers", "data.prefetch", "loop.device", "loop.threads", "loss.workspace_mib")
+# What may change when a run continues: where and how often things are written, who decodes, and where the same data
+# lies. Another length is the business of `tilewise.train.plan`.
+FREE_TO_CHANGE = (
+    "output.", "data.workers", "data.prefetch", "data.path", "data.eval_path", "data.image_root", "loop.device",
+    "loop.threads", "loop.steps", "loop.epochs", "optim.extend", "loss.workspace_mib",
+)  # fmt: skip
 
 
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse to continue a run whose settings would make it another run."""
+    """Refuse to continue a run whose settings would make it another run; settings it did not know have defaults."""
+    before = to_dict(build(RunConfig, saved))
     changed = [
-        f"{name} was {before!r}, now {now!r}"
-        for name, (before, now) in differences(saved, to_dict(config)).items()
+        f"{name} was {old!r}, now {new!r}"
+        for name, (old, new) in differences(before, to_dict(config)).items()
         if not name.startswith(FREE_TO_CHANGE)
     ]
     if changed:

@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.errors import GroupError, TilewiseError
-from tilewise.train.checkpoint import check_room, latest_checkpoint
-from tilewise.train.config import RunConfig, check_same_run
+from tilewise.errors import ConfigError, GroupError, TilewiseError
+from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
+from tilewise.train.config import LoopConfig, RunConfig, check_same_run
 from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
 from tilewise.train.models import describe_model
 from tilewise.train.objective import Objective
-from tilewise.train.optim import AveragedWeights, build_optimizer, learning_rate, set_learning_rate
+from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
+from tilewise.train.plan import change_length, new_plan, planned_rate, planned_steps
 from tilewise.train.progress import RunProgress
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
+from tilewise.train.settings import build
 from tilewise.train.signals import StopRequest
 from tilewise.train.step_memory import memory_counted, memory_now
 
@@ -88,11 +90,16 @@ class Trainer:
         self.pairs = open_eval_pairs(config.data, self.model.pixels.size, held_out) if world.is_first else None
         if held_out.total:
             self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
-        self.steps = config.loop.steps or max(1, round(config.loop.epochs * self.stream.steps_per_epoch))
+        self.steps = self._length(config.loop)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
         self.objective = Objective(config, self.model, world)
         self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
+        self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
+
+    def _length(self, config: LoopConfig) -> int:
+        """Steps in all."""
+        return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
 
     @property
     def step(self) -> int:
@@ -171,7 +178,7 @@ class Trainer:
         config = self.config.optim
         self.model.train()
         torch.manual_seed(step_seed(self.config.loop.seed, self.step, self.world.rank))
-        lr = learning_rate(self.step, self.steps, config)
+        lr = planned_rate(self.step, self.state.plan, config)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         with memory_counted(self.state, self.objective, self.config, batch):
@@ -254,11 +261,27 @@ class Trainer:
             )
         if checkpoint is None:
             return
-        check_same_run(checkpoint.state["config"], self.config)
+        self._check_same_run(checkpoint)
         self.state.load(checkpoint)
         if self.world.is_first:
             self.skips.restore(self.state.skips)
-        self._say(f"continuing after step {self.step} of {self.steps}")
+        before = planned_steps(self.state.plan)
+        self.state.plan = change_length(self.state.plan, self.step, self.steps, self.config.optim)
+        changed = f" ({before} before; learning rate: {self.config.optim.extend})" if before != self.steps else ""
+        self._say(f"continuing after step {self.step} of {self.steps}{changed}")
+
+    def _check_same_run(self, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.state
+        check_same_run(saved["config"], self.config)
+        pairs = saved.get("pairs", self.state.pairs)
+        if pairs != self.state.pairs:
+            raise ConfigError(
+                f"the run in {self.folder.path} was started on {pairs} training pairs, {self.config.data.path!r} has "
+                f"{self.state.pairs}, so its place in the data means nothing here. Give the same data, which may lie "
+                "elsewhere, or choose another output.folder"
+            )
+        if "plan" not in saved:  # of an earlier version
+            self.state.plan = new_plan(self._length(build(RunConfig, saved["config"]).loop))
 
     # -- small helpers -------------------------------------------------------------------------------------
 

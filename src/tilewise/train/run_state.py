@@ -15,6 +15,7 @@ from tilewise.train.data import Position
 from tilewise.train.memory import MemoryUse
 from tilewise.train.models import TwoTowers
 from tilewise.train.optim import AveragedWeights, optimizer_tensors, restore_optimizer
+from tilewise.train.plan import Plan, plan_of
 from tilewise.train.settings import to_dict
 
 
@@ -22,8 +23,8 @@ from tilewise.train.settings import to_dict
 class RunState:
     """The state of a run after `step` steps.
 
-    The learning rate, the order of the data, its augmentation and the random state of a step are functions of
-    the settings and the step, so they need no place here.
+    The learning rate (given the plan), the order of the data, its augmentation and the random state of a step are
+    functions of the settings and the step, so they need no place here.
 
     Args:
         model, optimizer, average, scaler: what learns; the last two may be None.
@@ -34,6 +35,8 @@ class RunState:
         skips: what was left out of the data, by reason, as far as this rank has seen it.
         skipped: rows left out of all batches, over all ranks.
         memory: of a step, once it was counted.
+        plan: the run's length and learning rates.
+        pairs: training pairs, which another copy of the data has as many of.
     """
 
     model: TwoTowers
@@ -47,6 +50,8 @@ class RunState:
     skips: dict[str, Any] = field(default_factory=lambda: {"counts": {}, "once": []})
     skipped: int = 0
     memory: MemoryUse | None = None
+    plan: Plan = ()
+    pairs: int = 0
 
     def save(self, folder: Path, config: RunConfig) -> None:
         """Write a checkpoint, and drop those that are no longer kept."""
@@ -61,6 +66,8 @@ class RunState:
             "metrics": self.metrics,
             "scaler": self.scaler.state_dict() if self.scaler is not None else {},
             "memory": self.memory.state() if self.memory is not None else {},
+            "plan": [list(leg) for leg in self.plan],
+            "pairs": self.pairs,
             "config": to_dict(config),
         }
         save_checkpoint(folder, self.step, tensors, rest)
@@ -80,6 +87,7 @@ class RunState:
             self.step, self.position = checkpoint.step, Position(**rest["position"])
             self.best, self.metrics = rest["best"], rest["metrics"]
             self.skips, self.skipped = rest["skips"], rest["skipped"]
+            self.plan = plan_of(rest["plan"]) if "plan" in rest else self.plan
             if rest["memory"]:
                 self.memory = MemoryUse(**{key: rest["memory"][key] for key in MemoryUse.__dataclass_fields__})
         except (KeyError, TypeError, RuntimeError) as error:

@@ -1,0 +1,92 @@
+"""The plan of a run: how many steps, and the learning rate of each, also where steps were added later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tilewise.errors import ConfigError
+from tilewise.train.config import OptimConfig
+from tilewise.train.optim import learning_rate
+
+
+class Leg(NamedTuple):
+    """Steps ``first .. last - 1`` of a run, and the kind of their learning rate.
+
+    Args:
+        first: steps done before it.
+        last: steps done after it.
+        kind: "plan" and "stretch": the curve of a run of `last` steps; "restart": that of a run of ``last - first``
+            steps, warm-up included, from its beginning; "constant": the final learning rate.
+    """
+
+    first: int
+    last: int
+    kind: str
+
+
+Plan = tuple[Leg, ...]
+
+
+def new_plan(steps: int) -> Plan:
+    """The plan of a run of so many steps."""
+    return (Leg(0, steps, "plan"),)
+
+
+def planned_steps(plan: Plan) -> int:
+    """Steps in all."""
+    return plan[-1].last
+
+
+def planned_rate(step: int, plan: Plan, config: OptimConfig) -> float:
+    """The learning rate of a step: that of the last leg which has begun.
+
+    >>> plan = (Leg(0, 2, "plan"), Leg(2, 4, "restart"))
+    >>> [round(planned_rate(step, plan, OptimConfig(lr=1.0)), 3) for step in range(4)]
+    [1.0, 0.5, 1.0, 0.5]
+    """
+    leg = [leg for leg in plan if leg.first <= step][-1]
+    if leg.kind == "constant":
+        return config.lr * config.final_lr_share
+    if leg.kind == "restart":
+        return learning_rate(step - leg.first, leg.last - leg.first, config)
+    return learning_rate(step, leg.last, config)
+
+
+def change_length(plan: Plan, done: int, steps: int, config: OptimConfig) -> Plan:
+    """The plan of a run that is to have `steps` steps from now on, as ``optim.extend`` says.
+
+    Args:
+        plan: so far.
+        done: steps done.
+        steps: wanted in all.
+        config: ``extend`` and the learning rate.
+    """
+    before = planned_steps(plan)
+    if steps == before:
+        return plan
+    what = f"the run was planned for {before} steps and has done {done}; now it is to have {steps}"
+    if config.extend == "refuse":
+        raise ConfigError(
+            f"{what}. Its learning rate was made for {before}, so say what that of the other steps is: "
+            "optim.extend=restart (warm-up and cosine again over the added steps), stretch (the curve of the new "
+            "length from here on) or constant (the final learning rate). Or give the old length, or choose another "
+            "output.folder"
+        )
+    if steps < done:
+        raise ConfigError(f"{what}. Steps that are done cannot be taken back; choose at least {done}")
+    if config.extend == "stretch":
+        return (*[leg for leg in plan if leg.first < done], Leg(done, steps, "stretch"))
+    if steps < before:
+        raise ConfigError(f"{what}. optim.extend={config.extend} adds steps; only stretch can shorten a run")
+    if config.extend == "constant" and not config.final_lr_share:
+        raise ConfigError(
+            f"{what} with optim.extend=constant, but optim.final_lr_share is 0, so nothing would be learned. "
+            "Choose restart or stretch"
+        )
+    return (*plan, Leg(before, steps, config.extend))
+
+
+def plan_of(saved: Sequence[Sequence[int | str]]) -> Plan:
+    """The plan that a checkpoint keeps as plain values."""
+    return tuple(Leg(int(first), int(last), str(kind)) for first, last, kind in saved)
