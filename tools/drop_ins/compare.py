@@ -200,6 +200,31 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
+def open_clip_pairs_of_losses(root: Path) -> Iterator[Case]:
+    """Those that return two; their sum is compared."""
+    from tilewise.integrations import open_clip as ours
+
+    theirs = sys.modules["open_clip.loss"]
+    pair = (unit(ROWS, WIDTH), unit(ROWS, WIDTH))
+    labels = torch.randint(0, 30, (ROWS, 7))
+
+    def captioned(loss: nn.Module) -> Callable[..., Tensor]:
+        return lambda a, b, logits, scale: sum(loss(a, b, logits, labels, scale))
+
+    coca = (*pair, normal(ROWS, 7, 30), scalar(14.3))
+    weights = (2.0, 1.0)
+    yield Case(
+        "open_clip_torch", "CoCaLoss", *map(captioned, (theirs.CoCaLoss(*weights), ours.CoCaLoss(*weights))), coca
+    )
+    teacher = (unit(ROWS, 2 * WIDTH).detach(), unit(ROWS, 2 * WIDTH).detach())
+
+    def taught(loss: nn.Module) -> Callable[..., Tensor]:
+        return lambda a, b, scale: sum(loss(a, b, scale, *(side.to(a.dtype) for side in teacher), 20.0))
+
+    both = map(taught, (theirs.DistillClipLoss(), ours.DistillClipLoss()))
+    yield Case("open_clip_torch", "DistillClipLoss", *both, (*pair, scalar(14.3)))
+
+
 def main(folder: str) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as place:
@@ -208,7 +233,8 @@ def main(folder: str) -> None:
         sys.path.insert(0, place)
         print("| package | loss | value | loss, float64 | gradients, float64 | gradients, float32 (theirs) |")
         print("|---|---|---|---|---|---|")
-        for cases in (open_clip_cases, lightly_cases, metric_learning_cases, info_nce_cases, sentence_cases):
+        first = (open_clip_cases, lightly_cases, metric_learning_cases, info_nce_cases, sentence_cases)
+        for cases in (*first, open_clip_pairs_of_losses):  # the last behind the others, whose numbers stay
             for case in cases(root):
                 loss, grad = gradients(case.ours, case.inputs, torch.float64)
                 wanted, wanted_grad = gradients(case.theirs, case.inputs, torch.float64)

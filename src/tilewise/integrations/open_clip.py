@@ -1,4 +1,4 @@
-"""`ClipLoss` and `SigLipLoss` with OpenCLIP's signatures.
+"""`ClipLoss`, `SigLipLoss`, `CoCaLoss` and `DistillClipLoss` with OpenCLIP's signatures.
 
     - from open_clip import ClipLoss
     + from tilewise.integrations.open_clip import ClipLoss
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tilewise.errors import ConfigError
+from tilewise import _check
+from tilewise.errors import ConfigError, GradientError
+from tilewise.integrations._expected import expected_columns
 from tilewise.integrations._groups import world_group
 from tilewise.losses.clip import clip_loss
 from tilewise.losses.siglip import siglip_loss
@@ -35,7 +38,6 @@ class ClipLoss(nn.Module):
         use_horovod: refused.
         options: how, never what.
 
-    >>> import torch
     >>> x = torch.eye(4)
     >>> round(ClipLoss()(x, x, 1.0, output_dict=True)["contrastive_loss"].item(), 4)
     0.7437
@@ -74,6 +76,123 @@ class ClipLoss(nn.Module):
         loss = clip_loss(image_features, text_features, logit_scale, logit_bias, group=group, options=self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
+    def get_logits(self, *args: Any, **kwargs: Any) -> None:
+        """OpenCLIP's has the whole matrix for its result: refused."""
+        raise _no_logits()
+
+
+class CoCaLoss(ClipLoss):
+    """OpenCLIP's ``CoCaLoss``: `ClipLoss` and the cross-entropy of captions, each times its weight.
+
+    The logits of the captions come built, (batch, tokens, vocabulary); `tilewise.linear_cross_entropy` takes hidden
+    states and the head instead, and never builds them.
+
+    Args:
+        caption_loss_weight, clip_loss_weight: of the two losses. A weight of 0 leaves the contrastive one out.
+        pad_id: the label of padding, which does not count.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as for `ClipLoss`.
+
+    >>> x, logits = torch.eye(4), torch.zeros(4, 3, 8)
+    >>> parts = CoCaLoss(2.0, 1.0)(x, x, logits, torch.ones(4, 3, dtype=torch.long), 1.0)
+    >>> [round(part.item(), 4) for part in parts]
+    [0.7437, 4.1589]
+    """
+
+    def __init__(
+        self,
+        caption_loss_weight: float,
+        clip_loss_weight: float,
+        pad_id: int = 0,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+        *,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__(
+            local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod=use_horovod, options=options
+        )
+        self.clip_loss_weight, self.caption_loss_weight = clip_loss_weight, caption_loss_weight
+        self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: float | Tensor,
+        output_dict: bool = False,
+    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """The contrastive loss and that of the captions."""
+        contrastive = torch.tensor(0, device=logits.device)
+        if self.clip_loss_weight:
+            alone = super().forward(image_features, text_features, logit_scale)
+            assert isinstance(alone, Tensor)
+            contrastive = self.clip_loss_weight * alone
+        caption = self.caption_loss_weight * self.caption_loss(logits.permute(0, 2, 1), labels)
+        return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
+
+
+class DistillClipLoss(ClipLoss):
+    """OpenCLIP's ``DistillClipLoss``: `ClipLoss` and the cross-entropy of a teacher's softmax and the student's.
+
+    With x and y the scores of student and teacher, images by texts, the second is half the sum over both directions of
+    ``-(y.softmax(1) * x.log_softmax(1)).sum(1).mean()``. The sum over a row of ``softmax(y) * x`` is a product of the
+    image with the mean text that the teacher sees in it, so that neither matrix is stored.
+
+    Args:
+        local_loss, gather_with_grad, cache_labels, rank, use_horovod, options: as for `ClipLoss`.
+        world_size: 1; the teacher's softmax is not spread over ranks, and more are refused.
+
+    >>> x = torch.eye(4)
+    >>> [round(part.item(), 4) for part in DistillClipLoss()(x, x, 1.0, x, x, 0.0)]
+    [0.7437, 1.4937]
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: float | Tensor,
+        output_dict: bool = False,
+    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """The contrastive loss and that of distillation. The teacher is a constant: it may not require grad."""
+        if self.world_size != 1:
+            raise ConfigError(
+                f"DistillClipLoss works in one process, got world_size={self.world_size}. Use ClipLoss over ranks, or "
+                "OpenCLIP's own DistillClipLoss"
+            )
+        for teacher in (dist_image_features, dist_text_features, dist_logit_scale):
+            if isinstance(teacher, Tensor) and teacher.requires_grad and torch.is_grad_enabled():
+                raise GradientError("the teacher gets no gradient, but it requires grad. Run it under torch.no_grad()")
+        contrastive = super().forward(image_features, text_features, logit_scale)
+        assert isinstance(contrastive, Tensor)
+        names = ("dist_image_features", "dist_text_features")
+        _check.check_together(names, *(map(_check.check_features, names, (dist_image_features, dist_text_features))))
+        for name, theirs in zip(names, (dist_image_features, dist_text_features), strict=True):
+            _check.check_same_rows((name, name.removeprefix("dist_")), theirs, image_features)
+            _check.check_device((name, "image_features"), theirs, image_features)
+        # contrastive = (mean lse of rows + mean lse of columns) / 2 - mean of own scores, and distillation has the same
+        # two means of lse, less the scores that the teacher expects.
+        scale = _check.check_scalar("logit_scale", logit_scale, image_features)
+        theirs_scale = _check.check_scalar("dist_logit_scale", dist_logit_scale, dist_image_features)
+        workspace = _check.check_options(self.options).workspace_bytes
+        image, text = _check.autocast(image_features), _check.autocast(text_features)
+        sides = (dist_image_features, dist_text_features)
+        texts = expected_columns(*sides, theirs_scale, text, workspace)
+        images = expected_columns(*sides[::-1], theirs_scale, image, workspace)
+        own = image.to(texts.dtype) * (text - texts / 2)
+        total = (own - text.to(texts.dtype) * images / 2).sum(1).mean()
+        distill = contrastive + scale * total
+        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+
 
 class SigLipLoss(nn.Module):
     """OpenCLIP's ``SigLipLoss``, computed by `tilewise.siglip_loss`.
@@ -85,7 +204,6 @@ class SigLipLoss(nn.Module):
         chunk_size: accepted; memory is bounded without it, in backward too. ``options.workspace_mib`` says by how much.
         options: how, never what.
 
-    >>> import torch
     >>> x = torch.eye(2)
     >>> round(SigLipLoss()(x, x, 10.0, -5.0).item(), 4)
     0.0134
@@ -125,3 +243,14 @@ class SigLipLoss(nn.Module):
             options=self.options,
         )
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def get_logits(self, *args: Any, **kwargs: Any) -> None:
+        """OpenCLIP's has the whole matrix for its result: refused."""
+        raise _no_logits()
+
+
+def _no_logits() -> ConfigError:
+    return ConfigError(
+        "get_logits has the whole matrix of scores for its result, which is never built here. To look at it, write "
+        "logit_scale * image_features @ text_features.T; to rank, call tilewise.retrieval_ranks"
+    )
