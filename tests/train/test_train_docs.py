@@ -48,5 +48,5 @@ def test_every_model_is_documented():
 
 def test_commands_in_the_documentation_exist():
     text = "".join((ROOT / "docs" / "concepts" / name).read_text() for name in DOCS)
-    for command in set(re.findall(r"tilewise (train|evaluate|search|export|demo|config)\b", text)):
+    for command in set(re.findall(r"tilewise (train|evaluate|search|export|status|demo|config)\b", text)):
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

@@ -14,14 +14,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Tensors = Mapping[str, Tensor]
+
 FORMAT = 1
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

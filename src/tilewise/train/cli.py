@@ -1,4 +1,4 @@
-"""The command line: ``tilewise train | evaluate | search | export | demo | config | plan``.
+"""The command line: ``tilewise train | evaluate | search | export | status | demo | config | plan``.
 
 Heavy imports wait until a command needs them, so that ``tilewise --help`` is quick.
 """
@@ -124,6 +124,16 @@ def search(
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
     console.print(f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}", highlight=False)
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> None:
+    """Tell whether a run has finished (exit code 0), stopped or was killed (75), failed (1) or is running (3)."""
+    from tilewise.train.status import read_status
+
+    found = read_status(run)
+    _console().print(found.sentence(), highlight=False)
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()

@@ -40,6 +40,13 @@ class World:
             dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
+    def largest(self, value: float) -> float:
+        """The largest over all ranks."""
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        if self.group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.item()
+
     def average_(self, tensor: Tensor) -> None:
         """The mean over all ranks, in place."""
         if self.group is not None:

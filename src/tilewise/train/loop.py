@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
 from tilewise.train.settings import build
 from tilewise.train.signals import StopRequest
+from tilewise.train.status import status_kept
 from tilewise.train.step_memory import memory_counted, memory_now
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World, console: Console | None = None) -> None:
         self.config, self.world = config, world
         self.console = console if world.is_first else None
+        self.signal_number = 0
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
         self.model = self.folder.build_model(config).to(world.device)
@@ -115,14 +117,14 @@ class Trainer:
             self._continue()
             if self.world.is_first:
                 self._write_down()
-            with self._log() as log, StopRequest() as stop, self._bar() as bar:
+            with self._status(), self._log() as log, StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
             if self.skips.total:
                 first = "".join(f". First: {example}" for example in self.skips.examples[:1])
                 self._say(f"training pairs: {self.skips.summary()}{first}")
             self.world.wait()
             return RunResult(
-                self.folder.path, self.step, self.step >= self.steps, stop.signal_number, dict(self.state.metrics)
+                self.folder.path, self.step, self.step >= self.steps, self.signal_number, dict(self.state.metrics)
             )
 
     def _take_folder(self, held: ExitStack) -> None:
@@ -145,6 +147,11 @@ class Trainer:
         if not (self.step and self.folder.model.is_dir()):
             describe_model(self.model, self.folder.model)
 
+    def _status(self) -> AbstractContextManager[None]:
+        if not self.world.is_first:
+            return nullcontext()
+        return status_kept(self.folder.path, lambda: (self.step, self.steps), lambda: self.signal_number)
+
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()
         stopping = False
@@ -161,7 +168,8 @@ class Trainer:
                 log.write(self.step, "train", {**line, **speed})
             self._after_step(log, bar, stopping)
             bar.step(self.step, line, speed)
-            if stopping:
+            if stopping:  # every rank ends alike, whichever of them the signal reached
+                self.signal_number = int(self.world.largest(stop.signal_number))
                 break
 
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:

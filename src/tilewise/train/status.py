@@ -1,0 +1,110 @@
+"""How a run stands: ``status.json``, which also tells a run that saved and stopped from one that crashed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tilewise.errors import ConfigError
+from tilewise.train.checkpoint import write_atomically
+
+FILE = "status.json"
+# sysexits.h calls 75 a temporary failure: try again later.
+EXIT_CODES = {"finished": 0, "failed": 1, "running": 3, "stopped": 75, "killed": 75}
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands.
+
+    Args:
+        status: "running", "finished" (all steps done), "stopped" (by a signal, and saved), "failed" (by an error); and,
+            when it is read, "killed": it says running, but no process holds the run.
+        step: steps done.
+        steps: planned.
+        signal: that stopped it, or 0.
+        error: that it failed with.
+    """
+
+    status: str
+    step: int
+    steps: int
+    signal: int = 0
+    error: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """What ``tilewise status`` ends with."""
+        return EXIT_CODES[self.status]
+
+    def sentence(self) -> str:
+        """For people.
+
+        >>> Status("stopped", 20, 100, signal=15).sentence()
+        'stopped by signal 15 after step 20 of 100, and saved. The same command continues it'
+        """
+        place = f"after step {self.step} of {self.steps}"
+        return {
+            "finished": f"finished: {self.step} steps",
+            "running": f"running, started {place}",
+            "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it",
+            "killed": f"killed while it was running (started {place}). The same command continues it from its last "
+            "checkpoint",
+            "failed": f"failed {place}: {self.error}",
+        }[self.status]
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Keep it beside the run."""
+    write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n")
+
+
+def read_status(folder: Path) -> Status:
+    """How the run in a folder stands."""
+    try:
+        status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder} holds no run that was started, or its {FILE} is damaged: {error}") from error
+    if status.status == "running" and not _is_held(folder / ".lock"):
+        return Status("killed", status.step, status.steps)
+    return status
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process on this machine trains here."""
+    try:
+        handle = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextmanager
+def status_kept(folder: Path, now: Callable[[], tuple[int, int]], signal: Callable[[], int]) -> Iterator[None]:
+    """Around the training of a run: running inside; finished, stopped or failed afterwards.
+
+    Args:
+        folder: of the run.
+        now: steps done and planned.
+        signal: that stopped it, or 0.
+    """
+    write_status(folder, Status("running", *now()))
+    try:
+        yield
+    except BaseException as error:
+        text = str(error).strip() or type(error).__name__
+        write_status(folder, Status("failed", *now(), error=text))
+        raise
+    step, steps = now()
+    write_status(folder, Status("finished" if step >= steps else "stopped", step, steps, signal()))

@@ -1,0 +1,125 @@
+"""How a run ended can be told: finished, stopped and saved, failed, killed; also under torchrun, which ends with 1."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.train.small_icons import write_small_icons
+from typer.testing import CliRunner
+
+from tilewise.errors import ConfigError
+from tilewise.train import loop
+from tilewise.train.checkpoint import list_checkpoints, step_name
+from tilewise.train.cli import app
+from tilewise.train.config import load_config
+from tilewise.train.loop import DivergedError, train
+from tilewise.train.run_folder import RunFolder
+from tilewise.train.signals import StopRequest
+from tilewise.train.status import Status, read_status, write_status
+
+SETTINGS = [
+    "model.width=32", "model.depth=0", "model.text_buckets=512", "model.embed_dim=16", "loop.batch_size=64",
+    "loop.chunk_size=32", "loop.threads=1", "loop.device=cpu", "output.report=false", "output.tensorboard=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def icons(tmp_path_factory):
+    return f"data.path={write_small_icons(tmp_path_factory.mktemp('icons') / 'small.zip')}"
+
+
+def status_of(folder):
+    result = CliRunner().invoke(app, ["status", str(folder)])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_finished_stopped_and_failed_are_told_apart(icons, tmp_path, monkeypatch):
+    config = load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=4"])
+    original = loop.Trainer._step
+    seen = []
+
+    def signalled(self, batch, stop):
+        seen.append(json.loads((tmp_path / "status.json").read_text())["status"])
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch, stop)
+
+    monkeypatch.setattr(loop.Trainer, "_step", signalled)
+    assert train(config).signal_number == signal.SIGTERM
+    assert set(seen) == {"running"}
+    assert status_of(tmp_path) == (
+        75, "stopped by signal 15 after step 2 of 4, and saved. The same command continues it",
+    )  # fmt: skip
+
+    def broken(self, batch, stop):
+        raise DivergedError("the loss is nan")
+
+    monkeypatch.setattr(loop.Trainer, "_step", broken)
+    with pytest.raises(DivergedError):
+        train(config)
+    assert status_of(tmp_path) == (1, "failed after step 2 of 4: the loss is nan")
+    monkeypatch.undo()
+    assert train(config).finished
+    assert status_of(tmp_path) == (0, "finished: 4 steps")
+    with pytest.raises(ConfigError):  # refused settings leave a run as it was
+        train(load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=4", "loop.seed=3"]))
+    assert status_of(tmp_path)[0] == 0
+
+
+def test_a_run_that_says_running_is_running_or_was_killed(tmp_path):
+    with pytest.raises(ConfigError, match="no run that was started"):
+        read_status(tmp_path)
+    with RunFolder(tmp_path).locked():
+        write_status(tmp_path, Status("running", 3, 9))
+        assert status_of(tmp_path) == (3, "running, started after step 3 of 9")
+    code, said = status_of(tmp_path)
+    assert code == 75
+    assert "killed while it was running" in said
+
+
+@pytest.mark.parametrize("under_torchrun, taken", [(False, 1), (True, 2)])
+def test_ctrl_c_under_torchrun_arrives_twice(monkeypatch, under_torchrun, taken):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest() as stop:
+        for _ in range(taken):
+            stop._note(signal.SIGINT, None)
+        stop._note(signal.SIGTERM, None)
+        assert stop.signal_number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            stop._note(signal.SIGINT, None)
+
+
+@pytest.mark.group
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["torchrun", "a rank"])
+def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, tmp_path, whom):
+    (tmp_path / "c.toml").write_text("")
+    run = tmp_path / "run"
+    settings = [*SETTINGS, icons, f"output.folder={run}", "loop.steps=100000", "output.checkpoint_every=100000"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "tilewise.train.cli", "train", str(tmp_path / "c.toml"), *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end and len(RunFolder(run).read_metrics()) < 3:
+        time.sleep(0.2)
+    assert status_of(run)[0] == 3
+    if whom == "torchrun":
+        process.send_signal(signal.SIGTERM)
+    else:  # the second, which does not write
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+        os.kill(int(ranks.split()[-1]), signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output  # whatever happened; so the folder has to tell
+    code, said = status_of(run)
+    assert (code, said.split(" after")[0]) == (75, "stopped by signal 15"), output
+    assert "done:" not in output
+    assert [p.name for p in list_checkpoints(run / "checkpoints")] == [step_name(read_status(run).step)]
