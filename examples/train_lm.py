@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                          two cores: two to three minutes, nothing is downloaded
     python examples/train_lm.py --steps 1000 --cache runs/lm
+    python examples/train_lm.py --save runs/lm/model     keep it, for transformers' from_pretrained
     python examples/train_lm.py --text ~/notes           your own .txt, .md, .rst and .py files
 
 The text is what every Python installation has: the sources and docstrings of its standard library (and of torch and
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tilewise as tw
 from tilewise.integrations.transformers import use_linear_cross_entropy
@@ -241,6 +242,12 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: in
     return str(tokenizer.decode(ids[0].tolist()))
 
 
+def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """Model and tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+
+
 # The program
 
 
@@ -253,6 +260,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=36.0, help="text that the tokenizer is trained on")
     parser.add_argument("--text", type=Path, nargs="*", help="folders of text, instead of Python's own")
     parser.add_argument("--cache", type=Path, default=Path("runs/lm"), help="folder that keeps the tokenizer")
+    parser.add_argument("--save", type=Path, help="folder for the model and its tokenizer, as transformers keeps them")
     parser.add_argument("--filter-tolerance", type=float, default=0.0, help="probability that backward may leave out")
     return parser.parse_args(argv)
 
@@ -271,6 +279,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     except tw.TilewiseError as error:
         raise SystemExit(f"--filter-tolerance: {error}") from None
     settings = Settings(**{name: getattr(arguments, name) for name in names}, options=options)
+    if arguments.save is not None:
+        try:  # now, and not when all is trained
+            arguments.save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(
+                f"--save is a folder that can be written, got {arguments.save} ({error.strerror})"
+            ) from None
     console = Console()
     start = time.perf_counter()
     with console.status("reading text, training the tokenizer (once)"):
@@ -310,6 +325,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     written = continue_text(model, tokenizer, "import os\n\ndef ").splitlines()
     written = [line.rstrip()[:76] for line in written if line.strip()]
     console.print("\n".join(written[:6]), style="dim", highlight=False, markup=False)
+    if arguments.save is not None:
+        save(model, tokenizer, arguments.save)
+        console.print(
+            f"saved: AutoModelForCausalLM.from_pretrained({str(arguments.save)!r})", highlight=False, markup=False
+        )
     return result
 
 
