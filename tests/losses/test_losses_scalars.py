@@ -9,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tilewise.errors import RangeError
+from tilewise.integrations.open_clip import CoCaLoss
 
 X, Y = torch.eye(4), torch.arange(4)
 
@@ -26,3 +27,23 @@ def test_settings_of_cross_entropy(name, value):
 
 def test_zero_is_no_z_loss():
     assert tw.linear_cross_entropy(X, X, Y, z_loss=0) == tw.linear_cross_entropy(X, X, Y)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_of_classes(value):
+    weight = torch.tensor([1.0, 2.0, value, 0.0])
+    for call in (
+        lambda: tw.linear_cross_entropy(X, X, Y, weight=weight),
+        lambda: tw.LinearCrossEntropyLoss(weight=weight)(X, X, Y),
+    ):
+        with pytest.raises(RangeError, match=rf"^weight, .* got {value} \(1 of 4\)"):
+            call()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_weights_of_losses(place, value):
+    weights = [1.0, 1.0]
+    weights[place] = value
+    with pytest.raises(RangeError, match="loss_weight must be finite"):
+        CoCaLoss(*weights)

@@ -115,6 +115,8 @@ class CoCaLoss(ClipLoss):
         super().__init__(
             local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod=use_horovod, options=options
         )
+        _check.check_number("caption_loss_weight", caption_loss_weight)
+        _check.check_number("clip_loss_weight", clip_loss_weight)
         self.clip_loss_weight, self.caption_loss_weight = clip_loss_weight, caption_loss_weight
         self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
 

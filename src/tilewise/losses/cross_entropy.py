@@ -186,7 +186,14 @@ def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
     """(V,), never rounded by autocast: a weight is part of the loss, not a feature."""
     if weight is not None and isinstance(weight, Tensor) and weight.requires_grad:
         raise GradientError("weight is a constant and gets no gradient, but it requires grad. Pass weight.detach()")
-    return check_bias("weight", weight, c, cast=False)
+    checked = check_bias("weight", weight, c, cast=False)
+    if checked is not None and _check.can_read(checked) and not torch.isfinite(checked).all():
+        worst = checked[~torch.isfinite(checked)]
+        raise RangeError(
+            f"weight, of the classes, must be finite, got {worst[0].item()} ({worst.numel()} of {checked.numel()}). "
+            "A class without examples gets 0, not 1 / 0"
+        )
+    return checked
 
 
 def _pick(values_v: Tensor, own: Tensor) -> Tensor:
