@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.kernels import tile_softmax, tiled, tiles
 from tilewise.kernels.dense import dense_stats
+from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.tiled import TorchBackend
 from tilewise.options import TileOptions
@@ -191,6 +192,38 @@ def test_precision_is_set_for_the_call_and_put_back(monkeypatch):
     with pytest.raises(RuntimeError, match="no memory"):
         BACKEND.forward(pair, spec, TileOptions(precision="high"))
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.fixture
+def told():
+    """What `torch.backends` holds of float32 products, put back afterwards."""
+    places = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [place.fp32_precision for place in places]
+    yield places
+    for place, value in zip(places, before, strict=True):
+        place.fp32_precision = value
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["everywhere", "on a GPU", "on a CPU"])
+@pytest.mark.parametrize("precision", ["torch", "high", "highest"])
+def test_precision_may_be_told_by_torch_backends(place, precision, told):
+    """After which `torch.get_float32_matmul_precision` is an error."""
+    told[place].fp32_precision = "tf32"
+    before = [each.fp32_precision for each in told]
+    pair, spec = make_case("one_pair", torch.float32)
+    want = "high" if precision == "torch" and place < 2 else precision.replace("torch", "highest")
+    with matmul_precision(precision):
+        assert float32_precision() == want
+    stats = BACKEND.forward(pair, spec, TileOptions(precision=precision))
+    assert stats.row_lse is not None
+    assert [each.fp32_precision for each in told] == before
+
+
+def test_precision_leaves_what_was_not_told_untold(told):
+    """Else what is told to all of `torch.backends` later would not reach products."""
+    with matmul_precision("high"):
+        assert float32_precision() == "high"
+    assert [each.fp32_precision for each in told] == ["none", "none", "none"]
 
 
 def test_a_log_sum_exp_of_1000_is_not_rounded_to_float32():

@@ -515,6 +515,13 @@ def test_precision_reaches_the_kernels():
     assert Call.of(pair, spec, TileOptions(precision="high")).exact == "tf32"
     want = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     assert Call.of(pair, spec, TileOptions()).exact == want
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # after this, asking as above is an error
+    try:
+        assert Call.of(pair, spec, TileOptions()).exact == "tf32"
+        assert BACKEND.forward(pair, spec, TileOptions(backend="triton")).row_lse is not None
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 # Refusals --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import small_step
 from tilewise.kernels.triton_impl.carried import Carried
@@ -169,7 +169,7 @@ def host_bound(pair: Pair) -> bool:
 def how(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:
     """What the launches depend on beside the tensors."""
     one_zero = pair.col_zero is pair.row_zero
-    return pair.row_start, pair.col_start, one_zero, spec, options, torch.get_float32_matmul_precision()
+    return pair.row_start, pair.col_start, one_zero, spec, options, float32_precision()
 
 
 def tensors_of(pair: Pair, spec: PairSpec) -> list[Tensor | None]:

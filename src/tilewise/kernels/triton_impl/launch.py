@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import keys
+from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import parts
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors, sizes_for
@@ -161,7 +162,7 @@ class Call:
             row_skip, col_skip = keys.dense_ranks(pair.row_skip, pair.col_skip)
         a = readable(pair.a)
         b = a if spec.symmetric else readable(pair.b)
-        precision = torch.get_float32_matmul_precision() if options.precision == "torch" else options.precision
+        precision = float32_precision() if options.precision == "torch" else options.precision
         forward_sizes, gradient_sizes = sizes_for(
             pair.a.device, pair.a.dtype, a.shape[1], columns=spec.col_lse or spec.symmetric
         )
