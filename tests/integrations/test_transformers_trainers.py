@@ -59,8 +59,8 @@ def made(name: str = "llama") -> nn.Module:
     return FAMILIES[name]().train()
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, V, (3, 11), generator=torch.Generator().manual_seed(1))
+def batch(seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, V, (3, 11), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids, "labels": labels}
@@ -230,6 +230,78 @@ def test_a_head_around_us_is_an_error_and_not_a_silence():
         model(**batch(), fused_lm_head=True)
     handle.remove()
     assert model(**batch(), fused_lm_head=True).log_probs is not None
+
+
+# Trainer, and others who wrap a model or read its logits.
+
+
+def trainer_log(tmp_path, use: bool, **settings) -> tuple[list[float], dict[str, float]]:
+    """Losses of three steps, and what evaluation said."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{name: values[0] for name, values in batch(seed).items()} for seed in range(8)]
+    model = made()
+    if use:
+        use_linear_cross_entropy(model)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=0.1,
+        optim="sgd",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=accuracy)
+    trainer.train()
+    found = trainer.evaluate()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3
+    return losses, {name: found[name] for name in ("eval_loss", "eval_accuracy")}
+
+
+def accuracy(prediction) -> dict[str, float]:
+    logits, labels = prediction
+    assert logits.shape == (*labels.shape, V)
+    return {"accuracy": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str
+)
+def test_trainer_trains_and_evaluates_as_before(tmp_path, settings):
+    """Label smoothing takes the labels away from the model, and gets its logits."""
+    want, want_found = trainer_log(tmp_path, use=False, **settings)
+    got, found = trainer_log(tmp_path, use=True, **settings)
+    close = 3e-2 if "bf16" in settings else 1e-4
+    assert got == pytest.approx(want, rel=close)
+    assert found == pytest.approx(want_found, rel=close, abs=close)
+
+
+class Engine(nn.Module):
+    """As the engines of DeepSpeed and others do it: the model is inside, and its output is handed on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_wrapped_by_an_engine():
+    model, inputs = made(), batch()
+    want = model(**inputs).loss
+    use_linear_cross_entropy(model)
+    got = Engine(model).train()(**inputs)
+    assert got.logits is None
+    assert_close(got.loss, want, 1e-6)
 
 
 # The packages themselves, where they are installed.
