@@ -191,6 +191,17 @@ def test_a_trainer_that_asks_for_log_probabilities_gets_them(name, shifted):
         assert_close(got.aux_loss, want.aux_loss, 1e-6)
 
 
+def test_a_batch_without_labels_that_count_has_a_gradient_of_zero():
+    model, inputs = made(), batch()
+    give_head(model)
+    use_linear_cross_entropy(model)
+    inputs["labels"].fill_(-100)
+    output = model(**inputs, fused_lm_head=True)
+    assert not output.label_mask.any()
+    (-output.log_probs.sum()).backward()
+    assert not gradients(model).any()
+
+
 def test_evaluation_is_left_to_the_trainer():
     model, inputs = made(), batch()
     give_head(model)
