@@ -365,3 +365,66 @@ def test_a_folder_of_shards_and_other_keys_are_explained(tmp_path):
         tar.addfile(tarfile.TarInfo("7.picture"), io.BytesIO())
     with pytest.raises(DataError, match=r"x\.tar:7 \(\.picture\): no image\. A pair is an image"):
         ShardSource([str(tmp_path / "x.tar")], how, shuffle_shards=1, records=0, workers=1, skips=SkipLog())
+
+
+# -- ids -----------------------------------------------------------------------------------------------------
+
+
+def test_ids_of_a_table_mark_what_shows_the_same(tmp_path):
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(picture((40 * i, 0, 0)))
+    values = ["shoe", "hat", "shoe", ""]
+    rows = [f"{i}.png,word {i},{value}" for i, value in enumerate(values)]
+    (tmp_path / "t.csv").write_text("\n".join(["image,caption,product", *rows, "0.png,again,hat"]))
+    columns = {"image": [f"{i}.png" for i in range(4)], "caption": ["w"] * 4, "product": values}
+    parquet.write_table(arrow.table(columns), tmp_path / "t.parquet")
+    for name in ("t.csv", "t.parquet"):
+        config = DataConfig(source="table", path=str(tmp_path / name), id_column="product")
+        rows = open_source(config, 8, SkipLog()).rows(torch.arange(4), Draw(0, 0, 0, 0, 4), SkipLog())
+        assert rows.ids[0] == rows.ids[2]  # the first id of an image counts
+        assert len(rows.ids.unique()) == 3  # an empty one is its own
+        assert rows.ids[3] == 3
+    with pytest.raises(DataError, match=r"no column 'colour'.*data\.id_column"):
+        open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), id_column="colour"), 8, SkipLog())
+    plain = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv")), 8, SkipLog())
+    assert plain.rows(torch.arange(4), Draw(0, 0, 0, 0, 4), SkipLog()).ids.tolist() == [0, 1, 2, 3]
+
+
+def test_ids_of_coco_annotations(tmp_path):
+    (tmp_path / "0.png").write_bytes(picture())
+    content = {"images": [{"id": 7, "file_name": "0.png"}], "annotations": [{"image_id": 7, "caption": "a", "kind": 5}]}
+    (tmp_path / "c.json").write_text(json.dumps(content))
+    open_source(DataConfig(source="table", path=str(tmp_path / "c.json"), id_column="kind"), 8, SkipLog())
+    with pytest.raises(DataError, match=r"no annotation of .* has 'product'"):
+        open_source(DataConfig(source="table", path=str(tmp_path / "c.json"), id_column="product"), 8, SkipLog())
+
+
+def test_ids_of_shards_come_from_their_json_and_a_pair_without_is_counted(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for i, about in enumerate([{"sku": "x"}, {"sku": 4}, {"sku": "x"}, {}]):
+            writer.write({"__key__": f"{i}", "png": picture(), "txt": "a", "json": about})
+        writer.write({"__key__": "4", "png": picture(), "txt": "no json"})
+    skips = SkipLog()
+    source = open_source(DataConfig(source="shards", path=str(tmp_path / "0.tar"), id_column="sku"), 8, skips)
+    rows = source.rows(torch.arange(5), Draw(0, 0, 0, 0, 5), skips)
+    assert len(rows.ids) == 3
+    assert rows.ids[0] == rows.ids[2] != rows.ids[1]
+    assert skips.counts == {"no 'sku' in its .json (data.id_column)": 2}
+
+
+@pytest.mark.parametrize("source", ["folder", "table", "shards"])
+def test_masking_without_ids_is_refused(source):
+    from tilewise.errors import ConfigError
+    from tilewise.train.config import load_config
+
+    given_ = [f"data.source={source}", "data.path=x", "model.name=clip-tiny", "loss.mask_same_id=true"]
+    with pytest.raises(ConfigError, match=r"would have no effect.*set data\.id_column"):
+        load_config(None, given_)
+    if source == "folder":
+        with pytest.raises(ConfigError, match=r"data\.id_column is for source 'table'"):
+            load_config(None, [*given_, "data.id_column=x"])
+    else:
+        assert load_config(None, [*given_, "data.id_column=x"]).loss.mask_same_id

@@ -28,6 +28,9 @@ class DataConfig:
     image_root: str = setting("", "folder that relative image paths of a table start from; empty: the table's own")
     image_column: str = setting("image", "column of a table that holds image paths (or image bytes, Parquet)")
     text_column: str = setting("caption", "column of a table that holds captions")
+    id_column: str = setting(
+        "", "column of a table, or entry of a shard's .json, whose equal values mean the same thing (loss.mask_same_id)"
+    )
     records: int = setting(0, "pairs in the shards; 0 counts them from the tar headers before the start", least=0)
     shuffle_shards: int = setting(16, "shards whose records are shuffled together", least=1)
     augment: Literal["auto", "none", "crop", "icon"] = setting(
@@ -43,6 +46,10 @@ class DataConfig:
         check_section(self)
         if self.source != "icons" and not self.path:
             raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise")
+        if self.id_column and self.source not in ("table", "shards"):
+            raise ConfigError(
+                f"id_column is for source 'table' (a column) and 'shards' (an entry of .json), got {self.source!r}"
+            )
         for name in ("crop_scale", "crop_ratio"):
             low, high = getattr(self, name)
             if low > high:
@@ -91,7 +98,9 @@ class LossConfig:
 
     name: LossName = setting("tilewise", "tilewise, or the baselines dense (CLIP) and local (OpenCLIP's local loss)")
     kind: Literal["clip", "siglip"] = setting("clip", "softmax over both directions, or pairwise sigmoid")
-    mask_same_id: bool = setting(False, "pairs with the same id (icons: the same name) are no negatives")
+    mask_same_id: bool = setting(
+        False, "pairs with the same id (icons: the same name; data.id_column) are no negatives"
+    )
     initial_scale: float = setting(
         1 / 0.07, "logit scale at the start; the weights of a clip-* model bring their own", above=0
     )
@@ -185,6 +194,12 @@ class RunConfig:
             raise ConfigError(
                 f"loop.chunk_size {self.loop.chunk_size} is above loop.batch_size {self.loop.batch_size}; "
                 "a chunk is a part of the batch"
+            )
+        if self.loss.mask_same_id and self.data.source != "icons" and not self.data.id_column:
+            table = "write the pairs as a table and " if self.data.source == "folder" else ""
+            raise ConfigError(
+                f"loss.mask_same_id=true would have no effect: pairs of data.source={self.data.source!r} have no ids. "
+                f"To say which show the same thing, {table}set data.id_column, or set loss.mask_same_id=false"
             )
         if self.data.augment == "icon" and self.data.source != "icons":
             raise ConfigError("data.augment='icon' is for data.source='icons'; use 'crop' or 'none'")

@@ -63,11 +63,11 @@ def open_pairs(config: DataConfig, size: int, path: str, image_root: str, skips:
     if not path:
         return open_eval_pairs(config, size, skips)
     if path.endswith(".zip"):
-        return open_eval_pairs(dataclasses.replace(config, source="icons"), size, skips, path)
+        return open_eval_pairs(dataclasses.replace(config, source="icons", id_column=""), size, skips, path)
     if config.source == "icons":
         raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
     kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
-    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none")
+    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none", id_column="")
     return open_eval_pairs(other, size, skips, path)
 
 
@@ -87,7 +87,7 @@ def open_classes(encoders: Encoders, folder: Path, templates: list[str], skips: 
     labels: list[int] = []
     for number, path in enumerate(classes):
         files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-        entries += [(str(file), [path.name]) for file in files]
+        entries += [Entry(str(file), [path.name]) for file in files]
         labels += [number] * len(files)
     if not entries:
         raise DataError(f"{folder} holds no images in sub-folders; zero-shot wants one sub-folder per class")

@@ -17,7 +17,7 @@ from tilewise.train.data.icons import IconSource
 from tilewise.train.data.images import centre_box, decode, to_tensor
 from tilewise.train.data.records import Record, RecordError, SkipLog, Source
 from tilewise.train.data.shards import ShardSource, expand_shards
-from tilewise.train.data.table import Entry, FileSource, read_folder, read_table
+from tilewise.train.data.table import Columns, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
 
 
@@ -42,15 +42,12 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
     if config.source == "shards":
         return ShardSource(
             expand_shards(config.path), how, shuffle_shards=config.shuffle_shards, records=config.records,
-            workers=config.workers, skips=skips,
+            workers=config.workers, skips=skips, id_name=config.id_column,
         )  # fmt: skip
-    return FileSource(_entries(config, config.path), how, config.workers)
-
-
-def _entries(config: DataConfig, path: str) -> list[Entry]:
-    if config.source == "folder":
-        return read_folder(Path(path))
-    return read_table(Path(path), config.image_root, config.image_column, config.text_column)
+    columns = Columns(config.image_column, config.text_column, config.id_column)
+    path = Path(config.path)
+    entries = read_folder(path) if config.source == "folder" else read_table(path, config.image_root, columns)
+    return FileSource(entries, how, config.workers)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
         source = FileSource(
             read_folder(Path(path))
             if folder
-            else read_table(Path(path), config.image_root, config.image_column, config.text_column),
+            else read_table(Path(path), config.image_root, Columns(config.image_column, config.text_column)),
             how,
             config.workers,
         )

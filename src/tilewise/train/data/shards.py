@@ -23,7 +23,7 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.order import permutation
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, id_of
 from tilewise.train.data.table import IMAGE_SUFFIXES
 
 SHARD = 2**32  # a key is shard * SHARD + record
@@ -109,11 +109,13 @@ class ShardSource:
         records: pairs in all; 0 counts them from the headers of every shard.
         workers: threads that decode.
         skips: the run's log.
+        id_name: entry of a pair's .json whose equal values mean the same thing; empty: each pair has its own id.
     """
 
     def __init__(
-        self, paths: list[str], how: Preparation, *, shuffle_shards: int, records: int, workers: int, skips: SkipLog
-    ) -> None:
+        self, paths: list[str], how: Preparation, *, shuffle_shards: int, records: int, workers: int, skips: SkipLog,
+        id_name: str = "",
+    ) -> None:  # fmt: skip
         missing = [path for path in paths if not os.path.isfile(path)]
         if not paths or missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -122,7 +124,8 @@ class ShardSource:
                 what = f"{missing[0]} is a folder; write {missing[0].rstrip('/')}/*.tar"
             raise DataError(f"data.path must name tar shards that exist; {what}")
         self.paths, self.how, self.shuffle_shards, self.skips = paths, how, shuffle_shards, skips
-        self._pool = ThreadPoolExecutor(workers)
+        self.id_name = id_name
+        self.pool = ThreadPoolExecutor(workers)
         self._index: OrderedDict[int, list[Entry]] = OrderedDict()
         self._lock = threading.Lock()
         self._records = records or sum(len(self.entries(i)) for i in range(len(paths)))
@@ -162,7 +165,7 @@ class ShardSource:
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
         """The usable rows among these keys."""
-        return prepare_rows(self, keys, self.how, draw, skips, self._pool)
+        return prepare_rows(self, keys, self.how, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
         """One record by its offsets."""
@@ -172,11 +175,12 @@ class ShardSource:
             with open(self.paths[shard], "rb") as file:
                 image = _bytes_at(file.fileno(), entry.image)
                 captions = _captions(file.fileno(), entry)
+                own = _id(file.fileno(), entry, self.id_name) if self.id_name else key
         except OSError as error:
             raise RecordError(f"shard cannot be read ({type(error).__name__})") from error
         if not captions:
             raise RecordError("no caption")
-        return Record(image, captions, key)
+        return Record(image, captions, own)
 
     def describe(self, key: int) -> str:
         """Shard and key."""
@@ -189,6 +193,16 @@ def _bytes_at(file: int, member: Member) -> bytes:
     if len(data) != member.size:
         raise RecordError("shard ends inside a record")
     return data
+
+
+def _id(file: int, entry: Entry, name: str) -> int:
+    try:
+        value = json.loads(_bytes_at(file, entry.json)).get(name) if entry.json is not None else None
+    except (ValueError, AttributeError):
+        value = None
+    if value in (None, ""):
+        raise RecordError(f"no {name!r} in its .json (data.id_column)")
+    return id_of(value)
 
 
 def _captions(file: int, entry: Entry) -> tuple[str, ...]:

@@ -7,17 +7,24 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, id_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-Entry = tuple[str | bytes, list[str]]  # an image path (or its bytes) and its captions
+
+
+class Entry(NamedTuple):
+    """An image path (or its bytes), its captions, and its id where the data has ids."""
+
+    image: str | bytes
+    captions: list[str]
+    id: int | None = None
 
 
 def read_folder(folder: Path) -> list[Entry]:
@@ -31,7 +38,7 @@ def read_folder(folder: Path) -> list[Entry]:
             lines = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else [words_of(path.stem)]
         except (OSError, UnicodeDecodeError):
             lines = []
-        entries.append((str(path), [line.strip() for line in lines if line.strip()]))
+        entries.append(Entry(str(path), [line.strip() for line in lines if line.strip()]))
     if not entries:
         raise DataError(f"no images below {folder}; wanted files ending in {', '.join(IMAGE_SUFFIXES)}")
     return entries
@@ -46,8 +53,16 @@ def words_of(stem: str) -> str:
     return " ".join(stem.replace("-", " ").replace("_", " ").split())
 
 
-def read_table(path: Path, image_root: str, image_column: str, text_column: str) -> list[Entry]:
-    """A CSV, TSV, Parquet or COCO captions file; rows that share an image become one entry."""
+class Columns(NamedTuple):
+    """Which columns of a table hold what; without `id` every image has an id of its own."""
+
+    image: str
+    text: str
+    id: str = ""
+
+
+def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
+    """A CSV, TSV, Parquet or COCO captions file; rows that share an image become one entry, with the first id."""
     readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows, ".json": _coco_rows}
     if path.suffix.lower() not in readers:
         raise DataError(f"{path}: a table ends in one of {', '.join(readers)}")
@@ -55,57 +70,67 @@ def read_table(path: Path, image_root: str, image_column: str, text_column: str)
         raise DataError(f"there is no file {path}")
     root = Path(image_root) if image_root else path.parent
     together: dict[str | bytes, list[str]] = {}
-    for image, caption in readers[path.suffix.lower()](path, image_column, text_column):
+    ids: dict[str | bytes, int] = {}
+    for image, caption, value in readers[path.suffix.lower()](path, columns):
         key = str(root / image) if isinstance(image, str) else image
         captions = together.setdefault(key, [])
         if caption.strip():
             captions.append(caption.strip())
+        if value not in (None, ""):
+            ids.setdefault(key, id_of(value))
     if not together:
         raise DataError(f"{path} has no rows")
-    return list(together.items())
+    return [Entry(image, captions, ids.get(image)) for image, captions in together.items()]
 
 
-def _check_columns(path: Path, wanted: tuple[str, str], there: Iterable[str]) -> None:
-    missing = [name for name in wanted if name not in there]
+Row = tuple[str | bytes, str, Any]  # image, caption, id
+
+
+def _check_columns(path: Path, columns: Columns, there: Iterable[str]) -> None:
+    missing = [name for name in columns if name and name not in there]
     if missing:
         raise DataError(
             f"{path} has no column {missing[0]!r}; it has {', '.join(there)}. "
-            "Set data.image_column and data.text_column"
+            f"Set data.image_column, data.text_column{' and data.id_column' if columns.id else ''}"
         )
 
 
-def _csv_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str, str]]:
+def _csv_rows(path: Path, columns: Columns) -> Iterable[Row]:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        _check_columns(path, (image_column, text_column), rows.fieldnames or [])
+        _check_columns(path, columns, rows.fieldnames or [])
         for row in rows:
-            yield row[image_column] or "", row[text_column] or ""
+            yield row[columns.image] or "", row[columns.text] or "", row.get(columns.id)
 
 
-def _parquet_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str | bytes, str]]:
+def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
     import pyarrow.parquet as parquet
 
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises its own types
         raise DataError(f"{path} is not a Parquet file: {error}") from error
-    _check_columns(path, (image_column, text_column), file.schema_arrow.names)
-    for part in file.iter_batches(columns=[image_column, text_column]):
-        for image, text in zip(part[image_column].to_pylist(), part[text_column].to_pylist(), strict=True):
+    _check_columns(path, columns, file.schema_arrow.names)
+    for part in file.iter_batches(columns=sorted({name for name in columns if name})):
+        held = {name: part[name].to_pylist() for name in part.schema.names}
+        ids = held[columns.id] if columns.id else [None] * len(part)
+        for image, text, number in zip(held[columns.image], held[columns.text], ids, strict=True):
             value = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
             for caption in text if isinstance(text, list) else [text]:
-                yield value or "", caption or ""
+                yield value or "", caption or "", number
 
 
-def _coco_rows(path: Path, image_column: str, text_column: str) -> Iterable[tuple[str, str]]:
+def _coco_rows(path: Path, columns: Columns) -> Iterable[Row]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         names = {image["id"]: image["file_name"] for image in content["images"]}
-        pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
+        pairs = [(names[a["image_id"]], a["caption"], a.get(columns.id)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is not a COCO captions file (lists 'images' and 'annotations'): {type(error).__name__} {error}"
         ) from error
+    if columns.id and pairs and all(value is None for _, _, value in pairs):
+        raise DataError(f"no annotation of {path} has {columns.id!r}, which data.id_column names")
     return pairs
 
 
@@ -121,7 +146,7 @@ class FileSource:
     def __init__(self, entries: list[Entry], how: Preparation, workers: int = 2) -> None:
         self.entries = entries
         self.how = how
-        self._pool = ThreadPoolExecutor(workers)
+        self.pool = ThreadPoolExecutor(workers)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -140,21 +165,22 @@ class FileSource:
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
         """The usable rows among these keys."""
-        return prepare_rows(self, keys, self.how, draw, skips, self._pool)
+        return prepare_rows(self, keys, self.how, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
         """One record from its file."""
-        image, captions = self.entries[key]
+        image, captions, own = self.entries[key]
+        own = key if own is None else own
         if not captions:
             raise RecordError("no caption")
         if isinstance(image, bytes):
-            return Record(image, tuple(captions), key)
+            return Record(image, tuple(captions), own)
         try:
-            return Record(Path(image).read_bytes(), tuple(captions), key)
+            return Record(Path(image).read_bytes(), tuple(captions), own)
         except OSError as error:
             raise RecordError(f"image cannot be read ({type(error).__name__})") from error
 
     def describe(self, key: int) -> str:
         """The path."""
-        image = self.entries[key][0]
+        image = self.entries[key].image
         return image if isinstance(image, str) else f"row {key}"
