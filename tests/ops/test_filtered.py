@@ -475,12 +475,27 @@ def test_rows_that_a_sample_does_not_meet(monkeypatch):
     """Its rows are peaked, all others are flat."""
     monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
     scores = SCORES["flat"](200)
-    index = plans.sample_index(200, plans.sample_size(200, COLS, 32, TileOptions()), scores.device)
+    index = torch.arange(200)[plans.sample_of(200, plans.sample_size(200, COLS, 32, TileOptions()))]
     scores[index] = SCORES["very peaked"](len(index))
     got, report = solve(scores, torch.arange(200), 1e-2)
     assert report.dense == [True]
     assert report.kept_share[0] < 1.0, "it was counted, not guessed"
     assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
+
+
+@pytest.mark.parametrize("tolerance", [1e-46, 5e-324])
+def test_a_tolerance_that_float32_cannot_hold_is_none(tolerance):
+    """The one is 0 in float32, the other has no logarithm when some of it is kept in reserve."""
+    scores = (1000.0 * SCORES["very peaked"](40)).float()
+    scores.requires_grad_()
+    classes, target, options = torch.eye(COLS), torch.arange(40), TileOptions(filter_tolerance=tolerance)
+    with tw.record_filtering() as report:
+        (got,) = torch.autograd.grad(tw.linear_cross_entropy(scores, classes, target, options=options), [scores])
+    assert len(report) == 0
+    exact = TileOptions(gradients="backward")
+    assert torch.equal(
+        got, torch.autograd.grad(tw.linear_cross_entropy(scores, classes, target, options=exact), [scores])[0]
+    )
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])

@@ -34,6 +34,7 @@ from tilewise.options import TileOptions
 KEPT = -1.0  # in the plan: this pair is computed
 WIDEST_TILE, NARROWEST_TILE = 256, 16
 FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is something to choose from
+SMALLEST_TOLERANCE = 2.0**-100  # below, what is left of a mass over it has no digits in float32
 MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
 HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
 DENSE_SHARE = 0.17  # of the pairs: with more of them kept, computing all is faster
@@ -100,8 +101,8 @@ def tile_count(m: int) -> int:
 
 def why_exact(n: int, m: int, dtype: torch.dtype, spec: PairSpec, options: TileOptions) -> str | None:
     """Why nothing is left out of this call, or None if something may be."""
-    if options.filter_tolerance == 0.0:
-        return "the tolerance is 0"
+    if options.filter_tolerance < SMALLEST_TOLERANCE:
+        return "the tolerance is 0, or as good as that"
     if spec.row_sum:
         return "a weighted sum of all scores (label smoothing) needs every entry"
     asked = spec.row_lse and spec.positive == "one"
@@ -129,7 +130,7 @@ def filter_for(pair: Pair, spec: PairSpec, options: TileOptions) -> Filter:
 
 
 def mean_row(pair: Pair) -> Tensor:
-    """The mean of the rows that have a positive, in the features' type: (d,)."""
+    """The mean of the rows, one without a positive counted as zeros: (d,)."""
     assert pair.row_key is not None
     counts = (pair.row_key >= 0).to(pair.a.dtype)
     if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
@@ -139,7 +140,7 @@ def mean_row(pair: Pair) -> Tensor:
         for start in range(0, pair.a.shape[0], 4096):
             part = slice(start, start + 4096)
             total += counts[part].to(total.dtype) @ pair.a[part].to(total.dtype)
-    return (total / (pair.row_key >= 0).sum().clamp(min=1)).to(pair.a.dtype)
+    return total / pair.a.shape[0]
 
 
 def order_by(product_m: Tensor, pair: Pair) -> Tensor:
@@ -151,8 +152,8 @@ def order_by(product_m: Tensor, pair: Pair) -> Tensor:
 
 
 def order_columns(pair: Pair) -> Tensor:
-    """The columns by their mean score over the rows that have a positive, largest first: (m,) int32."""
-    return order_by(torch.mv(pair.b, mean_row(pair)), pair)
+    """The columns by their score with the mean row, largest first: (m,) int32."""
+    return order_by(torch.mv(pair.b, mean_row(pair).to(pair.b.dtype)), pair)
 
 
 def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
@@ -169,13 +170,13 @@ def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
     return 1 << (fits.bit_length() - 1)
 
 
-def sample_index(n: int, rows: int, device: torch.device) -> Tensor:
-    """So many of the rows, spread evenly: (rows,) int64.
+def sample_of(n: int, rows: int) -> slice:
+    """So many of n rows, spread evenly.
 
-    >>> sample_index(100, 4, torch.device("cpu")).tolist()
-    [0, 33, 66, 99]
+    >>> list(range(100))[sample_of(100, 4)]
+    [0, 25, 50, 75]
     """
-    return torch.linspace(0, n - 1, rows, dtype=torch.float64, device=device).long()
+    return slice(0, rows * (n // rows), n // rows)
 
 
 def too_many(kept: Tensor, pairs: int, share: float = 1.0) -> Tensor:
