@@ -19,8 +19,8 @@ INTEGERS = {
     *("room", "first_block", "blocks", "first_g", "first_u", "col_start", "row_parts", "col_parts"),
 }
 NUMBERS = {"softcap", "tolerance", "usable"}
-POINTERS = dict.fromkeys(("order", "rows", "starts", "firsts", "table", "dense"), "*i32")
-POINTERS |= dict.fromkeys(("place", "row_key", "pairs"), "*i64")
+POINTERS = dict.fromkeys(("order", "place", "rows", "starts", "firsts", "table", "dense"), "*i32")
+POINTERS |= dict.fromkeys(("row_key", "pairs"), "*i64")
 FEATURES = {"a", "b", "out", "mean", "mass", "g", "product"}
 MERGE = {"ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": 16, "BLOCK": 64}
 CARDS = {
@@ -72,6 +72,7 @@ def main() -> None:
                 (skipping.gather_kernel, {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}, 4, 2),
                 (skipping.parts_kernel, tile, product.warps, product.stages),
                 (skipping.probe_kernel, {"S": 128, "R": 32}, 4, 2),
+                (skipping.places_kernel, {"BLOCK": 1024}, 4, 2),
                 (skipping.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024, "dense": None}, 4, 2),  # of a sample
                 (skipping.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
                 (forward.merge_kernel, merge, 2, 2),

@@ -75,7 +75,7 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, softcap, dtype, monkeypa
     forward = SkipForward(pair, spec, OPTIONS)
     assert forward._probe()
     ((kept, pairs, share),) = asked
-    index = plans.sample_index(n, 16, pair.a.device)
+    index = torch.arange(n)[plans.sample_of(n, 16)]
     assert len(index.unique()) == 16
     want = rule(pair, spec, forward.order, index[1:])
     assert pairs == want.numel() == kept.numel()

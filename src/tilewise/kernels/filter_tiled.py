@@ -86,8 +86,8 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     if rows == 0:
         return order_columns(pair), False
     assert pair.row_key is not None
-    index = plans.sample_index(n, rows, pair.a.device)
-    scores, sample = _Scores(pair, spec), pair.a.index_select(0, index)
+    asked = plans.sample_of(n, rows)
+    scores, sample = _Scores(pair, spec), pair.a[asked].clone()
     sample[0] = plans.mean_row(pair)
     sample_dr = scores.features(sample).T.contiguous()
     x_mr = sample_dr.new_empty((m, rows))
@@ -100,7 +100,7 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     top = x_mr.amax(0)  # of a row in all tiles: what underflows has no say
     x_mr.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
     part_tr = x_mr.view(tiles, width, rows).sum(1).log_()
-    few = dataclasses.replace(pair, row_key=pair.row_key[index])
+    few = dataclasses.replace(pair, row_key=pair.row_key[asked])
     assert few.row_key is not None
     tolerance = options.filter_tolerance
     mass = choose(part_tr, part_tr.logsumexp(0), places_of(order, few), few.row_key >= 0, tolerance, width)[:, 1:]

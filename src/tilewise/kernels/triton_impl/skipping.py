@@ -109,13 +109,20 @@ def log_masses(part, t, row, tiles, n, lse, own):
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
-@triton.jit(do_not_specialize=["tolerance", "usable", "n", "tiles", "first_row", "all_rows"])
-def choose_kernel(part, place, row_key, row_lse, mass, dense, tolerance, usable, n, tiles, first_row, all_rows,
+@triton.jit(do_not_specialize=["m"])
+def places_kernel(order, place, m, BLOCK: tl.constexpr):
+    """Where in the order each column is."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place + tl.load(order + at, mask=at < m, other=0), at, mask=at < m)
+
+
+@triton.jit(do_not_specialize=["tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"])
+def choose_kernel(part, place, row_key, row_lse, mass, dense, tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
                   W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
 
     part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. If dense says so, no
-    part is looked at, a row drops nothing, and its log-sum-exp is somebody else's.
+    part is looked at, a row drops nothing, and its log-sum-exp is somebody else's. place says where in the order a column is.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
@@ -135,9 +142,11 @@ def choose_kernel(part, place, row_key, row_lse, mass, dense, tolerance, usable,
     lse = high + tl.log2(total)
     tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
 
-    own = tl.load(place + first_row + row, mask=ok_row, other=-1)
-    own = tl.where(own < 0, -1, own // W)
-    valid = tl.load(row_key + first_row + row, mask=ok_row, other=-1) >= 0
+    key = tl.load(row_key + first_row + row, mask=ok_row, other=-1)
+    valid = key >= 0
+    inside = valid & (key >= col_start) & (key - col_start < m)
+    own = tl.load(place + (key - col_start), mask=inside, other=0)
+    own = tl.where(inside, own // W, -1)
     # Below usable / tiles no row can drop too much; at usable one tile alone would be.
     below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
     above = tl.zeros((R,), tl.float32) + tl.log2(usable)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import filter as plans
-from tilewise.kernels.filter import FilterPlan, places_of, row_steps, tile_count
+from tilewise.kernels.filter import FilterPlan, row_steps, tile_count
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import positive, skipping
@@ -23,6 +23,7 @@ from tilewise.options import TileOptions
 
 GATHER_ROWS, GATHER_FEATURES = 32, 256
 CHOOSE_ROWS, CHOOSE_TILES = 32, 64
+PLACES = 1024
 PROBE_ROWS, PROBE_TILES = 32, 1024
 WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both ways costs more than is saved
 
@@ -94,7 +95,7 @@ class SkipForward:
             for _ in self._parts(part, i):
                 next(exact, None)
             choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
-            choose.put({"part": part, "place": self.place, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
+            choose.put({"part": part, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
             choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
             choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
         for _ in exact:
@@ -134,17 +135,15 @@ class SkipForward:
         dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype  # which has not the range of products
         rows = plans.sample_size(n, m, dtype.itemsize, self.options) if n * m * self.d >= WORTH_PROBING else 0
         if rows == 0:
-            self.order = plans.order_columns(pair)
-            self.place = places_of(self.order, pair)
+            self._order(plans.order_columns(pair))
             return False
-        index = plans.sample_index(n, rows, self.device)
-        sample = self.a.index_select(0, index)
+        asked = plans.sample_of(n, rows)
+        sample = self.a[asked].clone()
         sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
         scores = pair.a.new_empty((m, rows), dtype=dtype)
         with matmul_precision("high"):
             product(scores, self.b, sample.T, True)
-        self.order = plans.order_by(scores[:, 0], pair)
-        self.place = places_of(self.order, pair)
+        self._order(plans.order_by(scores[:, 0], pair))
         part, mass = pair.scale.new_empty(self.tiles * rows), pair.a.new_empty((self.tiles, rows))
         probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, rows))
         probe.put(
@@ -155,10 +154,16 @@ class SkipForward:
         probe.put({"R": block}).launch(self.tiles * (rows // block))
         assert pair.row_key is not None
         choose = self._chooser(1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
-        choose.put({"part": part, "place": self.place[index], "row_key": pair.row_key[index], "mass": mass, "n": rows})
+        choose.put({"part": part, "row_key": vector(pair.row_key[asked]), "mass": mass, "n": rows})
         choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
         self.dense = plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), plans.PROBED_SHARE)
         return True
+
+    def _order(self, order: Tensor) -> None:
+        """Take the columns in this order."""
+        self.order, self.place = order, torch.empty_like(order)
+        places = Prepared(skipping.places_kernel, self.device, 4, 2, ())
+        places.put({"order": order, "place": self.place, "m": self.m, "BLOCK": PLACES}).launch(cdiv(self.m, PLACES))
 
     def _parts(self, part: Tensor, i: slice) -> Iterator[None]:
         """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
@@ -207,4 +212,5 @@ class SkipForward:
         tolerance = self.options.filter_tolerance
         choose = Prepared(skipping.choose_kernel, self.device, 4, 2, (*self.key, rows, tiles))
         choose.put({"tolerance": tolerance, "usable": tolerance * plans.MARGIN, "tiles": self.tiles, "W": self.width})
+        choose.put({"place": self.place, "m": self.m, "col_start": self.pair.col_start})
         return choose.put({"HALVINGS": plans.HALVINGS, "R": rows, "T": tiles})
