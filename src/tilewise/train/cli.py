@@ -120,7 +120,7 @@ def search(
     from tilewise.train.search import open_gallery, save_sheet, show_hits
 
     console = _console()
-    found = open_gallery(run, device).search(queries, top)
+    found = open_gallery(run, device, console).search(queries, top)
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
     console.print(f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}", highlight=False)

@@ -39,6 +39,9 @@ class DataConfig:
     )
     crop_scale: tuple[float, float] = setting((0.08, 1.0), "area of a random crop, as a share", above=0, most=1)
     crop_ratio: tuple[float, float] = setting((0.75, 4 / 3), "width / height of a random crop", above=0)
+    eval_memory_mib: int = setting(
+        1024, "memory for decoded held-out images; those beyond it are decoded for every evaluation", least=0
+    )
     workers: int = setting(2, "threads that read and decode images", least=1, most=256)
     prefetch: int = setting(1, "batches that are prepared ahead", least=0, most=16)
 
@@ -218,8 +221,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 # What may change when a run continues: where and how often things are written, who decodes, and where the same data
 # lies. Another length is the business of `tilewise.train.plan`.
 FREE_TO_CHANGE = (
-    "output.", "data.workers", "data.prefetch", "data.path", "data.eval_path", "data.image_root", "loop.device",
-    "loop.threads", "loop.steps", "loop.epochs", "optim.extend", "loss.workspace_mib",
+    "output.", "data.workers", "data.prefetch", "data.path", "data.eval_path", "data.eval_memory_mib",
+    "data.image_root", "loop.device", "loop.threads", "loop.steps", "loop.epochs", "optim.extend", "loss.workspace_mib",
 )  # fmt: skip
 
 

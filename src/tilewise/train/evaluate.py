@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import RangeError
 from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
-from tilewise.train.data import EvalPairs
+from tilewise.train.data import EvalPairs, Watch
 from tilewise.train.models import TwoTowers
 from tilewise.train.objective import AUTOCAST
 
@@ -59,13 +59,15 @@ class Encoders:
         return torch.cat(parts)
 
 
-def evaluate_retrieval(encoders: Encoders, pairs: EvalPairs, ks: Sequence[int] = KS) -> dict[str, float]:
+def evaluate_retrieval(
+    encoders: Encoders, pairs: EvalPairs, ks: Sequence[int] = KS, watch: Watch | None = None
+) -> dict[str, float]:
     """Recall at k from text to image (``t2i_r10``) and from image to text (``i2t_r10``), and what chance gives.
 
     Every image with the id of a caption is a right answer for it, and the other way round, so images with
     several captions and captions of several images both count as they should.
     """
-    image = encoders.images(pairs.images.chunks(encoders.chunk_size))
+    image = encoders.images(pairs.images.chunks(encoders.chunk_size, watch))
     text = encoders.texts(pairs.texts)
     text_ids, image_ids = pairs.text_ids.to(image.device), pairs.image_ids.to(image.device)
     ranks = retrieval_ranks_both(text, image, query_ids=text_ids, gallery_ids=image_ids)

@@ -13,12 +13,13 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.checkpoint import write_atomically
 from tilewise.train.config import DataConfig, SourceName
-from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
-from tilewise.train.data.open import EvalImages, usable_keys
+from tilewise.train.data.open import EvalImages, try_images
 from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
 from tilewise.train.demo import recall_table
 from tilewise.train.evaluate import Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.progress import counted
 from tilewise.train.search import load_run
 
 
@@ -37,13 +38,19 @@ def evaluate_run(
         image_column=columns[0] or config.data.image_column,
         text_column=columns[1] or config.data.text_column,
     )
-    classes = open_classes(encoders, zero_shot, templates, skips) if zero_shot is not None else None
-    held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips)
+    classes = None
+    if zero_shot is not None:
+        with counted(console, "reading images of classes") as watch:
+            classes = open_classes(encoders, zero_shot, templates, skips, data, watch)
+    with counted(console, "reading held-out images") as watch:
+        held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips, watch)
     if held_out is not None:
-        result["retrieval"] = evaluate_retrieval(encoders, held_out)
+        with counted(console, "encoding held-out images") as watch:
+            result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
         console.print(recall_table(result["retrieval"]))
     if classes is not None:
-        result["zero_shot"] = classify(encoders, classes, templates)
+        with counted(console, "encoding images of classes") as watch:
+            result["zero_shot"] = classify(encoders, classes, templates, watch)
         found = result["zero_shot"]
         console.print(
             f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %, "
@@ -58,17 +65,19 @@ def evaluate_run(
     return result
 
 
-def open_pairs(config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog) -> EvalPairs | None:
+def open_pairs(
+    config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog, watch: Watch | None = None
+) -> EvalPairs | None:
     """The run's own held-out pairs, or those at a path, whose kind is told by its name."""
     if not path:
-        return open_eval_pairs(config, size, skips)
+        return open_eval_pairs(config, size, skips, watch=watch)
     if path.endswith(".zip"):
         return open_eval_pairs(dataclasses.replace(config, source="icons", id_column=""), size, skips, path)
     if config.source == "icons":
         raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
     kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
     other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none", id_column="")
-    return open_eval_pairs(other, size, skips, path)
+    return open_eval_pairs(other, size, skips, path, watch)
 
 
 class Classes(NamedTuple):
@@ -79,7 +88,10 @@ class Classes(NamedTuple):
     names: list[str]
 
 
-def open_classes(encoders: Encoders, folder: Path, templates: list[str], skips: SkipLog) -> Classes:
+def open_classes(
+    encoders: Encoders, folder: Path, templates: list[str], skips: SkipLog, config: DataConfig,
+    watch: Watch | None = None,
+) -> Classes:  # fmt: skip
     """The images in one sub-folder per class, named after it; refused before anything is encoded."""
     check_templates(templates)
     classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
@@ -93,15 +105,17 @@ def open_classes(encoders: Encoders, folder: Path, templates: list[str], skips: 
         raise DataError(f"{folder} holds no images in sub-folders; zero-shot wants one sub-folder per class")
     if encoders.model.pixels.channels != 3:
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
-    source = FileSource(entries, Preparation(encoders.model.pixels.size))
-    usable = usable_keys(source, skips)
-    if not usable:
+    source = FileSource(entries, Preparation(encoders.model.pixels.size), config.workers)
+    images = try_images(source, skips, config.eval_memory_mib, watch)
+    if not len(images):
         raise DataError(f"no usable images below {folder}: {skips.summary()}. First: {skips.examples[0]}")
     names = [words_of(path.name) for path in classes]
-    return Classes(EvalImages(source=source, keys=usable), torch.tensor(labels)[usable], names)
+    return Classes(images, torch.tensor(labels)[images.keys], names)
 
 
-def classify(encoders: Encoders, classes: Classes, templates: list[str]) -> dict[str, float]:
+def classify(
+    encoders: Encoders, classes: Classes, templates: list[str], watch: Watch | None = None
+) -> dict[str, float]:
     """Zero-shot classification."""
-    chunks = classes.images.chunks(encoders.chunk_size)
+    chunks = classes.images.chunks(encoders.chunk_size, watch)
     return evaluate_zero_shot(encoders, chunks, classes.labels, classes.names, templates)

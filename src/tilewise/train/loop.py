@@ -16,7 +16,7 @@ import torch
 from tilewise.errors import ConfigError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
 from tilewise.train.config import LoopConfig, RunConfig, check_same_run
-from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, open_source
+from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
@@ -24,7 +24,7 @@ from tilewise.train.models import describe_model
 from tilewise.train.objective import Objective
 from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
 from tilewise.train.plan import change_length, new_plan, planned_rate, planned_steps
-from tilewise.train.progress import RunProgress
+from tilewise.train.progress import RunProgress, counted
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
 from tilewise.train.settings import build
@@ -89,7 +89,7 @@ class Trainer:
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
         )  # fmt: skip
         held_out = SkipLog()
-        self.pairs = open_eval_pairs(config.data, self.model.pixels.size, held_out) if world.is_first else None
+        self.pairs = self._held_out(held_out) if world.is_first else None
         if held_out.total:
             self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
         self.steps = self._length(config.loop)
@@ -98,6 +98,10 @@ class Trainer:
         self.objective = Objective(config, self.model, world)
         self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
+
+    def _held_out(self, skips: SkipLog) -> EvalPairs | None:
+        with counted(self.console, "reading held-out images") as watch:
+            return open_eval_pairs(self.config.data, self.model.pixels.size, skips, watch=watch)
 
     def _length(self, config: LoopConfig) -> int:
         """Steps in all."""
@@ -328,7 +332,7 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
         if result.finished and config.output.report and world.is_first:
             from tilewise.train.report import write_report
 
-            write_report(config.output.folder, trainer.model, trainer.average, world.device)
+            write_report(config.output.folder, trainer.model, trainer.average, world.device, trainer.pairs)
         return result
     finally:
         world.close()

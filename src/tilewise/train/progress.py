@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tilewise.train.memory import MIB
@@ -10,6 +12,37 @@ from tilewise.train.memory import MIB
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+LINE_EVERY_S = 10.0  # where there is no terminal
+
+
+@contextmanager
+def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Something that is told how many of how many are done, and shows it: a bar, or now and then a line.
+
+    Args:
+        console: where; None shows nothing.
+        what: is being done.
+    """
+    if console is None:
+        yield None
+    elif console.is_terminal:
+        from rich import progress as rich
+
+        columns = (rich.TextColumn(what), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
+        with rich.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        said = time.monotonic()
+
+        def watch(done: int, total: int) -> None:
+            nonlocal said
+            if time.monotonic() - said > LINE_EVERY_S:
+                said = time.monotonic()
+                console.print(f"{what}: {done:,} of {total:,}", highlight=False)
+
+        yield watch
 
 
 class RunProgress:
@@ -43,7 +76,7 @@ class RunProgress:
             facts += f"  {line['skipped']} skipped"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=facts)
-        elif time.monotonic() - self._said > 10 or step == self.steps:
+        elif time.monotonic() - self._said > LINE_EVERY_S or step == self.steps:
             self._said = time.monotonic()
             self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
 

@@ -13,7 +13,7 @@ import torch
 from tilewise.train.charts import Line, bar_chart, line_chart
 from tilewise.train.checkpoint import latest_checkpoint, write_atomically
 from tilewise.train.config import RunConfig
-from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.data import EvalPairs
 from tilewise.train.evaluate import KS, Encoders
 from tilewise.train.memory import MIB
 from tilewise.train.models import TwoTowers
@@ -51,11 +51,12 @@ pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-rad
 """
 
 
-def write_report(folder: str | Path, model: TwoTowers, average: AveragedWeights | None, device: torch.device) -> Path:
-    """Write report.html for a run whose model is at hand."""
+def write_report(
+    folder: str | Path, model: TwoTowers, average: AveragedWeights | None, device: torch.device, pairs: EvalPairs | None
+) -> Path:
+    """Write report.html for a run whose model and held-out pairs are at hand."""
     run = RunFolder(folder)
     config = run.read_config()
-    pairs = open_eval_pairs(config.data, model.pixels.size, SkipLog())
     results: list[tuple[str, list[Hit]]] = []
     if pairs is not None:
         with average.used() if average is not None else nullcontext():

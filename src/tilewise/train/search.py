@@ -13,11 +13,12 @@ from torch import Tensor
 from tilewise.errors import CheckpointError, DataError, RangeError
 from tilewise.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, open_checkpoint, step_name
 from tilewise.train.config import RunConfig
-from tilewise.train.data import EvalPairs, SkipLog, open_eval_pairs
+from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers
 from tilewise.train.pictures import contact_sheet, terminal_picture
+from tilewise.train.progress import counted
 from tilewise.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ class Gallery:
     Args:
         encoders: the model.
         pairs: the images with their captions.
+        watch: is told how many images have been encoded.
     """
 
-    def __init__(self, encoders: Encoders, pairs: EvalPairs) -> None:
+    def __init__(self, encoders: Encoders, pairs: EvalPairs, watch: Watch | None = None) -> None:
         self.encoders, self.pairs = encoders, pairs
-        self.features = encoders.images(pairs.images.chunks(encoders.chunk_size))
+        self.features = encoders.images(pairs.images.chunks(encoders.chunk_size, watch))
         self._caption: dict[int, str] = {}
         for text, owner in zip(pairs.texts, pairs.text_ids.tolist(), strict=True):
             self._caption.setdefault(owner, text)
@@ -115,13 +117,15 @@ def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:
     return model
 
 
-def open_gallery(folder: str | Path, device: str = "auto") -> Gallery:
+def open_gallery(folder: str | Path, device: str = "auto", console: Console | None = None) -> Gallery:
     """The held-out images of a run, ready to be searched."""
     config, encoders, _ = load_run(folder, device)
-    pairs = open_eval_pairs(config.data, encoders.model.pixels.size, SkipLog())
+    with counted(console, "reading held-out images") as watch:
+        pairs = open_eval_pairs(config.data, encoders.model.pixels.size, SkipLog(), watch=watch)
     if pairs is None:
         raise DataError("this run has no held-out images to search in; set data.eval_path")
-    return Gallery(encoders, pairs)
+    with counted(console, "encoding held-out images") as watch:
+        return Gallery(encoders, pairs, watch)
 
 
 def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 5) -> None:

@@ -20,6 +20,8 @@ from tilewise.train.data.shards import ShardSource, expand_shards
 from tilewise.train.data.table import Columns, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
 
+Watch = Callable[[int, int], None]  # how many are done, of how many
+
 
 @functools.lru_cache(maxsize=2)
 def _icons(path: str) -> IconSet:
@@ -55,7 +57,7 @@ class EvalPairs:
     """Held-out images with their captions; ids say which caption belongs to which image.
 
     Args:
-        images: chunks of uint8 (n, channels, size, size); read again for every evaluation.
+        images: chunks of uint8 (n, channels, size, size).
         image_ids: int64 (N,).
         texts: all captions.
         text_ids: int64 (T,); a caption is right for every image with its id, and the other way round.
@@ -70,34 +72,55 @@ class EvalPairs:
 
 
 class EvalImages:
-    """Images given in chunks, so that a large evaluation never holds them all."""
+    """Images given in chunks, so that a large evaluation never holds them all.
+
+    Args:
+        everything: all of them, where they are in memory anyway; or
+        source, keys: where the others are read from, again for every evaluation,
+        first: but for the first ones, which were kept when they were tried.
+    """
 
     def __init__(self, everything: Tensor | None = None, source: FileSource | ShardSource | None = None,
-                 keys: list[int] | None = None) -> None:  # fmt: skip
-        self.everything, self.source, self.keys = everything, source, keys or []
+                 keys: list[int] | None = None, first: list[Tensor] | None = None) -> None:  # fmt: skip
+        self.everything, self.source, self.keys, self.first = everything, source, keys or [], first or []
 
     def __len__(self) -> int:
         return len(self.keys) if self.everything is None else len(self.everything)
 
-    def chunks(self, size: int) -> Iterator[Tensor]:
-        """Consecutive chunks."""
+    def chunks(self, size: int, watch: Watch | None = None) -> Iterator[Tensor]:
+        """Consecutive chunks; `watch` is told how many have been taken."""
         for start in range(0, len(self), size):
-            if self.everything is not None:
-                yield self.everything[start : start + size]
-            else:
-                yield self.take(range(start, min(start + size, len(self))))
+            end = min(start + size, len(self))
+            yield self.take(range(start, end))
+            if watch is not None:
+                watch(end, len(self))
 
     def take(self, numbers: range | list[int]) -> Tensor:
         """The images with these numbers."""
         if self.everything is not None:
             return self.everything[list(numbers)]
         assert self.source is not None
-        images = (decode(self.source.read(self.keys[i]).image) for i in numbers)
-        return torch.stack([to_tensor(image, centre_box(*image.size), self.source.how.size) for image in images])
+        return torch.stack(list(self.source.pool.map(self._one, numbers)))
+
+    def _one(self, number: int) -> Tensor:
+        assert self.source is not None
+        return self.first[number] if number < len(self.first) else prepare(self.source, self.keys[number])[1]
 
 
-def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: str = "") -> EvalPairs | None:
-    """The held-out pairs of a run (`path` overrides the configured ones); None where there are none."""
+def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]:
+    """A record and its image: the centre, uint8 (3, size, size)."""
+    record = source.read(key)
+    image = decode(record.image)
+    return record, to_tensor(image, centre_box(*image.size), source.how.size)
+
+
+def open_eval_pairs(
+    config: DataConfig, image_size: int, skips: SkipLog, path: str = "", watch: Watch | None = None
+) -> EvalPairs | None:
+    """The held-out pairs of a run (`path` overrides the configured ones); None where there are none.
+
+    Every image is decoded here, so that broken ones are known; `watch` is told how many have been.
+    """
     path = path or config.eval_path
     if config.source == "icons":
         return pairs_of_icons(_icons(path or config.path).split("test"))
@@ -121,7 +144,7 @@ def open_eval_pairs(config: DataConfig, image_size: int, skips: SkipLog, path: s
             how,
             config.workers,
         )
-    return pairs_of_files(source, skips)
+    return pairs_of_files(source, skips, config.eval_memory_mib, watch)
 
 
 def pairs_of_icons(icons: IconSet) -> EvalPairs:
@@ -130,35 +153,64 @@ def pairs_of_icons(icons: IconSet) -> EvalPairs:
     return EvalPairs(images, icons.name_ids, list(icons.captions), icons.name_ids, icons)
 
 
-def usable_keys(
-    source: FileSource | ShardSource, skips: SkipLog, keep: Callable[[Record, int], None] | None = None
-) -> list[int]:
-    """Keys whose image can be decoded; `keep` is told each record and its place among them."""
-    usable: list[int] = []
-    for key in source.all_keys():
+TRIED_TOGETHER = 256
+
+
+def try_images(
+    source: FileSource | ShardSource, skips: SkipLog, keep_mib: int, watch: Watch | None = None,
+    found: Callable[[Record, int], None] | None = None,
+) -> EvalImages:  # fmt: skip
+    """The images that can be decoded, each read once on the source's threads; the others are logged.
+
+    Args:
+        source: where they are.
+        skips: the log.
+        keep_mib: how much memory those that come first may take, so that they need not be decoded again.
+        watch: is told how many were tried.
+        found: is told each usable record and its place among them.
+    """
+
+    def attempt(key: int) -> tuple[Record, Tensor] | RecordError:
         try:
-            record = source.read(key)
-            decode(record.image)
+            return prepare(source, key)
         except RecordError as error:
-            skips.add(str(error), source.describe(key))
-            continue
-        if keep is not None:
-            keep(record, len(usable))
-        usable.append(key)
-    return usable
+            return error
+
+    keys = source.all_keys()
+    usable: list[int] = []
+    first: list[Tensor] = []
+    room, full = keep_mib * 2**20, False
+    for start in range(0, len(keys), TRIED_TOGETHER):
+        some = keys[start : start + TRIED_TOGETHER]
+        for key, made in zip(some, source.pool.map(attempt, some), strict=True):
+            if isinstance(made, RecordError):
+                skips.add(str(made), source.describe(key))
+                continue
+            record, image = made
+            if found is not None:
+                found(record, len(usable))
+            usable.append(key)
+            room -= image.numel()
+            full = full or room < 0
+            if not full:
+                first.append(image)
+        if watch is not None:
+            watch(min(start + TRIED_TOGETHER, len(keys)), len(keys))
+    return EvalImages(source=source, keys=usable, first=first)
 
 
-def pairs_of_files(source: FileSource | ShardSource, skips: SkipLog) -> EvalPairs:
+def pairs_of_files(
+    source: FileSource | ShardSource, skips: SkipLog, keep_mib: int, watch: Watch | None = None
+) -> EvalPairs:
     """Every usable image with all of its captions."""
     texts: list[str] = []
     text_ids: list[int] = []
 
-    def keep(record: Record, number: int) -> None:
+    def found(record: Record, number: int) -> None:
         texts.extend(record.captions)
         text_ids.extend([number] * len(record.captions))
 
-    usable = usable_keys(source, skips, keep)
-    if not usable:
+    images = try_images(source, skips, keep_mib, watch, found)
+    if not len(images):
         raise DataError(f"no usable held-out pairs: {skips.summary()}")
-    images = EvalImages(source=source, keys=usable)
-    return EvalPairs(images, torch.arange(len(usable)), texts, torch.tensor(text_ids))
+    return EvalPairs(images, torch.arange(len(images)), texts, torch.tensor(text_ids))
