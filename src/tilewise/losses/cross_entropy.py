@@ -86,8 +86,8 @@ def linear_cross_entropy(
     scale = _check.check_scalar("logit_scale", logit_scale, a)
 
     valid = y != ignore_index
-    key = torch.where(valid, y, -1)
-    own = key - start
+    key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key is nobody's
+    own = key - start if name else key
     zero = _target_scores(a, c, own, scale, bias, cap, name)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
@@ -99,7 +99,8 @@ def linear_cross_entropy(
     if reduction != "none" and forms_early(a, c, scale, bias, spec=spec, options=options, group_name=name):
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
         total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
-        counts = torch.where(valid, each / total, 0.0)  # weights that add up to 0 say so: 0 / 0
+        # Weights that add up to 0 say so: 0 / 0.
+        counts = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
         early = pair_loss(a, c, scale, bias, weight=counts, square=square, keys=keys, spec=spec, options=options)
         return early + torch.where(total == 0, torch.nan, 0.0)
