@@ -31,8 +31,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
         before = None
     if before is not None:
         torch.set_float32_matmul_precision(precision)
-    for way in ways:
-        way.fp32_precision = "tf32" if precision == "high" else "ieee"
+    else:
+        for way in ways:
+            way.fp32_precision = "tf32" if precision == "high" else "ieee"
     try:
         yield
     finally:
