@@ -10,7 +10,7 @@ from tests.train.small_icons import write_small_icons
 from tests.train.small_weights import write_clip
 from tests.train.test_train_portable import invoke, settings, write_colours
 
-from tilewise.errors import CheckpointError, DataError, ShapeError
+from tilewise.errors import CheckpointError, ConfigError, DataError, ShapeError
 from tilewise.train import ImageTextModel, load_model
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
@@ -92,6 +92,8 @@ def test_an_exported_run_gives_the_same_features(run, tmp_path):
     assert all(torch.equal(p, average[n]) for n, p in clip.vision_model.named_parameters())
     with pytest.raises(CheckpointError, match="exists already"):
         invoke("export", run, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"exported model: tilewise\.train\.load_model"):
+        invoke("evaluate", tmp_path / "out")
     with pytest.raises(CheckpointError, match="exists already"):
         want.export(run.parent / "data")
 
@@ -112,8 +114,6 @@ def test_the_icon_model_reads_pictures_of_any_kind(tmp_path):
 
 
 def test_a_folder_that_is_neither_is_named(tmp_path):
-    from tilewise.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"no run of tilewise.*no config\.toml"):
         load_model(tmp_path)
 

@@ -187,6 +187,21 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capfd):
     assert "Retrying" not in said.err + said.out
 
 
+@pytest.mark.parametrize("answer", ["GatedRepoError", "HfHubHTTPError"])
+def test_a_hub_that_answers_otherwise_is_asked_for_the_files(monkeypatch, answer):
+    import huggingface_hub
+
+    kind = getattr(huggingface_hub.errors, answer)
+
+    def other(name, **unused):
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub, "model_info", other)
+    from tilewise.train.models.hub import find_place
+
+    assert find_place("some/model", "weights").extra == {}
+
+
 def test_a_name_that_the_hub_does_not_know_is_refused(monkeypatch):
     import huggingface_hub
 

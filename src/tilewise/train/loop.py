@@ -18,6 +18,7 @@ from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
 from tilewise.train.config import LoopConfig, RunConfig, check_same_run
 from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
+from tilewise.train.diverged import DivergedError, likely_cause
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
 from tilewise.train.models import describe_model
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BEST_METRIC = "t2i_r10"
-
-
-class DivergedError(TilewiseError, ArithmeticError):
-    """The loss or a gradient is not a finite number."""
 
 
 @dataclass(frozen=True)
@@ -223,18 +220,9 @@ class Trainer:
         overflow = self.objective.scaler is not None and not math.isfinite(norm)  # fp16: that step is left out
         if math.isfinite(loss) and (math.isfinite(norm) or overflow):
             return
-        bad = [name for name, p in self.model.named_parameters() if not p.detach().isfinite().all()]
-        scale = float(self.model.scale().detach())
-        if bad:
-            cause = f"the weight {bad[0]} is no longer finite: the last steps were too large (lr {lr:.2g})"
-        elif self.config.loop.precision == "fp16":
-            cause = "an encoder overflows in fp16; try loop.precision='bf16'"
-        elif not math.isfinite(loss):
-            cause = f"an encoder gives features that are not finite (logit scale {scale:.3g}, lr {lr:.2g})"
-        else:
-            cause = f"a gradient overflows although the loss is finite (logit scale {scale:.3g}, lr {lr:.2g})"
         kept, _ = latest_checkpoint(self.folder.checkpoints) if self.world.is_first else (None, [])
         saved = f"The last good checkpoint is {kept.path}" if kept else "No checkpoint had been written yet"
+        cause = likely_cause(self.model, loss, lr, self.config.loop.precision)
         raise DivergedError(
             f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}. Likely cause: {cause}. {saved}. "
             "Lower optim.lr, lengthen optim.warmup_steps, or clip more (optim.clip_norm)"

@@ -35,7 +35,9 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """The configuration that the run was started with."""
         if not self.config_file.is_file():
-            raise ConfigError(f"{self.path} is no run of tilewise: it has no config.toml")
+            exported = (self.path / "tilewise.json").is_file()
+            advice = ". It is an exported model: tilewise.train.load_model reads it" if exported else ""
+            raise ConfigError(f"{self.path} is no run of tilewise: it has no config.toml{advice}")
         return load_config(self.config_file)
 
     def save_config(self, config: RunConfig) -> None:

@@ -40,16 +40,20 @@ def find_place(name: str, wanted: str) -> Place:
     if name.count("/") > 1 or name.startswith(("/", ".", "~")):  # no hub id
         raise ConfigError(f"there is no folder {name!r}, wanted one with {wanted}")
     from huggingface_hub import model_info
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     doubt = "there is no such folder here, and as a hub id: "
     try:
         model_info(name, timeout=ANSWER_S)
+    except GatedRepoError:
+        return Place(name, {}, doubt)  # it exists; whether it is open to us is seen when it is loaded
     except (RepositoryNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"there is no folder {name!r} here, wanted one with {wanted}; and the hub has no such model: {reason}"
         ) from error
+    except HfHubHTTPError:  # it does answer; a mirror may not know this question
+        return Place(name, {}, doubt)
     except Exception:  # no network, a proxy, an outage: the types of whatever library sends the question
         return Place(name, {"local_files_only": True}, f"{doubt}the hub cannot be reached, and of earlier downloads: ")
     return Place(name, {}, doubt)
