@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tests.train.small_icons import write_small_icons
@@ -115,7 +116,7 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     if whom == "torchrun":
         process.send_signal(signal.SIGTERM)
     else:  # the second, which does not write
-        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(ranks.split()[-1]), signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output  # whatever happened; so the folder has to tell
