@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
-import json
 import multiprocessing
 import shlex
 import statistics
@@ -40,7 +39,6 @@ from tilewise.ops.filtered import record_filtering
 
 Row = dict[str, Any]
 BASELINES = ("torch.compile", "torch.compile, filtered")
-ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
 
 @dataclass
@@ -96,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     chosen = choose(arguments.only or "*", arguments.methods, arguments.small)
     if not chosen:
         raise SystemExit(f"no block is called like {arguments.only!r} with methods like {arguments.methods!r}")
-    name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else run.cpu_name()
-    earlier = rows_of_file(arguments.add_to, name_of_device)
+    earlier = run.rows_of_file(arguments.add_to, run.device_name(device))
     if arguments.add_to and arguments.methods != "*":
         raise SystemExit("--methods leaves rows out, and --add-to takes whole blocks: give one of them")
     if arguments.add_to and arguments.only is None:
@@ -165,17 +162,6 @@ def choose(only: str, methods: str, small: bool) -> list[LmCase]:
 # An earlier file
 
 
-def rows_of_file(path: Path | None, device: str) -> list[Row]:
-    """The rows of an earlier run, each with the commit, the date and the versions that it was measured with."""
-    if path is None:
-        return []
-    report = json.loads(path.read_text())
-    if report["device"] != device:
-        raise SystemExit(f"{path} was measured on {report['device']}, this is {device}. Give --out, without --add-to")
-    origin = {name: report[name] for name in ORIGIN if name in report}
-    return [{"origin": origin, **row} for row in report["results"]]
-
-
 def lacking(case: LmCase, rows: Sequence[Row]) -> bool:
     """Whether a method of the case has no row, or one that was not reached or not timed."""
     there = {row["method"] for row in rows if row["case"] == case.name and measured([row])}
@@ -220,8 +206,9 @@ def compile_ahead(chosen: Sequence[LmCase], processes: int, folders: Sequence[Pa
             process.start()
             running.append(process)
         wait([process.sentinel for process in running], timeout=max(0.0, end - time.perf_counter()))
-        done += sum(process.exitcode == 0 for process in running)
-        running = [process for process in running if process.exitcode is None]
+        ended = [process for process in running if process.exitcode is not None]  # once: it may end between two looks
+        done += sum(process.exitcode == 0 for process in ended)
+        running = [process for process in running if process not in ended]
     for process in running:
         process.terminate()
         process.join()

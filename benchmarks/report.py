@@ -65,10 +65,11 @@ def write_readme(report: dict[str, Any], source: Path, readme: Path = RESULTS.pa
     ]
     for size in sorted({r["rows"] for r in rows}):
         lines.append(f"| {size:,} | " + " | ".join(_cell(found.get((size, method))) for method in methods) + " |")
+    commits = ", ".join(dict.fromkeys(row.get("origin", report)["commit"][:10] for row in rows))
     link = source.resolve().relative_to(readme.parent).with_suffix(".md").as_posix()
     lines += [
         "",
-        f"`{report['command'].split(' --peers')[0]}`, torch {report['torch']}, commit {report['commit'][:10]}. "
+        f"`{report['command'].split(' --peers')[0]}`, torch {report['torch']}, commit {commits}. "
         f"All figures: [{link}]({link}).",
     ]
     begin, end = "<!-- results:begin -->", "<!-- results:end -->"
@@ -105,11 +106,26 @@ def markdown(report: dict[str, Any], images: Sequence[str] = ()) -> str:
         *table(report["results"]),
         "",
     ]
+    for origin in earlier(report["results"]):
+        lines += [origin, ""]
     absent = sorted({f"{r['method']} ({r['reason']})" for r in report["results"] if r["status"] == "absent"})
     if absent:
         lines += ["Absent: " + "; ".join(absent) + ".", ""]
     lines += [f"![{name}]({name})\n" for name in images]
     return "\n".join(lines)
+
+
+def earlier(results: list[Result]) -> list[str]:
+    """A sentence for each earlier run whose cases were kept."""
+    runs: dict[str, list[str]] = {}
+    for row in results:
+        if "origin" in row:
+            origin = row["origin"]
+            at = f"{origin['date']}, commit {origin['commit'][:10]}, torch {origin['torch']}, triton {origin['triton']}"
+            kept = runs.setdefault(f"{at}: `{origin['command']}`", [])
+            if row["case"] not in kept:
+                kept.append(row["case"])
+    return [f"Measured earlier, {run}: {', '.join(kept)}." for run, kept in runs.items()]
 
 
 def table(results: list[Result]) -> list[str]:

@@ -3,9 +3,11 @@
     python -m benchmarks.run cpu                        all CPU cases
     python -m benchmarks.run gpu --only 'clip-*-512-*'  some GPU cases
     python -m benchmarks.run cpu --quick                no side above 2,048, few turns: does it run at all?
+    python -m benchmarks.run gpu --add-to FILE          what that file lacks (or --only), beside what it has
 
 The file benchmarks/results/<suite>-<device>.json is written anew after each case, so that a run that is cut
-short leaves what it measured.
+short leaves what it measured. With --add-to, cases that are not measured again are kept with the commit and the date of
+their time.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from benchmarks.cases import Case
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORMAT = 1
+ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -47,16 +50,22 @@ def main(argv: Sequence[str] | None = None) -> Path:
     chosen = choose(cases.SUITES[arguments.suite](), arguments.only, arguments.quick)
     if not chosen:
         raise SystemExit(f"no case of the {arguments.suite} suite is called like {arguments.only!r}")
+    earlier = rows_of_file(arguments.add_to, device_name(device))
+    if arguments.add_to and arguments.only is None:
+        there = {row["case"] for row in earlier}
+        chosen = [case for case in chosen if case.name not in there]
     repeats, budget_s = (3, 1.0) if arguments.quick else (arguments.repeats, arguments.budget_s)
     least = 1 if arguments.quick or device.type == "cuda" else 3  # a CPU is rarely alone, a GPU is
     command = arguments.command or shlex.join(["python", "-m", "benchmarks.run", *(argv or sys.argv[1:])])
     report = describe(arguments.suite, device, command, repeats, budget_s)
     report["commit"] = report["commit"] or arguments.commit or "unknown"
     path = arguments.out or RESULTS / f"{arguments.suite}-{slug(report['device'])}.json"
+    fresh: list[dict[str, Any]] = []
     with progress(chosen) as turn:
         for case in chosen:
             turn(case.name)
-            report["results"] += run_case(case, device, repeats, budget_s, least)
+            fresh += run_case(case, device, repeats, budget_s, least)
+            report["results"] = merged(earlier, fresh, arguments.suite)
             write(path, report)
     print(f"wrote {path}")
     return path
@@ -67,7 +76,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("suite", choices=sorted(cases.SUITES))
-    parser.add_argument("--only", default="*", help="cases whose name matches this pattern")
+    parser.add_argument("--only", help="cases whose name matches this pattern, or one of several with commas between")
+    parser.add_argument(
+        "--add-to", type=Path, help="measure what this file lacks (or --only), and keep its other cases"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes and few turns")
     parser.add_argument("--repeats", type=int, default=20, help="turns of a method, at most")
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of a method in a case, about")
@@ -78,13 +90,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose(suite: list[Case], only: str, quick: bool) -> list[Case]:
+def choose(suite: list[Case], only: str | None, quick: bool) -> list[Case]:
     """The cases that were asked for; a word without wildcards is looked for anywhere in the name."""
-    pattern = only if any(c in only for c in "*?[") else f"*{only}*"
-    chosen = [case for case in suite if fnmatch.fnmatchcase(case.name, pattern)]
+    words = (only or "*").split(",")
+    patterns = [word if any(c in word for c in "*?[") else f"*{word}*" for word in words]
+    chosen = [case for case in suite if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
     if quick:
         chosen = list({case.name: case for case in map(cases.shrunk, chosen)}.values())
     return chosen
+
+
+def rows_of_file(path: Path | None, device: str) -> list[dict[str, Any]]:
+    """The rows of an earlier run, each with the commit, the date and the versions that it was measured with."""
+    if path is None:
+        return []
+    report = json.loads(path.read_text())
+    if report["device"] != device:
+        raise SystemExit(f"{path} was measured on {report['device']}, this is {device}. Give --out, without --add-to")
+    origin = {name: report[name] for name in ORIGIN if name in report}
+    return [{"origin": origin, **row} for row in report["results"]]
+
+
+def merged(earlier: list[dict[str, Any]], fresh: list[dict[str, Any]], suite: str) -> list[dict[str, Any]]:
+    """All rows in the order of the suite; a case that was measured again is that of the later run alone."""
+    again = {row["case"] for row in fresh}
+    rows = [row for row in earlier if row["case"] not in again] + fresh
+    order = {case.name: place for place, case in enumerate(cases.SUITES[suite]())}
+    return sorted(rows, key=lambda row: order.get(row["case"], len(order)))
 
 
 def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, least: int) -> list[dict[str, Any]]:
@@ -165,7 +197,7 @@ def describe(suite: str, device: torch.device, command: str, repeats: int, budge
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": cuda.name if cuda else cpu_name(),
+        "device": device_name(device),
         "device_bytes": cuda.total_memory if cuda else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -183,6 +215,11 @@ def module_version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
     return str(__import__(name).__version__)
+
+
+def device_name(device: torch.device) -> str:
+    """What the machine calls its card or its processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cpu_name() -> str:

@@ -51,6 +51,29 @@ def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
     assert by_name[32, "memeff"]["status"] in ("absent", "error")  # without a GPU it cannot be "ok"
 
 
+def test_cases_are_added_to_a_file(tiny_suite, tmp_path):
+    """What it lacks, or what is asked for; the rest is kept, and says when it was measured."""
+    few = ["--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")]
+    path = run.main(["cpu", "--only", "clip-32-*,clip-128-*", *few])
+    first = json.loads(path.read_text()) | {"commit": "0123456789abc", "date": "2001-02-03"}
+    assert [row["rows"] for row in first["results"]] == [32] * 3 + [128] * 3
+    path.write_text(json.dumps(first))
+    run.main(["cpu", "--add-to", str(path), *few])
+    second = json.loads(path.read_text())
+    assert [row["rows"] for row in second["results"]] == [32] * 3 + [64] * 3 + [128] * 3
+    old = "0123456789abc"
+    assert [row.get("origin", {}).get("commit") for row in second["results"][::3]] == [old, None, old]
+    page = report.markdown(second)
+    assert "Measured earlier, 2001-02-03, commit 0123456789, " in page
+    assert ": clip-32-16-float32, clip-128-16-float32." in page
+    run.main(["cpu", "--add-to", str(path), "--only", "clip-32-*", *few])
+    third = json.loads(path.read_text())["results"]
+    assert ["origin" in row for row in third[::3]] == [False, True, True]
+    path.write_text(json.dumps(first | {"device": "abacus"}))
+    with pytest.raises(SystemExit, match="was measured on abacus"):
+        run.main(["cpu", "--add-to", str(path), *few])
+
+
 def test_a_report_has_a_table_and_a_plot(tiny_suite, tmp_path):
     path = run.main(["cpu", "--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")])
     pytest.importorskip("matplotlib")

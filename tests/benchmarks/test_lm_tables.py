@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import lm_cases, lm_pages, lm_tables, measure, peers
+from benchmarks import lm_cases, lm_pages, lm_tables, measure, peers, run
 
 TINY = lm_cases.LmCase(table="1", model="tiny", vocabulary=301, hidden=24, tokens=64)
 
@@ -175,11 +175,11 @@ def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
     kept = {"case": "c", "method": "m", "status": "ok", "origin": {"commit": "old"}}
     report = {"device": "abacus", "commit": "new", "results": [kept, {"case": "d", "method": "m", "status": "ok"}]}
     (tmp_path / "x.json").write_text(json.dumps(report))
-    rows = lm_tables.rows_of_file(tmp_path / "x.json", "abacus")
+    rows = run.rows_of_file(tmp_path / "x.json", "abacus")
     assert [row["origin"]["commit"] for row in rows] == ["old", "new"]
-    assert lm_tables.rows_of_file(None, "abacus") == []
+    assert run.rows_of_file(None, "abacus") == []
     with pytest.raises(SystemExit, match="measured on abacus, this is slide rule"):
-        lm_tables.rows_of_file(tmp_path / "x.json", "slide rule")
+        run.rows_of_file(tmp_path / "x.json", "slide rule")
 
 
 def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
