@@ -593,3 +593,14 @@ def test_kernels_compile_and_fit():
         most, together = limits[line["capability"]]
         assert line["shared"] <= most, line
         assert line["programs"] * (line["shared"] + 1024) <= together, line
+
+
+@pytest.mark.parametrize("where", ["row", "column", "bias"])
+def test_an_infinite_score_is_seen_in_the_loss(where):
+    """A shift of +inf stands for a row that does not count; a score of +inf must not be taken for that."""
+    pair, spec = softmax_pair(20, 128, 8, 1.0)
+    pair = Pair(**(vars(pair) | {"bias": torch.zeros(128)}))
+    {"row": pair.a[3], "column": pair.b[7], "bias": pair.bias}[where][0] = torch.inf
+    weights = kernels.RowWeights(each=torch.full((20,), 0.05))
+    loss, _ = kernels.direct(pair, weights, ALL, spec, EARLY)
+    assert not loss.isfinite()

@@ -120,7 +120,7 @@ def shift_kernel(row_part, shift, doubt, n, parts, MANY_PARTS: tl.constexpr, BLO
         part = tl.load(row_part + p.to(tl.int64)[:, None] * n + at[None, :], mask=here, other=float("-inf"))
         high = tl.maximum(high, tl.max(part, 0))
     before = tl.load(shift + at, mask=ok, other=0.0)
-    high = tl.where(high == float("-inf"), 0.0, high)
+    high = tl.where(tl.abs(high) < float("inf"), high, 0.0)  # +inf is for rows that do not count
     change = (before < float("inf")) & (tl.load(doubt) != 0)
     tl.store(shift + at, tl.where(change, high, before), mask=ok)
 
@@ -314,7 +314,7 @@ def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, exact
         held += tl.load(helds + run * D + col, mask=here, other=0.0)
         run += 1
         goes = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
-    rest = before - held
+    rest = tl.where(tl.abs(before) < float("inf"), before - held, before)
     if EPS > 0.0:
         ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         seen = tl.sum(rest * rest, 0)
