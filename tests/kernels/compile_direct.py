@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import direct_kernels
+from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE, Sizes
 
 DIAGONAL, ONE = 1, 2
@@ -21,31 +21,31 @@ FEATURES = {"a", "b", "g", "scaled", "out", "values", "grad"}
 NONE = dict.fromkeys(("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_zero", "square"))
 PERSISTENT = {"PROGRAMS": 264, "EXACT": "tf32"}
 TILED = {
-    "exponents of cross entropy": (direct_kernels.exponent_kernel, ONE, 0, 0, ("row_key",)),
-    "exponents, bias and softcap": (direct_kernels.exponent_kernel, ONE, BIAS + SOFTCAP, 0, ("row_key", "bias")),
-    "exponents of info_nce with ids": (direct_kernels.exponent_kernel, DIAGONAL, SKIP, 0, ("row_skip", "col_skip")),
-    "exponents in doubt": (direct_kernels.exponent_kernel, ONE, 0, 1, ("row_key",)),
-    "maxima in doubt": (direct_kernels.exponent_kernel, ONE, 0, 3, ("row_key",)),
-    "softplus in doubt": (direct_kernels.softplus_kernel, DIAGONAL, ONE_BIAS, 0, ("bias",)),
-    "sigmoid": (direct_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, ("bias", "bias_part")),
+    "exponents of cross entropy": (direct_softmax.exponent_kernel, ONE, 0, 0, ("row_key",)),
+    "exponents, bias and softcap": (direct_softmax.exponent_kernel, ONE, BIAS + SOFTCAP, 0, ("row_key", "bias")),
+    "exponents of info_nce with ids": (direct_softmax.exponent_kernel, DIAGONAL, SKIP, 0, ("row_skip", "col_skip")),
+    "exponents in doubt": (direct_softmax.exponent_kernel, ONE, 0, 1, ("row_key",)),
+    "maxima in doubt": (direct_softmax.exponent_kernel, ONE, 0, 3, ("row_key",)),
+    "softplus in doubt": (direct_sigmoid.softplus_kernel, DIAGONAL, ONE_BIAS, 0, ("bias",)),
+    "sigmoid": (direct_sigmoid.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, ("bias", "bias_part")),
 }
 SMALL = {
-    "start": (direct_kernels.start_kernel, {"BLOCK": 1024}, ("square", "row_zero")),
-    "shift": (direct_kernels.shift_kernel, {"MANY_PARTS": 16, "BLOCK": 32}, ()),
+    "start": (direct_softmax.start_kernel, {"BLOCK": 1024}, ("square", "row_zero")),
+    "shift": (direct_softmax.shift_kernel, {"MANY_PARTS": 16, "BLOCK": 32}, ()),
     "rows": (
-        direct_kernels.rows_kernel,
+        direct_softmax.rows_kernel,
         {"D": 4096, "SCORE": SOFTCAP, "POSITIVE": ONE, "MANY_PARTS": 16, "WIDTH": 128, "BLOCK": 32},
         ("square", "row_key"),
     ),
-    "finish": (direct_kernels.finish_rows_kernel, {"D": 4096, "BLOCK": 8, "WIDTH": 256}, ()),
+    "finish": (direct_products.finish_rows_kernel, {"D": 4096, "BLOCK": 8, "WIDTH": 256}, ()),
     "positives": (
-        direct_kernels.positives_kernel,
+        direct_products.positives_kernel,
         {"D": 4096, "STRIDE": 4096, "EPS": 2.0**-7, "RUN": 64, "BLOCK": 4, "WIDTH": 512},
         (),
     ),
-    "runs": (direct_kernels.runs_kernel, {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}, ()),
-    "bias": (direct_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, ()),
-    "multiply": (direct_kernels.multiply_kernel, {"PROGRAMS": 264, "BLOCK": 4096}, ()),
+    "runs": (direct_products.runs_kernel, {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}, ()),
+    "bias": (direct_products.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, ()),
+    "multiply": (direct_products.multiply_kernel, {"PROGRAMS": 264, "BLOCK": 4096}, ()),
 }
 ALL = tuple(TILED)
 CARDS = {

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels.direct import Exponentials, RowWeights, held_dtype, one_block, row_width
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl import direct_kernels, positive
+from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax, positive
 from tilewise.kernels.triton_impl.backend import how, on_device, tensors_of
 from tilewise.kernels.triton_impl.gradients import Backward, Bias, product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
@@ -90,7 +90,7 @@ def multiply(values: Tensor, by: Tensor, out: Tensor) -> None:
         programs, count = 8 * multiprocessors(values.device), values.numel()
         same = out is values
         key = values.dtype, out.dtype, same, values.data_ptr() % 16, out.data_ptr() % 16, by.dtype, by.data_ptr() % 16
-        prepared = Prepared(direct_kernels.multiply_kernel, values.device, 4, 2, (*key, count < 2**31))
+        prepared = Prepared(direct_products.multiply_kernel, values.device, 4, 2, (*key, count < 2**31))
         prepared.put({"values": values, "out": out, "by": by, "count": count, "IN_PLACE": same})
         prepared.put({"PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
 
@@ -108,13 +108,13 @@ class Sigmoid(Backward):
         """All macro-tiles."""
         grads, call = self.run(), self.call
         everything = slice(0, self.n), slice(0, self.m)
-        call.run(direct_kernels.softplus_kernel, *everything, self.sizes, loss_part=self.safe_part, doubt=self.doubt)
+        call.run(direct_sigmoid.softplus_kernel, *everything, self.sizes, loss_part=self.safe_part, doubt=self.doubt)
         return torch.where(self.doubt[0] != 0, _sum([self.safe_part]), _sum([self.loss_part])), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         values = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
         values |= {"doubt": self.doubt, "factor": self.inside, "TERMS": self.bits}
-        self.call.run(direct_kernels.sigmoid_kernel, i, j, self.sizes, **values)
+        self.call.run(direct_sigmoid.sigmoid_kernel, i, j, self.sizes, **values)
         if bias is not None:
             bias.add(j)
 
@@ -136,7 +136,7 @@ class Softmax:
         rows = {"row_hits": hits, "weight": vector(weights.each), "square": vector(weights.square)}
         rows |= {"own_at": call.empty(self.n), "shift": call.empty(self.n)}
         values: dict[str, Any] = {"own": own, "row_zero": call.by_row["row_zero"], "doubt": self.doubt, "n": self.n}
-        start = call.prepare(direct_kernels.start_kernel, 4, 2, ())
+        start = call.prepare(direct_softmax.start_kernel, 4, 2, ())
         start.put(rows).put(values).put({"BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
         call.by_row |= rows
         call.row_cuts.clear()
@@ -180,11 +180,11 @@ class Softmax:
         call, n = self.call, i.stop - i.start
         desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
         shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt}
-        gated, maxima = direct_kernels.GATED.value, direct_kernels.MAXIMA.value
+        gated, maxima = direct_softmax.GATED.value, direct_softmax.MAXIMA.value
         for terms in (0, gated + maxima, gated):
-            call.run(direct_kernels.exponent_kernel, i, self.all_cols, self.sizes, TERMS=terms, **shared)
+            call.run(direct_softmax.exponent_kernel, i, self.all_cols, self.sizes, TERMS=terms, **shared)
             if terms & maxima:
-                again = call.prepare(direct_kernels.shift_kernel, 4, 2, ())
+                again = call.prepare(direct_softmax.shift_kernel, 4, 2, ())
                 again.put(call.rows(i, self.sizes)).put(shared).put({"parts": self.col_tiles})
                 again.put({"MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}).launch(cdiv(n, ROWS_BLOCK))
         vectors = {"factor": call.empty(n), "entry": call.empty(n), "column": call.empty(n, dtype=torch.int32)}
@@ -192,7 +192,7 @@ class Softmax:
         self.losses.append(call.empty(programs))
         a = call.rows(i, self.sizes)["a"]
         key = self.d, call.score_bits, call.positive, a.dtype, a.data_ptr() % 16
-        last = call.prepare(direct_kernels.rows_kernel, 4, 2, key)
+        last = call.prepare(direct_softmax.rows_kernel, 4, 2, key)
         last.put(call.fixed).put(call.rows(i, self.sizes)).put(call.cols(self.all_cols, self.sizes)).put(shared)
         last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "scaled": scaled}).put(vectors)
         last.put({"scaled_stride": self.d, "loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
@@ -262,7 +262,7 @@ class Products:
         if held.rounded:
             values |= {"entry": held.entry, "column": held.column, "b": call.b, "b_stride": call.b.stride(0)}
         key = self.d, a.dtype, self.dtype, a.data_ptr() % 16, total.data_ptr() % 16
-        last = call.prepare(direct_kernels.finish_rows_kernel, 4, 2, key).put(values)
+        last = call.prepare(direct_products.finish_rows_kernel, 4, 2, key).put(values)
         last.put({"BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
 
     def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
@@ -277,7 +277,7 @@ class Products:
         values |= {"exacts": self.call.empty(runs, self.d), "helds": self.call.empty(runs, self.d)}
         values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0), "RUN": POSITIVES_RUN}
         values |= {"EPS": eps, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
-        steps = (direct_kernels.runs_kernel, runs - 1), (direct_kernels.positives_kernel, len(a))
+        steps = (direct_products.runs_kernel, runs - 1), (direct_products.positives_kernel, len(a))
         for kernel, places in steps:
             if places:
                 self.call.prepare(kernel, POSITIVES_WARPS, 2, key).put(values).launch(places * chunks)
@@ -286,7 +286,7 @@ class Products:
         """The bias's part of these rows, set or added."""
         e, factor = held.e, held.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
-        prepared = self.call.prepare(direct_kernels.bias_kernel, 4, 2, (first, e.dtype)).put(values)
+        prepared = self.call.prepare(direct_products.bias_kernel, 4, 2, (first, e.dtype)).put(values)
         prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}).launch(cdiv(self.m, BIAS_COLS))
         if held.rounded:
             lost = torch.where(held.column >= 0, factor * (held.entry - held.entry.to(e.dtype)), 0.0)
