@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.report import digits
 from benchmarks.run import RESULTS
 
-DOCS = RESULTS.parents[1] / "docs" / "concepts" / "language-models.md"
+CONCEPTS = RESULTS.parents[1] / "docs" / "concepts"
+DOCS, SKIPPING = CONCEPTS / "language-models.md", CONCEPTS / "skipping.md"
 EVERY = 0.5, 10.0  # seconds between two looks at the loss: on a terminal, and in a log
 STYLES = {  # colour, line, width
     "exact": ("C0", "-", 3.5),
@@ -26,6 +27,16 @@ STYLES = {  # colour, line, width
     "exact, other masks": ("C5", "-", 1.2),
     "exact, other batches": ("C7", "-", 1.2),
 }
+COLUMNS = (
+    "run",
+    "held-out loss",
+    "apart at the end",
+    "largest on the curve",
+    "largest of a step",
+    "pairs computed",
+    "mass dropped",
+    "step ms",
+)
 Report = dict[str, Any]
 
 
@@ -183,40 +194,38 @@ def page(report: Report, stem: str) -> str:
 
 def words(report: Report) -> str:
     """What was trained and what came of it; every figure from the file."""
-    trained, found, four = report["pretraining"], report["figure_3"], report.get("figure_4")
+    trained, found, four, text = report["pretraining"], report["figure_3"], report.get("figure_4"), report["text"]
     seen = trained["steps"] * trained["batch"] * trained["length"]
     lines = [
         f"**Figure 3.** A Llama of {trained['layers']} layers, width {trained['hidden']} and {trained['vocabulary']:,} "
-        f"words saw {seen / 1e6:.3g} million tokens of source code in {trained['seconds']:.0f} s ({report['device']}). "
-        f"On held-out files its loss is {trained['found']['loss']:.2f}, and {100 * trained['found']['accuracy']:.0f} % "
-        f"of the next tokens are right. The mean probability by rank falls below 2^-12 at rank "
-        f"{found['first_rank_below_2^-12']:,}; {digits(100 * found['mass_below_2^-12'])} % of the probability is "
-        "beyond: what a fixed threshold at that height would drop. "
-        + " ".join(of_skipping(tolerance, one) for tolerance, one in found["skipping"].items())
+        f"words learned {text['said']['pretraining']}: {seen / 1e6:.3g} million tokens in {trained['seconds']:.0f} s "
+        f"({report['device']}). On held-out text, {text['said']['held_out']}, its loss is {found['loss']:.2f}, and "
+        f"{100 * found['accuracy']:.0f} % of the next tokens are right. (None of those files was learned, but "
+        f"{100 * text['overlap']['held_out']:.0f} % of the sequences of {text['sequence']} tokens are in others, too.) "
+        f"The mean probability by rank falls below 2^-12 at rank {found['first_rank_below_2^-12']:,}; "
+        f"{digits(100 * found['mass_below_2^-12'])} % of the probability is beyond: what a fixed threshold at that "
+        f"height would drop. {of_skipping(found['skipping'])}"
     ]
+    if "other" in found:
+        lines[0] += (
+            f" On text of another kind, {text['said']['other']}, its loss is {found['other']['loss']:.2f}. "
+            f"{of_skipping(found['other']['skipping'])}"
+        )
     if four is None or not four["runs"]:
         return lines[0]
     tuned, exact = report["tuning"], four["runs"][0]
-    head = (
-        "run",
-        "at the end",
-        "largest on the curve",
-        "largest of a step",
-        "pairs computed",
-        "mass dropped",
-        "step ms",
-    )
     lines += [
         "",
-        f"**Figure 4.** Fine-tuned on other source code for {tuned['steps']} steps of "
+        f"**Figure 4.** Fine-tuned on {text['said']['tuning']} for {tuned['steps']} steps of "
         f"{tuned['batch'] * tuned['length']:,} tokens, with dropout of {tuned['dropout']:g} in the attention, the loss "
-        f"on held-out files went from {exact['held_out'][0][1]:.3f} to {exact['held_out'][-1][1]:.3f}. How far the "
+        f"on that held-out text went from {exact['held_out'][0][1]:.3f} to {exact['held_out'][-1][1]:.3f}. How far the "
         "other runs are from it, in nats: their held-out loss, and the loss of a step where batches and masks are the "
-        "same. (With other batches, a run with a tolerance is compared with the exact run of those.) Mass dropped: "
-        "mean and largest of a row.",
+        "same. (With other batches, a run with a tolerance is compared with the exact run of those.) Pairs computed: "
+        "of all (row, tile) pairs, by backward, in the steps that were looked at. Mass dropped: mean and largest of a "
+        "row.",
         "",
-        f"| {' | '.join(head)} |",
-        "|---|" + "---:|" * (len(head) - 1),
+        f"| {' | '.join(COLUMNS)} |",
+        "|---|" + "---:|" * (len(COLUMNS) - 1),
     ]
     for run in four["runs"]:
         lines.append(run_line(run, four["differences"].get(run["name"], {})))
@@ -226,7 +235,12 @@ def words(report: Report) -> str:
     return "\n".join(lines)
 
 
-def of_skipping(tolerance: str, one: Report) -> str:
+def of_skipping(skipping: Report) -> str:
+    """A sentence on each tolerance."""
+    return " ".join(of_tolerance(tolerance, one) for tolerance, one in skipping.items())
+
+
+def of_tolerance(tolerance: str, one: Report) -> str:
     """A sentence on one tolerance."""
     computed = f"{digits(100 * one['kept_share'])} % of the (row, tile) pairs"
     if not one["skips"] and one["kept_share"] == 1.0:  # nobody counted: a sample of the rows was enough
@@ -238,7 +252,8 @@ def of_skipping(tolerance: str, one: Report) -> str:
 
 def run_line(run: Report, apart: Report) -> str:
     """A row of the table."""
-    cells = [f"{apart[name]:.1e}" if name in apart else "" for name in ("final", "largest", "largest_of_a_step")]
+    cells = [f"{run['held_out'][-1][1]:.5f}"]
+    cells += [f"{apart[name]:.1e}" if name in apart else "" for name in ("final", "largest", "largest_of_a_step")]
     seen = run["skipping"]
     share, dropped = "all", ""
     if seen:
@@ -263,11 +278,14 @@ def verdict(four: Report) -> str:
         return "Too few runs to compare."
     worst = max(skipping, key=lambda name: skipping[name])
     above, below = ([n for n in noise if (noise[n] > skipping[worst]) is higher] for higher in (False, True))
-    steps = [seen for run in four["runs"] for seen in run["skipping"]]
+    by_tolerance: dict[float, list[bool]] = {}
+    for run in four["runs"]:
+        by_tolerance.setdefault(run["tolerance"], []).extend(seen["skips"] for seen in run["skipping"])
+    steps = [f"{sum(skips)} of {len(skips)} at {t:g}" for t, skips in sorted(by_tolerance.items(), key=str) if skips]
     return (
         f"With a tolerance, a curve is at most {skipping[worst]:.1e} from the exact one ({worst}). Exact runs "
-        f"differ by more than that: {listed(below, noise)}; by no more: {listed(above, noise)}. Backward skipped by "
-        f"itself in {sum(seen['skips'] for seen in steps)} of the {len(steps)} steps that were looked at."
+        f"differ by more than that: {listed(below, noise)}; by no more: {listed(above, noise)}. Of the steps that were "
+        f"looked at, backward skipped by itself in {' and '.join(steps) or 'none'}."
     )
 
 
@@ -276,8 +294,8 @@ def listed(names: list[str], values: dict[str, float]) -> str:
     return ", ".join(f"{name} ({values[name]:.1e})" for name in names) or "none"
 
 
-def write_docs(report: Report, path: Path, docs: Path = DOCS) -> Path:
-    """Put words and pictures between the markers of the page."""
+def write_docs(report: Report, path: Path, docs: Path = DOCS, skipping: Path = SKIPPING) -> list[Path]:
+    """Put words and pictures between the markers of one page, and what came of it into the other."""
     where = relpath(path.resolve().parent, docs.resolve().parent)
     section = "\n".join(
         [
@@ -288,7 +306,20 @@ def write_docs(report: Report, path: Path, docs: Path = DOCS) -> Path:
         ]
     )
     between_markers(docs, "lm-figures", section)
-    return docs
+    between_markers(skipping, "lm-figures", in_short(report))
+    return [docs, skipping]
+
+
+def in_short(report: Report) -> str:
+    """The answer alone, for the page on skipping."""
+    four = report.get("figure_4")
+    if four is None or not four["runs"]:
+        return "It has not been fine-tuned with a tolerance yet."
+    tuned = report["tuning"]
+    return (
+        f"Fine-tuning of a small model ({report['device']}, {tuned['steps']} steps of "
+        f"{tuned['batch'] * tuned['length']:,} tokens; distances of held-out losses, in nats). {verdict(four)}"
+    )
 
 
 def between_markers(docs: Path, name: str, section: str) -> None:

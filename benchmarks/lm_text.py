@@ -1,4 +1,13 @@
-"""The text that `benchmarks.lm_figures` trains on, as numbers; also in a file, for another machine."""
+"""The text that `benchmarks.lm_figures` trains on, as numbers; also in a file, for another machine.
+
+    pretraining   Python's standard library without its tests, and most files of transformers
+    tuning        more files of transformers
+    held_out      others of them: sequences from all over their files
+    other         the same of torch: text of another kind
+
+No file is in two of them. Much of transformers is there more than once, in files of several models: `overlap` says how
+much.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +22,69 @@ import numpy
 import torch
 from examples import train_lm
 from examples.train_lm import Settings
+from tokenizers import Tokenizer
 from torch import Tensor
 
-TEXTS = ("pretraining", "tuning")
+NAMES = ("pretraining", "tuning", "held_out", "other")
+PART_TUNED, PART_HELD_OUT = 5, 8  # one in 5 files is left out of pretraining, one in 8 of those out of tuning
+SEQUENCE = 16  # tokens: what is repeated to that length was copied
+Texts = dict[str, list[str]]
 
 
-def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> tuple[list[Tensor], dict[str, Any]]:
-    """(tokens,) of both texts, and what the report says about them."""
+# Which files
+
+
+def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
+    """The texts that are on this machine anyway, and their names in words."""
+    library, other, transformers = train_lm.default_folders()
+    apart = train_lm.read_texts([transformers], megabytes)[::PART_TUNED]
+    texts = {
+        "pretraining": train_lm.read_texts([library, transformers], megabytes),
+        "tuning": apart,
+        "held_out": apart[::PART_HELD_OUT],
+        "other": train_lm.read_texts([other], megabytes),
+    }
+    tests = train_lm.read_texts([library / "test"], megabytes) if (library / "test").is_dir() else []
+    said = {
+        "pretraining": "the sources of Python's standard library and of transformers",
+        "tuning": "more files of transformers",
+        "held_out": "other files of transformers",
+        "other": f"the sources of {other.name}",
+    }
+    return without_repeats(texts, tests), said
+
+
+def given_texts(folders: Sequence[Path], megabytes: float) -> tuple[Texts, dict[str, str]]:
+    """A folder to learn and one to fine-tune on; a part of the second is held out."""
+    first, second = (train_lm.read_texts([folder], megabytes) for folder in folders)
+    texts = {"pretraining": first, "tuning": second, "held_out": second[::PART_HELD_OUT], "other": []}
+    names = [folder.name for folder in folders]
+    said = {"pretraining": names[0], "tuning": names[1], "held_out": f"other files of {names[1]}", "other": ""}
+    return without_repeats(texts, []), said
+
+
+def without_repeats(texts: Texts, unwanted: Sequence[str]) -> Texts:
+    """Each file once: what is held out is not tuned on, and neither is learned before."""
+    out, taken = {}, set(unwanted)
+    for name in ("other", "held_out", "tuning", "pretraining"):
+        out[name] = [text for text in texts[name] if text not in taken]
+        taken.update(out[name])
+    return {name: out[name] for name in NAMES}
+
+
+# As numbers
+
+
+def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> tuple[dict[str, Tensor], Any]:
+    """(tokens,) of each text, and what the report says about them."""
     if arguments.data:
         with numpy.load(arguments.data) as file:
-            tokens = [unpack(file[name]) for name in TEXTS]
+            if set(NAMES) - set(file.files):
+                raise SystemExit(
+                    f"{arguments.data} needs the texts {', '.join(NAMES)}, and has {', '.join(file.files)}. "
+                    "Make it again, with --prepare"
+                )
+            tokens = {name: unpack(file[name]) for name in NAMES}
             described = json.loads(str(file["described"]))
         if described["vocabulary"] != settings[0].vocabulary:
             raise SystemExit(
@@ -30,23 +92,57 @@ def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> 
                 f"{settings[0].vocabulary:,}. Prepare it again, with the same --small"
             )
         return tokens, described
-    library, *others = train_lm.default_folders()
-    folders = [[folder] for folder in arguments.text] if arguments.text else [[library, *others[1:]], others[:1]]
-    texts = [train_lm.read_texts(some, arguments.megabytes) for some in folders]
-    tokenizer = train_lm.open_tokenizer([*texts[0], *texts[1]], settings[0].vocabulary, arguments.cache)
-    tokens = []
-    for some, s, most in zip(texts, settings, arguments.tokens, strict=True):
+    texts, said = (
+        given_texts(arguments.text, arguments.megabytes) if arguments.text else default_texts(arguments.megabytes)
+    )
+    everything = [text for some in texts.values() for text in some]
+    tokenizer = train_lm.open_tokenizer(everything, settings[0].vocabulary, arguments.cache)
+    tokens = {}
+    for name, s, most in zip(NAMES, settings, arguments.tokens, strict=False):
         steps = s.steps * s.batch * s.length  # more than is trained on is of no use, unless it is for another machine
-        wanted = most if arguments.prepare else min(most, 3 * steps)
-        tokens.append(train_lm.encode(some, tokenizer, wanted + s.held_out))
+        tokens[name] = train_lm.encode(texts[name], tokenizer, most if arguments.prepare else min(most, 3 * steps))
+    for name in NAMES[2:]:
+        tokens[name] = spread(texts[name], tokenizer, settings[0].length, settings[0].held_out)
     described = {
         "vocabulary": settings[0].vocabulary,
-        "folders": [[folder.name for folder in some] for some in folders],
-        "characters": [sum(map(len, some)) for some in texts],
-        "tokens": [len(some) for some in tokens],
-        "sha256": hashlib.sha256(b"".join(some.numpy().tobytes() for some in tokens)).hexdigest(),
+        "said": said,
+        "files": {name: len(some) for name, some in texts.items()},
+        "tokens": {name: len(some) for name, some in tokens.items()},
+        "sequence": SEQUENCE,
+        "overlap": {name: overlap(tokens[name], tokens["pretraining"]) for name in NAMES[1:]},
+        "sha256": hashlib.sha256(b"".join(some.numpy().tobytes() for some in tokens.values())).hexdigest(),
     }
     return tokens, described
+
+
+def spread(texts: Sequence[str], tokenizer: Tokenizer, length: int, count: int) -> Tensor:
+    """About `count` tokens, in sequences of that length, evenly from many files."""
+    if not texts:
+        return torch.zeros(0, dtype=torch.int64)
+    tokens = train_lm.encode(texts, tokenizer, 16 * count)
+    length = min(length, len(tokens))
+    whole = tokens[: len(tokens) // length * length].view(-1, length)
+    places = torch.linspace(0, len(whole) - 1, min(len(whole), max(1, count // length))).long()
+    return whole[places].flatten()
+
+
+def overlap(tokens: Tensor, seen: Tensor) -> float:
+    """The share of the short sequences of the tokens that are in what was seen, too.
+
+    >>> overlap(torch.arange(100, 140), torch.arange(120, 200))  # 5 of 25
+    0.2
+    """
+    own = sums_of_sequences(tokens)
+    return float(numpy.isin(own, numpy.unique(sums_of_sequences(seen))).mean()) if len(own) else 0.0
+
+
+def sums_of_sequences(tokens: Tensor) -> Any:
+    """A number of 64 bits for each sequence of SEQUENCE tokens."""
+    values = tokens.numpy().astype(numpy.uint64)
+    total = numpy.zeros(max(0, len(values) - SEQUENCE + 1), numpy.uint64)
+    for shift in range(SEQUENCE):
+        total = total * numpy.uint64(6_364_136_223_846_793_005) + values[shift : shift + len(total)]
+    return total
 
 
 def pack(tokens: Tensor) -> Any:
@@ -61,12 +157,14 @@ def unpack(parts: Any) -> Tensor:
 
 
 def prepare(arguments: argparse.Namespace, settings: Sequence[Settings]) -> Path:
-    """Write both texts as numbers."""
+    """Write the texts as numbers."""
     path: Path = arguments.prepare
     tokens, described = read_tokens(arguments, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        parts = {name: pack(some) for name, some in zip(TEXTS, tokens, strict=True)}
+        parts = {name: pack(some) for name, some in tokens.items()}
         numpy.savez_compressed(file, described=numpy.array(json.dumps(described)), **parts)
-    print(f"wrote {path}: {' and '.join(f'{len(some):,}' for some in tokens)} tokens, {path.stat().st_size:,} bytes")
+    counts = ", ".join(f"{name} {len(some):,}" for name, some in tokens.items())
+    copied = ", ".join(f"{name} {100 * share:.1f} %" for name, share in described["overlap"].items())
+    print(f"wrote {path}: {path.stat().st_size:,} bytes; tokens: {counts}; of which also in pretraining: {copied}")
     return path

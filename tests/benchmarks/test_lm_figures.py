@@ -4,7 +4,9 @@ import copy
 import json
 import math
 from pathlib import Path
+from time import sleep
 
+import numpy
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ pytest.importorskip("tokenizers")
 from examples import train_lm
 from tests.compare import relative_error
 
-from benchmarks import lm_figures, lm_pictures, lm_text
+from benchmarks import lm_figures, lm_held_out, lm_pictures, lm_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "benchmarks"
@@ -100,11 +102,28 @@ def test_the_default_text_is_on_every_machine():
 
 
 def test_probabilities_by_rank():
-    hidden, head = torch.randn(50, 8), torch.randn(300, 8)
-    want = (hidden @ head.T).softmax(1).sort(1, descending=True).values.mean(0)
-    got = lm_figures.probability_by_rank(hidden, head, rows=7)
+    hidden, head, target = torch.randn(50, 8), torch.randn(300, 8), torch.randint(300, (50,))
+    logits = hidden @ head.T
+    want = logits.softmax(1).sort(1, descending=True).values.mean(0)
+    got, found = lm_held_out.probability_by_rank(hidden, head, target, rows=7)
     assert relative_error(got, want) < 1e-6
     assert got.sum().item() == pytest.approx(1.0)
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, target).item(), rel=1e-6)
+    best = logits.topk(10, 1).indices == target[:, None]
+    assert found["accuracy"] == pytest.approx(best[:, 0].float().mean().item())
+    assert found["among_10"] == pytest.approx(best.any(1).float().mean().item())
+    assert lm_held_out.probability_by_rank(hidden, head, logits.argmax(1))[1]["accuracy"] == 1.0
+
+
+def test_the_held_out_loss_is_that_of_the_example():
+    settings = lm_figures.Settings(steps=2, **lm_figures.TINY)
+    model, tokens = train_lm.build_model(settings), torch.arange(96) * 5
+    want = train_lm.evaluate(model, tokens, settings)["loss"]
+    assert lm_held_out.held_out_loss(model, tokens, settings, rows=7) == pytest.approx(want, rel=1e-6)
+    found = lm_held_out.figure_3(model, tokens, tokens[:32], settings)
+    assert found["loss"] == pytest.approx(want, rel=1e-6)
+    assert found["other"]["loss"] == pytest.approx(train_lm.evaluate(model, tokens[:32], settings)["loss"], rel=1e-6)
+    assert "other" not in lm_held_out.figure_3(model, tokens, tokens[:0], settings)
 
 
 def tuned(name, *losses, tolerance=0.0, batches=1, masks=1, **more):
@@ -145,16 +164,20 @@ def test_words_say_what_skipping_did_beside_the_noise():
         "differ by more than that: exact, other masks (3.0e-01), exact, other batches (5.0e-01); by no more: " in said
     )
     assert "by no more: dense (5.0e-02), exact, again (0.0e+00)." in said
+    assert "skipped by itself in none." in said
     assert "Too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
     skip, whole = ({"kept_share": 0.02, "skips": True, "mean_dropped": 1e-3, "largest_dropped": 2e-3},) * 2
     whole = whole | {"kept_share": 0.3, "skips": False}
+    looked = [RUNS[0], RUNS[1] | {"skipping": [skip, whole]}, tuned("b", 1.0, tolerance=0.001, skipping=[whole])]
+    said = lm_pictures.verdict(four | {"runs": looked})
+    assert said.endswith("looked at, backward skipped by itself in 0 of 1 at 0.001 and 1 of 2 at 0.01.")
     assert "| 2 to 2 % | 1.0e-03, 2.0e-03 |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip]), {})
     assert "| 2 to 2 %, all in 1 of 2 looks |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
     assert "| all (30 to 30 % are needed) |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[whole]), {})
-    assert "would need 30 % of the (row, tile) pairs and computes all" in lm_pictures.of_skipping("0.01", whole)
+    assert "would need 30 % of the (row, tile) pairs and computes all" in lm_pictures.of_tolerance("0.01", whole)
     unseen = whole | {"kept_share": 1.0}  # where a sample of the rows decides, nobody counts
     assert "| all | " in lm_pictures.run_line(tuned("a", 1.0, skipping=[unseen]), {})
-    assert "too many (row, tile) pairs matter" in lm_pictures.of_skipping("0.01", unseen)
+    assert "too many (row, tile) pairs matter" in lm_pictures.of_tolerance("0.01", unseen)
 
 
 def sure_model(settings):
@@ -173,7 +196,7 @@ def test_backward_skips_by_itself_and_the_run_says_so():
     text = (4096 ** torch.rand(2000, generator=torch.Generator().manual_seed(0))).long() - 1
     model = sure_model(settings)
     before = copy.deepcopy(model.state_dict())
-    runs = {v.name: lm_figures.fine_tune(model, text, text[:64], settings, v) for v in lm_figures.VARIANTS[:5]}
+    runs = {v.name: lm_figures.fine_tune(model, text, text[:64], settings, v) for v in lm_figures.VARIANTS}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for tolerance in (1e-3, 1e-2):
         seen = runs[f"filter {tolerance:g}"]["skipping"]
@@ -187,7 +210,41 @@ def test_backward_skips_by_itself_and_the_run_says_so():
     found = lm_figures.differences(list(runs.values()))
     assert found["dense"]["largest_of_a_step"] < 1e-4 < found["exact, other masks"]["largest"]  # the masks are the same
     assert 0.0 < found["filter 0.01"]["largest"] < found["exact, other masks"]["largest"]
+    assert found["exact, again"]["largest"] < 1e-5
     assert [step for step, _ in runs["exact"]["held_out"]] == [0, 1, 2, 3, 4, 5, 6]
+    assert all(0.0 < run["held_out_seconds"] < run["seconds"] for run in runs.values())
+
+
+def test_steps_are_timed_between_looks_and_the_one_after_a_look_is_recorded():
+    settings = lm_figures.Settings(steps=25, **lm_figures.TINY)
+    text = torch.randint(500, (400,), generator=torch.Generator().manual_seed(0))
+    model = train_lm.build_model(settings)
+    run = lm_figures.fine_tune(model, text, text[:64], settings, lm_figures.VARIANTS[1])
+    assert [step for step, _ in run["held_out"]] == [0, *lm_figures.steps_to_look_at(25)]
+    assert [one["step"] for one in run["skipping"]] == [step for step, _ in run["held_out"][:-1]]
+    assert 0.0 < 25e-3 * run["step_ms"] < 3 * run["seconds"]
+    assert len(run["losses"]) == 25
+
+
+def test_the_steps_are_as_many_as_fit(monkeypatch):
+    settings = lm_figures.Settings(steps=500, **lm_figures.TINY)
+    text = torch.arange(400)
+    model = train_lm.build_model(settings)
+    monkeypatch.setattr(lm_figures, "pace", lambda model, text, s: 0.02 + s.options.filter_tolerance)  # 0.03 at most
+    monkeypatch.setattr(lm_figures, "held_out_loss", lambda *_: 0.0)
+    each = 0.03 * 100
+    time = lm_figures.Clock(len(lm_figures.VARIANTS) * each / 0.9)
+    found, held_out = lm_figures.that_fits(model, text, text, settings, time)
+    assert 70 <= found.steps <= 100
+    assert len(held_out) == 400
+    assert lm_figures.that_fits(model, text, text, settings, lm_figures.Clock(1e3))[0].steps == 500
+    assert lm_figures.that_fits(model, text, text, settings, lm_figures.Clock(1e-3))[0].steps == 2
+    # A look that takes a fifth of a run: what all of them may take, a quarter, is an 8.8th of the text.
+    monkeypatch.setattr(lm_figures, "held_out_loss", lambda model, some, s: sleep(each / 5 if len(some) == 400 else 0))
+    time = lm_figures.Clock(len(lm_figures.VARIANTS) * each / 0.9)
+    found, held_out = lm_figures.that_fits(model, text, text, settings, time)
+    assert 45 <= found.steps <= 75
+    assert len(held_out) == 32
 
 
 def test_text_travels_in_a_file(cache, tmp_path, capsys):
@@ -196,15 +253,57 @@ def test_text_travels_in_a_file(cache, tmp_path, capsys):
     where = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--cache", str(cache), "--tokens", "900", "500"]
     settings = [lm_figures.Settings(steps=2, **lm_figures.TINY | {"vocabulary": 600})] * 2
     path = lm_text.prepare(lm_figures.parse(["--prepare", str(tmp_path / "a" / "text.npz"), *where]), settings)
-    assert "964 and 564 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tokens: pretraining 900, tuning 500, held_out 64, other 0;" in said
+    assert "also in pretraining: tuning " in said
     data = lm_figures.parse(["--data", str(path)])
-    (one, two), described = lm_text.read_tokens(data, settings)
-    assert described["tokens"] == [len(one), len(two)] == [964, 564]
-    assert described["folders"] == [["benchmarks"], ["losses"]]
+    read, described = lm_text.read_tokens(data, settings)
+    assert described["tokens"] == {name: len(some) for name, some in read.items()}
+    assert described["said"] == {
+        "pretraining": "benchmarks",
+        "tuning": "losses",
+        "held_out": "other files of losses",
+        "other": "",
+    }
     direct, _ = lm_text.read_tokens(lm_figures.parse(where), settings)
-    assert torch.equal(direct[1], two[: len(direct[1])])
+    assert torch.equal(direct["tuning"], read["tuning"][: len(direct["tuning"])])
+    assert torch.equal(direct["held_out"], read["held_out"])
     with pytest.raises(SystemExit, match="vocabulary of 600, and the model one of 500"):
         lm_text.read_tokens(data, lm_figures.SMALL)
+    numpy.savez(tmp_path / "old.npz", pretraining=lm_text.pack(tokens), tuning=lm_text.pack(tokens))
+    with pytest.raises(SystemExit, match=r"needs the texts .*, and has pretraining, tuning\. Make it again"):
+        lm_text.read_tokens(lm_figures.parse(["--data", str(tmp_path / "old.npz")]), settings)
+
+
+def test_no_file_is_in_two_texts():
+    texts = {"pretraining": [*"abcdef", "test"], "tuning": [*"defg"], "held_out": [*"gh"], "other": [*"az"]}
+    kept = lm_text.without_repeats(texts, ["test"])
+    assert kept == {"pretraining": [*"bc"], "tuning": [*"def"], "held_out": [*"gh"], "other": [*"az"]}
+    assert list(kept) == list(lm_text.NAMES)
+
+
+def test_files_that_are_tuned_on_were_not_learned():
+    texts, _ = lm_text.default_texts(megabytes=1.0)  # of each
+    files = {name: set(some) for name, some in texts.items()}
+    assert all(files.values())
+    assert sum(map(len, files.values())) == len(set().union(*files.values()))
+
+
+def test_held_out_sequences_come_from_all_files(cache):
+    tokenizer = train_lm.open_tokenizer([], 600, cache)
+    texts = [word * 60 for word in ("one ", "two ", "three ", "four ")]
+    found = lm_text.spread(texts, tokenizer, 16, 80)
+    assert len(found) == 80
+    words = tokenizer.decode(found.tolist())
+    assert all(word in words for word in ("one", "two", "three", "four"))
+
+
+def test_overlap_counts_what_was_copied():
+    seen = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
+    assert lm_text.overlap(seen[100:400], seen) == 1.0
+    assert lm_text.overlap(seen[100:400].flip(0), seen) == 0.0
+    assert lm_text.overlap(torch.cat([seen[:115], seen[:185].flip(0)]), seen) == pytest.approx(100 / 285)
+    assert lm_text.overlap(seen[:3], seen) == 0.0
 
 
 def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch, capsys):
@@ -212,7 +311,9 @@ def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(lm_figures, "SMALL", small)
     docs = tmp_path / "page.md"
     docs.write_text("before <!-- lm-figures:begin --> old <!-- lm-figures:end --> after\n")
-    monkeypatch.setattr(lm_pictures.write_docs, "__defaults__", (docs,))
+    short = tmp_path / "skipping.md"
+    short.write_text("<!-- lm-figures:begin --><!-- lm-figures:end -->")
+    monkeypatch.setattr(lm_pictures.write_docs, "__defaults__", (docs, short))
     path = tmp_path / "fig.json"
     more = ["--text", str(TEXT), str(ROOT / "tests" / "losses"), "--cache", str(cache)]
     lm_figures.main(["--small", "--out", str(path), *more])
@@ -234,6 +335,7 @@ def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch, capsys)
     assert written.startswith("before <!-- lm-figures:begin -->\n**Figure 3.**")
     assert written.endswith("(fig-figure-4.png)\n<!-- lm-figures:end --> after\n") or "/fig-figure-4.png)" in written
     assert lm_pictures.words(report) in written
+    assert lm_pictures.verdict(report["figure_4"]) in short.read_text()
     assert path.with_suffix(".md").read_text() == page
 
 
@@ -268,3 +370,4 @@ def test_committed_results_are_what_the_documentation_says(path):
     text = lm_pictures.DOCS.read_text()
     if f"{path.stem}-figure-4.png" in text:
         assert lm_pictures.words(report) in text
+        assert lm_pictures.in_short(report) in lm_pictures.SKIPPING.read_text()
