@@ -100,7 +100,7 @@ def draw(report: Report, path: Path) -> list[Path]:
 
     written = []
     for name, paint, panels in (("figure-3", draw_probabilities, 1), ("figure-4", draw_runs, 3)):
-        if not report.get(name.replace("-", "_"), {}).get("runs", True):
+        if not any(f"-{name}.png" in link for link in links(report, path.stem)):
             continue
         figure, axes = pyplot.subplots(1, panels, figsize=(6.4 if panels == 1 else 13, 4.2), constrained_layout=True)
         paint(axes, report)
@@ -186,10 +186,17 @@ def page(report: Report, stem: str) -> str:
         "",
         words(report),
         "",
-        f"![mean probability by rank]({stem}-figure-3.png)",
-        f"![loss with and without skipping]({stem}-figure-4.png)",
+        *links(report, stem),
     ]
     return "\n".join(lines) + "\n"
+
+
+def links(report: Report, stem: str) -> list[str]:
+    """To the pictures that `draw` makes."""
+    lines = [f"![mean probability by rank]({stem}-figure-3.png)"]
+    if report.get("figure_4", {}).get("runs"):
+        lines.append(f"![loss with and without skipping]({stem}-figure-4.png)")
+    return lines
 
 
 def words(report: Report) -> str:
@@ -297,14 +304,7 @@ def listed(names: list[str], values: dict[str, float]) -> str:
 def write_docs(report: Report, path: Path, docs: Path = DOCS, skipping: Path = SKIPPING) -> list[Path]:
     """Put words and pictures between the markers of one page, and what came of it into the other."""
     where = relpath(path.resolve().parent, docs.resolve().parent)
-    section = "\n".join(
-        [
-            words(report),
-            "",
-            f"![mean probability by rank]({where}/{path.stem}-figure-3.png)",
-            f"![loss with and without skipping]({where}/{path.stem}-figure-4.png)",
-        ]
-    )
+    section = "\n".join([words(report), "", *links(report, f"{where}/{path.stem}")])
     between_markers(docs, "lm-figures", section)
     between_markers(skipping, "lm-figures", in_short(report))
     return [docs, skipping]

@@ -1,7 +1,7 @@
 """The text that `benchmarks.lm_figures` trains on, as numbers; also in a file, for another machine.
 
     pretraining   Python's standard library without its tests, and most files of transformers
-    tuning        more files of transformers
+    tuning        more files of transformers' models
     held_out      others of them: sequences from all over their files
     other         the same of torch: text of another kind
 
@@ -37,7 +37,7 @@ Texts = dict[str, list[str]]
 def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
     """The texts that are on this machine anyway, and their names in words."""
     library, other, transformers = train_lm.default_folders()
-    apart = train_lm.read_texts([transformers], megabytes)[::PART_TUNED]
+    apart = train_lm.read_texts([transformers / "models"], megabytes)[::PART_TUNED]
     texts = {
         "pretraining": train_lm.read_texts([library, transformers], megabytes),
         "tuning": apart,
@@ -47,8 +47,8 @@ def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
     tests = train_lm.read_texts([library / "test"], megabytes) if (library / "test").is_dir() else []
     said = {
         "pretraining": "the sources of Python's standard library and of transformers",
-        "tuning": "more files of transformers",
-        "held_out": "other files of transformers",
+        "tuning": "more files of transformers' models",
+        "held_out": "other files of transformers' models",
         "other": f"the sources of {other.name}",
     }
     return without_repeats(texts, tests), said
