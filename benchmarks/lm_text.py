@@ -46,7 +46,7 @@ def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
     }
     tests = train_lm.read_texts([library / "test"], megabytes) if (library / "test").is_dir() else []
     said = {
-        "pretraining": "the sources of Python's standard library and of transformers",
+        "pretraining": "the sources of Python's standard library (without its tests) and most of those of transformers",
         "tuning": "more files of transformers' models",
         "held_out": "other files of transformers' models",
         "other": f"the sources of {other.name}",
