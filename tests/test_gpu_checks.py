@@ -109,6 +109,31 @@ def test_processes_share_the_tests_and_one_summary_tells_of_all(processes, tmp_p
     assert "assert 7 != 7" in done.stdout
 
 
+HANGS = """
+import time
+def test_quick():
+    pass
+def test_hangs():
+    time.sleep(60)
+"""
+
+
+def test_a_test_that_hangs_is_named_with_where_it_is(tmp_path):
+    there = (Path(__file__).parent / "gpu" / "conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(there.replace("LONG_S = 100.0", "LONG_S = 0.5"))
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    (tmp_path / "none.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "tests.gpu.parallel", "1", "--max-seconds", "8"]
+    command += ["--", str(tmp_path), "-c", str(tmp_path / "none.ini"), "--rootdir", str(tmp_path)]
+    done = subprocess.run(command, cwd=parallel.ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads(done.stdout[done.stdout.rindex("\n{") :])
+    assert (summary["passed"], summary["failed"]) == (1, 0)
+    assert "test_hangs.py::test_hangs did not end" in summary["failures"]
+    assert "process 0 was long at" in done.stdout
+    assert "in test_hangs" in done.stdout
+
+
 def test_a_process_that_dies_is_a_failure(tmp_path):
     summary = parallel.merge(tmp_path, [0, -9])
     assert summary["errors"] == 2  # neither left results

@@ -3,9 +3,12 @@
 GPU_SHARD="i/n"   this process is number i of n. Alone it takes every n-th test.
 GPU_CLAIMS=folder the processes share the tests: each begins at a place of its own and takes what nobody has claimed,
                   so that neighbours, which use the same kernels, mostly meet in one process.
+                  A file there holds the name of a test that is not done, and nothing of one that is.
+GPU_STACKS=file   where all threads are, of a test that takes longer than LONG_S.
 GPU_SEED=number   of the random inputs; otherwise they are fresh every time. The header tells it.
 """
 
+import faulthandler
 import hashlib
 import os
 import time
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
+LONG_S = 100.0
 os.environ.setdefault("GPU_SEED", str(time.time_ns() % 2**31))
 
 
@@ -41,14 +45,26 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     claims = os.environ.get("GPU_CLAIMS")
     if claims is None:
         return None
+    claim = Path(claims) / hashlib.sha256(item.nodeid.encode()).hexdigest()
     try:
-        (Path(claims) / hashlib.sha256(item.nodeid.encode()).hexdigest()).open("x").close()
+        with claim.open("x") as file:
+            file.write(item.nodeid)
     except FileExistsError:
         return True
+    with Path(os.environ["GPU_STACKS"]).open("a") as stacks:
+        faulthandler.dump_traceback_later(LONG_S, file=stacks)
+        try:
+            run_claimed(item)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    claim.write_text("")
+    return True
+
+
+def run_claimed(item: pytest.Item) -> None:
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     runtestprotocol(item, nextitem=None)  # which test is next is not known yet: tear everything down
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
 
 
 @pytest.fixture

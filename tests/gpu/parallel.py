@@ -3,7 +3,8 @@
     PYTHONPATH=src python -m tests.gpu.parallel [n] [--json file] [--commit id] [--max-seconds s] [-- more for pytest]
 
 Ends with 0 only if every process ended well, something passed and nothing failed. After --max-seconds the processes are
-interrupted, and what they have done until then is summed up.
+interrupted, and what they have done until then is summed up; a test that they were at is a failure. Of a test that
+takes very long it is printed where its threads are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def start(index: int, count: int, folder: Path, arguments: list[str]) -> subproc
     environment = os.environ | {
         "GPU_SHARD": f"{index}/{count}",
         "GPU_CLAIMS": str(folder / "claims"),
+        "GPU_STACKS": str(folder / f"{index}.stacks"),
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
@@ -74,6 +76,8 @@ def count_results(results: Path) -> tuple[dict[str, int], list[str], list[tuple[
     counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     names, times = [], []
     for case in ElementTree.parse(results).iter("testcase"):
+        if case.get("name") is None:  # it was interrupted
+            continue
         kinds = {child.tag for child in case}
         kind = next((k for k in ("failure", "error", "skipped") if k in kinds), None)
         counts[{"failure": "failed", "error": "errors", "skipped": "skipped", None: "passed"}[kind]] += 1
@@ -99,6 +103,9 @@ def merge(folder: Path, codes: list[int]) -> dict[str, object]:
         if code not in ENDED_WELL or not results.exists():
             total["errors"] += 1
             failures.append(f"process {index} ended with {code}")
+    unfinished = [claim.read_text() for claim in (folder / "claims").glob("*") if claim.stat().st_size]
+    total["errors"] += len(unfinished)
+    failures += [f"{name} did not end" for name in unfinished]
     slowest = {name: round(seconds, 1) for seconds, name in sorted(times, reverse=True)[:SLOWEST]}
     return {**total, "failures": sorted(failures), "slowest": slowest}
 
@@ -143,6 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
             text = (folder / f"{index}.log").read_text(errors="replace")
             if codes[index] not in (0, 5):
                 print(f"--- process {index}\n{text[-LOG_CHARACTERS:]}")
+            stacks = folder / f"{index}.stacks"
+            if stacks.exists() and stacks.stat().st_size:
+                print(f"--- process {index} was long at\n{stacks.read_text(errors='replace')[-LOG_CHARACTERS:]}")
     if stopped:
         summary["stopped_after_s"] = args.max_seconds
     summary |= {"seconds": round(time.monotonic() - began, 1), "processes": args.processes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,9 @@ from tilewise.options import TileOptions
 
 POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 _compiled: dict[tuple[Any, ...], Any] = {}
+_compiling = (
+    threading.Lock()
+)  # one thread at a time: the others want the same kernels, and wait for less than they would take
 _places: dict[Any, dict[str, int]] = {}  # of the arguments of each kernel
 
 
@@ -77,10 +81,11 @@ class Prepared:
         if self.device.type != "cuda":  # the interpreter
             return self.kernel[(programs,)]
         key = (*self.key, *(arg is None for arg in self.args))
-        if key not in _compiled:
-            _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
-        self.compiled = _compiled[key]
-        return self.compiled[(programs, 1, 1)]
+        with _compiling:
+            if key not in _compiled:
+                _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
+            self.compiled = _compiled[key]
+            return self.compiled[(programs, 1, 1)]
 
 
 def readable(features: Tensor) -> Tensor:
