@@ -7,12 +7,36 @@ from tests.gpu import filtering
 from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
-from tilewise.kernels.triton_impl import carried, skipping_forward
+from tilewise.kernels.triton_impl import carried, skipping_forward, skipping_host
 from tilewise.kernels.triton_impl.carried import Carried
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def small_calls_too(request, monkeypatch):
+    if "small_calls_as_they_are" not in request.fixturenames:
+        monkeypatch.setattr(skipping_host, "WORTH_FILTERING", 0)
+
+
+@pytest.fixture
+def small_calls_as_they_are():
+    pass
+
+
+@pytest.mark.usefixtures("nan_filled_empty", "small_calls_as_they_are")
+@pytest.mark.parametrize("n, d, m", [(300, 72, 40_000), (6144, 1024, 65_536)])
+def test_a_small_call_leaves_nothing_out(n, d, m, seed):
+    """Number by number the exact one."""
+    head = filtering.make_head(GPU, torch.bfloat16, n, d, m, seed)
+    _, want = head.solve(GPU.options(gradients="backward"))
+    with tw.record_filtering() as report:
+        _, grads = head.solve(GPU.options(filter_tolerance=1e-2))
+    assert report.dense == [True]
+    assert report.kept_share == [1.0]
+    assert all(torch.equal(grads[name], value) for name, value in want.items())
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -72,9 +72,11 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, softcap, dtype, monkeypa
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
-    forward = SkipForward(pair, spec, OPTIONS)
-    assert forward._probe()
+    forward, dense = SkipForward(pair, spec, OPTIONS), torch.ones(1, dtype=torch.int32)
+    assert forward._sample_size() == 16
+    forward._probe(16, dense)
     ((kept, pairs, share),) = asked
+    assert dense == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]
     assert len(index.unique()) == 16
     want = rule(pair, spec, forward.order, index[1:])
@@ -93,11 +95,12 @@ def test_without_room_for_a_sample_none_is_asked(monkeypatch):
     pair, _ = make_pair(torch.float32)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
     forward = SkipForward(pair, SPEC, OPTIONS)
-    assert not forward._probe()
+    assert forward._sample_size() == 0
+    forward.run()
     assert torch.equal(forward.order, plans.order_columns(pair))
     assert forward.dense is None
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
-    assert SkipForward(pair, SPEC, OPTIONS)._probe()
+    assert SkipForward(pair, SPEC, OPTIONS)._sample_size() == 16
 
 
 @TYPES

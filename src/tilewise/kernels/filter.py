@@ -37,7 +37,7 @@ FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is s
 SMALLEST_TOLERANCE = 2.0**-100  # below, what is left of a mass over it has no digits in float32
 MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
 HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
-DENSE_SHARE = 0.17  # of the pairs: with more of them kept, computing all is faster
+DENSE_SHARE = 0.17  # of the pairs, with tiles of 256 columns: with more of them kept, computing all is faster
 PROBED_SHARE = 0.88  # of DENSE_SHARE: if a sample of the rows keeps more, nothing is gathered and chosen at all
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # rows of a sample: so many of them, one in 64
 
@@ -197,6 +197,16 @@ def places_of(order: Tensor, pair: Pair) -> Tensor:
     place_m[order.long()] = torch.arange(m, device=order.device)
     own = pair.row_key - pair.col_start
     return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
+
+
+def keep_everything(pair: Pair, order: Tensor) -> FilterPlan:
+    """The plan of a call that drops nothing."""
+    assert pair.row_key is not None
+    valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
+    mass = torch.where(valid, KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
+    mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
+    kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
+    return FilterPlan(order=order, mass=mass, mean=mean, kept=kept, dense=torch.ones_like(kept[:1]))
 
 
 def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ class TorchFilter:
         with matmul_precision(options.precision), torch.no_grad():
             order, too_many = _order_and_sample(pair, spec, options)
             if too_many:
-                return TorchBackend().forward(pair, spec, options), _everything(pair, order)
+                return TorchBackend().forward(pair, spec, options), plans.keep_everything(pair, order)
             return _Forward(pair, spec, options, order).run()
 
     def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan, None]:
@@ -105,16 +105,6 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     tolerance = options.filter_tolerance
     mass = choose(part_tr, part_tr.logsumexp(0), places_of(order, few), few.row_key >= 0, tolerance, width)[:, 1:]
     return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
-
-
-def _everything(pair: Pair, order: Tensor) -> FilterPlan:
-    """The plan of a call that drops nothing."""
-    assert pair.row_key is not None
-    valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
-    mass = torch.where(valid, plans.KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
-    mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
-    kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
-    return FilterPlan(order=order, mass=mass, mean=mean, kept=kept, dense=torch.ones_like(kept[:1]))
 
 
 class _Scores:

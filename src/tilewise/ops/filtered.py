@@ -81,7 +81,8 @@ class FilterReport:
         kept_share: for each call, the share of its (row, tile) pairs that backward computes.
         mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
         dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
-            Where a sample of the rows was enough to see that, ``kept_share`` is 1.
+            Where a sample of the rows was enough to see that, ``kept_share`` is 1; so it is of a call that is too small
+            for a GPU to gain anything.
     """
 
     _plans: list[tuple[FilterPlan, Tensor, float]] = dataclasses.field(default_factory=list)

@@ -72,18 +72,30 @@ class SkipForward:
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
         self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
         self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
-        self.dense: Tensor | None = None  # what a sample of the rows says
+        self.dense: Tensor | None = None  # which way is taken; what a sample of the rows says, as soon as it was asked
+        # A kept pair costs its row what a tile of any width does.
+        self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.carried: Carried | None = None
         self.stats = Stats()
 
     def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
         """Everything; nothing waits for the device.
 
-        Which way is taken is known to the device alone. Launches of both alternate, so that it gets work soon either way.
+        Which way is taken is known to the device alone. Launches of both alternate, so that it gets work soon either way;
+        and the first macro-tile of the exact way is computed before a sample is asked, which takes the host a while.
         """
-        pair = self.pair
-        exact = self._exact() if self._probe() else self._positives()
-        next(exact)
+        pair, rows = self.pair, self._sample_size()
+        if rows == 0:
+            self._order(plans.order_columns(pair))
+            exact = self._positives()
+            next(exact)
+        else:
+            self.dense = torch.ones(1, dtype=torch.int32, device=self.device)
+            exact = self._exact(self.dense)
+            next(exact)
+            self._probe(rows, self.dense)
+            if self.carried is not None and self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
+                self.carried.asked = Told(self.dense)
         stats = self.stats
         assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
@@ -101,7 +113,7 @@ class SkipForward:
         for _ in exact:
             pass
         kept = (mass < 0).sum(1, dtype=torch.int32)
-        dense = plans.too_many(kept, mass.numel())
+        dense = plans.too_many(kept, mass.numel(), self.share)
         if self.dense is not None:
             dense |= self.dense
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, dense=dense)
@@ -115,32 +127,34 @@ class SkipForward:
         self.stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
         yield
 
-    def _exact(self) -> Iterator[None]:
+    def _exact(self, dense: Tensor) -> Iterator[None]:
         """The exact loss's way, for the case that it is taken; a macro-tile at a time."""
-        assert self.dense is not None
-        forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, self.dense)
+        forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, dense)
         self.carried = forward.carried
-        if self.carried is not None and self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.carried.asked = Told(self.dense)
         for _ in forward.steps():
             self.stats = forward.stats
             yield
         if forward.carried is not None:
-            forward.carried.settle(forward.peaks, (forward.doubt != 0) | (self.dense == 0), forward.stats.row_lse)
+            forward.carried.settle(forward.peaks, (forward.doubt != 0) | (dense == 0), forward.stats.row_lse)
         self.call.prepared.clear()  # their arguments hold the parts
 
-    def _probe(self) -> bool:
-        """The order of the columns, and, of a large call, whether its rows would keep too many pairs: ask a sample of them."""
-        pair, n, m = self.pair, self.n, self.m
-        dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype  # which has not the range of products
-        rows = plans.sample_size(n, m, dtype.itemsize, self.options) if n * m * self.d >= WORTH_PROBING else 0
-        if rows == 0:
-            self._order(plans.order_columns(pair))
-            return False
-        asked = plans.sample_of(n, rows)
+    def _sample_size(self) -> int:
+        """Rows to be asked, of a large call."""
+        if self.n * self.m * self.d < WORTH_PROBING:
+            return 0
+        return plans.sample_size(self.n, self.m, self._sample_dtype().itemsize, self.options)
+
+    def _sample_dtype(self) -> torch.dtype:
+        """float16 has not the range of products."""
+        return torch.float32 if self.pair.a.dtype == torch.float16 else self.pair.a.dtype
+
+    def _probe(self, rows: int, dense: Tensor) -> None:
+        """The order of the columns, and whether the rows would keep too many pairs: ask so many of them."""
+        pair, m, dtype = self.pair, self.m, self._sample_dtype()
+        asked = plans.sample_of(self.n, rows)
         sample = self.a[asked].clone()
         sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
-        scores = pair.a.new_empty((m, rows), dtype=dtype)
+        scores = self._room(m, rows) if dtype == pair.a.dtype else pair.a.new_empty((m, rows), dtype=dtype)
         with matmul_precision("high"):
             product(scores, self.b, sample.T, True)
         self._order(plans.order_by(scores[:, 0], pair))
@@ -156,8 +170,8 @@ class SkipForward:
         choose = self._chooser(1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
         choose.put({"part": part, "row_key": vector(pair.row_key[asked]), "mass": mass, "n": rows})
         choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
-        self.dense = plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), plans.PROBED_SHARE)
-        return True
+        share = plans.PROBED_SHARE * self.share
+        dense.copy_(plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), share))
 
     def _order(self, order: Tensor) -> None:
         """Take the columns in this order."""
@@ -201,7 +215,7 @@ class SkipForward:
             yield
 
     def _room(self, cols: int, width: int) -> Tensor:
-        """Memory for columns in their new order; what the other way carries is not there if this one is taken."""
+        """Memory for columns in their new order, or scores of a sample; what the other way carries there comes later, or not."""
         held = None if self.carried is None else self.carried.buffer
         if held is None or held.numel() < cols * width:
             return self.pair.a.new_empty((cols, width))

@@ -4,25 +4,40 @@ What a call allocates above inputs and gradients, with w the workspace: forward,
 columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
 (w / 8, or one tile's), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
 
-A large call looks at a sample of its rows first (at most w / 2, before all that): how many pairs would they keep? The
-answer, `dense`, stays on the device. Both ways are launched, this one and the exact loss's (`statistics`), with what it
+A large call looks at a sample of its rows first (at most w / 2, in memory that is needed later anyway, or before it is):
+how many pairs would they keep? The answer, `dense`, stays on the device. Both ways are launched, this one and the exact loss's (`statistics`), with what it
 carries over to backward (`carried`); the kernels of one of them find that there is nothing to do. The host learns which
 at the start of backward, where it waits for the number of pairs anyway. What is carried lies in the memory of the columns'
 gradient either way, and if nothing was, it is in doubt.
+
+A small call is computed exactly from the start.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from tilewise.kernels.filter import FilterPlan
+from tilewise.kernels.filter import FilterPlan, keep_everything
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.backend import on_device
+from tilewise.kernels.triton_impl.backend import TritonBackend, on_device
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.skipping_backward import SkipBackward
 from tilewise.kernels.triton_impl.skipping_forward import SkipForward
 from tilewise.options import TileOptions
+
+WORTH_FILTERING = 2**40  # multiply-adds of one product; below, launches cost a GPU more than is saved
+
+
+def too_small(pair: Pair) -> bool:
+    """Whether nothing is left out of this call, because that is faster."""
+    return pair.a.is_cuda and pair.a.shape[0] * pair.b.shape[0] * pair.a.shape[1] < WORTH_FILTERING
+
+
+def any_order(pair: Pair) -> Tensor:
+    """Of the columns, where none is needed."""
+    return torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
 
 
 class TritonFilter:
@@ -30,6 +45,8 @@ class TritonFilter:
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
+        if too_small(pair):
+            return TritonBackend().forward(pair, spec, options), keep_everything(pair, any_order(pair))
         with on_device(pair.a), torch.no_grad():
             return SkipForward(pair, spec, options).run()[:2]
 
@@ -37,6 +54,9 @@ class TritonFilter:
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, Carried | None]:
         """The same, and what is carried over if so many pairs are kept that backward computes all of them."""
+        if too_small(pair):
+            stats, carried = TritonBackend().forward_carrying(pair, spec, options)
+            return stats, keep_everything(pair, any_order(pair)), carried
         with on_device(pair.a), torch.no_grad():
             return SkipForward(pair, spec, options, carry=True).run()
 
@@ -56,7 +76,7 @@ class TritonFilter:
 
         If a sample of the rows said in forward that there are too many, that has long arrived, and it need not wait.
         """
-        if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
+        if too_small(pair) or (pair.a.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         assert carried is None or isinstance(carried, Carried)
         if carried is not None and carried.asked is not None and carried.asked():
