@@ -56,7 +56,7 @@ Report = dict[str, Any]
 # (pretraining, fine-tuning) by machine. Steps are at most so many, fewer where the time is short.
 CUDA = (
     Settings(steps=4000, batch=64, length=512, hidden=512, layers=8, lr=1e-3, warmup=150, held_out=32_768),
-    Settings(steps=240, batch=32, length=512, hidden=512, layers=8, lr=3e-4, warmup=10, held_out=32_768),
+    Settings(steps=120, batch=64, length=512, hidden=512, layers=8, lr=3e-4, warmup=10, held_out=32_768),
 )
 CPU = (
     Settings(steps=200, batch=8, length=128, held_out=4096),
