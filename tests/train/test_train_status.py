@@ -1,10 +1,13 @@
 """How a run ended can be told: finished, stopped and saved, failed, killed; also under torchrun, which ends with 1."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,15 +15,15 @@ import pytest
 from tests.train.small_icons import write_small_icons
 from typer.testing import CliRunner
 
-from tilewise.errors import ConfigError
-from tilewise.train import loop
+from tilewise.errors import CheckpointError, ConfigError
+from tilewise.train import loop, status
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.loop import DivergedError, train
 from tilewise.train.run_folder import RunFolder
 from tilewise.train.signals import StopRequest
-from tilewise.train.status import Status, read_status, write_status
+from tilewise.train.status import Status, read_status, status_kept, write_status
 
 SETTINGS = [
     "model.width=32", "model.depth=0", "model.text_buckets=512", "model.embed_dim=16", "loop.batch_size=64",
@@ -80,6 +83,32 @@ def test_a_run_that_says_running_is_running_or_was_killed(tmp_path):
     code, said = status_of(tmp_path)
     assert code == 75
     assert "killed while it was running" in said
+
+
+def test_a_full_disk_does_not_hide_what_a_run_failed_with(tmp_path, monkeypatch):
+    def fail():
+        with status_kept(tmp_path, lambda: (1, 4), lambda: 0):
+            monkeypatch.setattr(status, "write_atomically", full)
+            raise DivergedError("the loss is nan")
+
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        fail()
+    with pytest.raises(CheckpointError, match=r"cannot write .*status\.json: No space left"):
+        write_status(tmp_path, Status("running", 3, 9))
+
+
+def full(path, text):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_asking_for_the_status_does_not_refuse_a_run_that_starts(tmp_path):
+    with RunFolder(tmp_path).locked():
+        pass
+    asking = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as `tilewise status` does, for a moment
+    threading.Timer(0.02, os.close, (asking,)).start()
+    with RunFolder(tmp_path).locked():
+        assert status._is_held(tmp_path / ".lock")
 
 
 @pytest.mark.parametrize("under_torchrun, taken", [(False, 1), (True, 2)])

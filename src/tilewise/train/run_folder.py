@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,12 +69,10 @@ class RunFolder:
                 f"cannot write to the run's folder {self.path}: {error.strerror or error}. Choose another output.folder"
             ) from error
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _taken(handle):
                 raise CheckpointError(
                     f"another process is training in {self.path}. Wait for it, or choose another output.folder"
-                ) from None
+                )
             clear_leftovers(self.path)
             clear_leftovers(self.checkpoints)
             yield
@@ -90,6 +89,17 @@ class RunFolder:
                 except ValueError:
                     break
         return lines
+
+
+def _taken(handle: int) -> bool:
+    """Lock an open file; ``tilewise status`` holds it for a moment, so one refusal is not yet an answer."""
+    for pause_s in (0.05, 0.2, 0.0):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            time.sleep(pause_s)
+    return False
 
 
 class MetricsLog:

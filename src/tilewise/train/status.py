@@ -6,11 +6,11 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tilewise.errors import ConfigError
+from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.checkpoint import write_atomically
 
 FILE = "status.json"
@@ -61,7 +61,10 @@ class Status:
 
 def write_status(folder: Path, status: Status) -> None:
     """Keep it beside the run."""
-    write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n")
+    try:
+        write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder / FILE}: {error.strerror or error}. Free some space") from error
 
 
 def read_status(folder: Path) -> Status:
@@ -104,7 +107,8 @@ def status_kept(folder: Path, now: Callable[[], tuple[int, int]], signal: Callab
         yield
     except BaseException as error:
         text = str(error).strip() or type(error).__name__
-        write_status(folder, Status("failed", *now(), error=text))
+        with suppress(CheckpointError):  # a full disk, perhaps: what the run failed with says more
+            write_status(folder, Status("failed", *now(), error=text))
         raise
     step, steps = now()
     write_status(folder, Status("finished" if step >= steps else "stopped", step, steps, signal()))
