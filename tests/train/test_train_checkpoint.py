@@ -91,8 +91,17 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path, d
 def test_pruning_keeps_the_last_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step)
-    prune(tmp_path, 2, best_step=2)
+    prune(tmp_path, 2, best_step=2, step=5)
     assert [p.name for p in list_checkpoints(tmp_path)] == [step_name(2), step_name(4), step_name(5)]
+
+
+def test_pruning_does_not_count_a_damaged_checkpoint_ahead(tmp_path):
+    for step in (2, 3, 5):
+        save(tmp_path, step)
+    (tmp_path / step_name(5) / "state.json").write_text("{")  # so the run went on from step 2, and is at 3
+    prune(tmp_path, 1, best_step=None, step=3)
+    checkpoint, _ = latest_checkpoint(tmp_path)
+    assert checkpoint.step == 3
 
 
 def test_leftovers_go(tmp_path):

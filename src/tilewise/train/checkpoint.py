@@ -166,9 +166,9 @@ def clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def prune(folder: Path, keep_last: int, best_step: int | None) -> None:
-    """Keep the last few checkpoints and the best one."""
-    paths = list_checkpoints(folder)
+def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> None:
+    """Keep the last few checkpoints up to this step, and the best one; later ones are damaged and count for nothing."""
+    paths = [path for path in list_checkpoints(folder) if path.name <= step_name(step)]
     for path in paths[:-keep_last]:
         if best_step is None or path.name != step_name(best_step):
             shutil.rmtree(path, ignore_errors=True)

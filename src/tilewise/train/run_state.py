@@ -71,7 +71,7 @@ class RunState:
             "config": to_dict(config),
         }
         save_checkpoint(folder, self.step, tensors, rest)
-        prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None)
+        prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None, self.step)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
