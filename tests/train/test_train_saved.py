@@ -1,6 +1,8 @@
 """Models in folders: built again without the weights they came from, exported, and read by transformers."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.train.small_weights import write_bert, write_clip, write_vit
 from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.config import load_config
 from tilewise.train.models import build_described, build_model, describe_model, export_model, load_exported
-from tilewise.train.models.pretrained import transformers
+from tilewise.train.models.pretrained import load_tokenizer, transformers
 
 ICON = ["model.name=icon", "model.width=32", "model.text_buckets=256"]
 FILES = ["data.source=folder", "data.path=x"]
@@ -136,6 +138,47 @@ def test_a_damaged_folder_is_named(tmp_path):
         load_exported(tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no model"):
         load_exported(tmp_path)
+    (tmp_path / "out" / "tilewise.json").write_text(json.dumps({**about, "logit_scale": -1.0}))
+    with pytest.raises(CheckpointError, match="cannot be built: ValueError"):
+        load_exported(tmp_path / "out")
+
+
+def test_a_tower_that_is_missing_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    export_model(make("vit-bert", tmp_path), tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "text")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, **_: asked.append(name))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load_exported(Path("out"))  # whose out/text could be a hub id
+    assert not asked
+
+
+def test_an_export_goes_to_an_empty_folder_and_removes_no_files(tmp_path, monkeypatch):
+    model = make("icon", tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="not empty"):
+        export_model(model, tmp_path / "full")
+    assert [p.name for p in tmp_path.rglob("*")] == ["full", "thesis.txt"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_model(model, Path("."))
+    assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
+def test_code_beside_a_tokenizer_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    folder = write_bert(tmp_path / "bert")
+    (folder / "config.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text("raise SystemExit('it was run')")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer(str(folder), 8)
+    assert not asked
 
 
 # -- locked towers -----------------------------------------------------------------------------------------------------

@@ -291,7 +291,8 @@ def load_tokenizer(name: str, length: int) -> Tokenizer:
         return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
     try:
         with quiet_transformers():
-            tokenizer = hf.AutoTokenizer.from_pretrained(place.name, **place.extra)
+            # Said, since transformers would otherwise ask whether to run code that comes with the files.
+            tokenizer = hf.AutoTokenizer.from_pretrained(place.name, trust_remote_code=False, **place.extra)
         tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
         reason = "it has no vocabulary"
     except (OSError, ValueError) as error:

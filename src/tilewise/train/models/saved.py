@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.errors import CheckpointError
+from tilewise.errors import CheckpointError, TilewiseError
 from tilewise.train.models.build import build_icon_model
 from tilewise.train.models.towers import Pixels, Scale, TwoTowers
 
@@ -29,11 +29,11 @@ TEXT = {"clip": "", "vit-bert": "text"}  # the sub-folder of the text tower and 
 
 def describe_model(model: TwoTowers, folder: Path) -> None:
     """Write what it takes to build the model again, without its weights; the folder appears when it is whole."""
-    _write_whole(folder, lambda aside: _write_description(model, aside))
+    _write_whole(folder, lambda aside: _write_description(model, aside), shutil.rmtree)
 
 
 def export_model(model: TwoTowers, folder: Path) -> None:
-    """Write the model with its weights; the folder appears when it is whole."""
+    """Write the model with its weights; the folder appears when it is whole. One with files in it is left alone."""
 
     def write(aside: Path) -> None:
         _write_description(model, aside)
@@ -41,17 +41,18 @@ def export_model(model: TwoTowers, folder: Path) -> None:
         if model.kind != "icon":
             _write_json(aside / "preprocessor_config.json", _preprocessing(model.pixels))
 
-    _write_whole(folder, write)
+    _write_whole(folder, write, Path.rmdir)
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[Path], None]) -> None:
+    folder = folder.resolve()  # "." has no name to put something beside
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write(aside)
         if folder.is_dir():
-            shutil.rmtree(folder)
+            clear(folder)
         aside.rename(folder)
     except Exception as error:  # safetensors wraps a full disk in its own type
         shutil.rmtree(aside, ignore_errors=True)
@@ -148,6 +149,7 @@ def load_exported(folder: Path) -> TwoTowers:
 
 
 def _build(folder: Path, with_weights: bool) -> TwoTowers:
+    folder = folder.absolute()  # a sub-folder that is missing must not look like a hub id
     about = read_about(folder)
     try:
         scale = Scale(about["logit_scale"], about["logit_bias"], about["max_scale"])
@@ -157,7 +159,9 @@ def _build(folder: Path, with_weights: bool) -> TwoTowers:
                 model.load_state_dict(_tensors(folder / "model.safetensors"))
             return model
         return _build_transformers(folder, about, scale, with_weights)
-    except (KeyError, TypeError, RuntimeError, OSError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+        if isinstance(error, TilewiseError):
+            raise
         raise CheckpointError(f"the model in {folder} cannot be built: {type(error).__name__} {error}") from error
 
 
