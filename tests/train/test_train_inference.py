@@ -113,6 +113,15 @@ def test_the_icon_model_reads_pictures_of_any_kind(tmp_path):
     assert not list(RunFolder(tmp_path / "run").model.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "F", "I", "RGBa", "La"])
+def test_a_picture_of_a_kind_that_png_has_not(run, mode):
+    model = load_model(run, device="cpu")
+    picture = Image.new(mode, (9, 7), 0)
+    if mode in ("RGBa", "La"):  # nothing but transparency, which is white
+        assert model.preprocess(picture).min() == 255
+    assert model.preprocess(picture).shape == (3, model.pixels.size, model.pixels.size)
+
+
 def test_a_folder_that_is_neither_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no run of tilewise.*no config\.toml"):
         load_model(tmp_path)

@@ -55,6 +55,10 @@ class ImageTextModel:
 
         if isinstance(image, Image):
             held = io.BytesIO()
+            if image.mode in ("RGBa", "La"):
+                image = image.convert({"RGBa": "RGBA", "La": "LA"}[image.mode])
+            elif image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # CMYK and others that PNG has not
+                image = image.convert("RGB")
             image.save(held, "PNG")
             image = held.getvalue()
         if isinstance(image, str | Path):
