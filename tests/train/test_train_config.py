@@ -107,6 +107,15 @@ def test_any_override_is_applied_or_refused(key, value):
     assert apply_overrides({}, [f"a.b={value}"])["a"]["b"] is not None
 
 
+def test_a_run_of_another_version_with_settings_refused_today_says_so():
+    """Not that the settings given now are wrong, which they are not."""
+    config = load_config(None, ["data.source=folder", "data.path=x", "model.name=clip-tiny", "output.folder=runs/old"])
+    saved = to_dict(config)
+    saved["loss"]["mask_same_id"] = True
+    with pytest.raises(ConfigError, match=r"runs/old was started by another version.*mask_same_id.*another output"):
+        check_same_run(saved, config)
+
+
 def test_direct_construction_is_checked_too():
     with pytest.raises(ConfigError, match="name is one of"):
         LossConfig(name="x")  # type: ignore[arg-type]

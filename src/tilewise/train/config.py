@@ -228,7 +228,13 @@ FREE_TO_CHANGE = (
 
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
     """Refuse to continue a run whose settings would make it another run; settings it did not know have defaults."""
-    before = to_dict(build(RunConfig, saved))
+    try:
+        before = to_dict(build(RunConfig, saved))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run in {config.output.folder} was started by another version, with settings that this one refuses: "
+            f"{error}. Choose another output.folder"
+        ) from error
     changed = [
         f"{name} was {old!r}, now {new!r}"
         for name, (old, new) in differences(before, to_dict(config)).items()
