@@ -66,3 +66,9 @@ def test_importing_brings_neither_trainer_nor_cache_nor_kernels_of_others(import
 def test_importing_changes_no_setting_of_torch(imported):
     assert imported["untouched"]
     assert not imported["distributed"]
+
+
+def test_torch_knows_the_operators_as_before():
+    """A program that torch.export saved is loaded after `import tilewise`, which nothing else of it is asked of."""
+    program = "import torch, tilewise; torch.ops.tilewise.pair_stats; torch.ops.tilewise.pair_loss"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

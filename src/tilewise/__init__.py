@@ -5,11 +5,13 @@
 
 Memory grows with the rows plus the columns, and the time is that of the matrix products.
 
-A name is imported when it is first used, so that ``tilewise --help`` need not wait for torch.
+A name is imported when it is first used, so that ``tilewise --help`` need not wait for torch; where torch is there
+already, all of them are, so that torch knows the operators of a program that ``torch.export`` saved.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -87,3 +89,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PARTS})
+
+
+if sys.modules.get("torch") is not None:
+    for _home in _HOMES:
+        import_module(f"tilewise.{_home}")
