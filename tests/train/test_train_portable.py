@@ -4,12 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
 from PIL import Image
 from tests.train.small_weights import write_bert, write_clip, write_vit
 from typer.testing import CliRunner
 
-from tilewise.errors import ConfigError
-from tilewise.train.checkpoint import step_name
+from tilewise.errors import CheckpointError, ConfigError
+from tilewise.train.checkpoint import latest_checkpoint, save_checkpoint, step_name
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
@@ -99,6 +100,22 @@ def test_a_run_of_an_earlier_version_is_written_down_when_it_continues(started, 
     train(make(tmp_path / "run"))
     shutil.rmtree(weights)
     assert invoke("evaluate", tmp_path / "run").exit_code == 0
+
+
+@pytest.mark.parametrize("started", ["lit"], indirect=True)
+def test_a_locked_run_of_an_earlier_version_says_why_it_does_not_open(started, tmp_path):
+    """It had a random projection behind the locked tower."""
+    make, _ = started
+    train(make(tmp_path / "run"))
+    run = RunFolder(tmp_path / "run")
+    checkpoint, _ = latest_checkpoint(run.checkpoints)
+    tensors = {name: checkpoint.tensors(name) for name in ("model", "optimizer")}
+    tensors["model"]["image.body.project.weight"] = torch.zeros(64, 32)
+    save_checkpoint(run.checkpoints, checkpoint.step, tensors, checkpoint.state)
+    shutil.rmtree(run.model)
+    for use in (lambda: train(make(tmp_path / "run")), lambda: invoke("evaluate", tmp_path / "run")):
+        with pytest.raises(CheckpointError, match=r"an earlier version.*locked image tower.*Train it again"):
+            use()
 
 
 def test_other_weights_in_the_same_folder_are_refused(tmp_path):

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tilewise.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     Tensors = Mapping[str, Tensor]
 
 FORMAT = 1
+LOCKED_HEAD = "image.body.project.weight"
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if not file.is_file() or _facts(file) != facts:
             raise CheckpointError(f"{file} is missing or damaged (its size or checksum is not what was written)")
     return Checkpoint(path, state)
+
+
+def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """The weights of a checkpoint, into a model that has their names and shapes."""
+    weights = checkpoint.tensors("model")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        why = f"{error}"
+        if LOCKED_HEAD in weights and LOCKED_HEAD not in model.state_dict():
+            why = (
+                "an earlier version of tilewise put a projection of random numbers behind a locked image tower "
+                "(model.lock_image), this one has none. Train it again, in another output.folder"
+            )
+        raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {why}") from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

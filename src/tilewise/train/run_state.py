@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewise.errors import CheckpointError
-from tilewise.train.checkpoint import Checkpoint, prune, save_checkpoint
+from tilewise.train.checkpoint import Checkpoint, prune, put_weights, save_checkpoint
 from tilewise.train.config import RunConfig
 from tilewise.train.data import Position
 from tilewise.train.memory import MemoryUse
@@ -76,8 +76,8 @@ class RunState:
     def load(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
         rest = checkpoint.state
+        put_weights(self.model, checkpoint)
         try:
-            self.model.load_state_dict(checkpoint.tensors("model"))
             restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
             if self.average is not None:
                 for name, value in checkpoint.tensors("average").items():

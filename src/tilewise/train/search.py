@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import CheckpointError, DataError, RangeError
-from tilewise.train.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, open_checkpoint, step_name
+from tilewise.train.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    put_weights,
+    step_name,
+)
 from tilewise.train.config import RunConfig
-from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
+from tilewise.train.data import EvalPairs, SkipLog, Watch
 from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers
@@ -105,10 +112,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
 
 def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:
     """Put a checkpoint's weights into a model; averaged ones where there are some."""
-    try:
-        model.load_state_dict(checkpoint.tensors("model"))
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {error}") from error
+    put_weights(model, checkpoint)
     average = checkpoint.tensors("average")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,14 +121,18 @@ def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:
     return model
 
 
-def open_gallery(folder: str | Path, device: str = "auto", console: Console | None = None) -> Gallery:
-    """The held-out images of a run, ready to be searched."""
+def open_gallery(
+    folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = ""
+) -> Gallery:
+    """The held-out images of a run, or those at a path, ready to be searched."""
+    from tilewise.train.evaluate_run import open_pairs
+
     config, encoders, _ = load_run(folder, device)
-    with counted(console, "reading held-out images") as watch:
-        pairs = open_eval_pairs(config.data, encoders.model.pixels.size, SkipLog(), watch=watch)
+    with counted(console, "reading images") as watch:
+        pairs = open_pairs(config.data, encoders.model.pixels.size, path, image_root, SkipLog(), watch)
     if pairs is None:
-        raise DataError("this run has no held-out images to search in; set data.eval_path")
-    with counted(console, "encoding held-out images") as watch:
+        raise DataError("this run has no held-out images to search in. Give others with --pairs")
+    with counted(console, "encoding images") as watch:
         return Gallery(encoders, pairs, watch)
 
 
