@@ -1,0 +1,21 @@
+"""What is seen of a run in a terminal."""
+
+import io
+
+from rich.console import Console
+
+from tilewise.train.progress import RunProgress
+
+
+def test_step_and_time_are_whole_in_a_narrow_terminal():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    progress = RunProgress(console, steps=20000, done=0)
+    progress.evaluated({"t2i_r10": 0.579})
+    facts = {"pairs_per_second": 12439.0, "memory_bytes": 5.5e9}
+    progress.step(12345, {"loss": 5.152, "skipped": 0}, facts)
+    progress.close()
+    shown = " ".join(screen.getvalue().split())
+    assert "…" not in shown
+    for words in ("12345/20000", "5.152", "57.9%", "12,439", "0:00:00", "left"):
+        assert words in shown
