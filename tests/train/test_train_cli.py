@@ -122,6 +122,32 @@ def test_unknown_runs_and_settings_are_refused(tmp_path, run):
         invoke("evaluate", run, "--zero-shot", tmp_path / "classes")
 
 
+@pytest.mark.parametrize("command", ["evaluate", "status"])
+def test_what_is_no_run_is_named(tmp_path, run, command):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"nowhere does not exist\. Give the folder of a run"):
+        invoke(command, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=rf"is a file.*which may be {run}$"):
+        invoke(command, run / "config.toml")
+    with pytest.raises(ConfigError, match=r"runs below it: .*one$"):
+        invoke(command, tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"Give .*config\.toml"):
+        invoke("train", run)
+
+
+def test_a_run_that_was_moved_does_not_begin_anew(tmp_path, run):
+    moved, there = tmp_path / "moved", run / "config.toml"
+    shutil.copytree(run, moved)
+    with pytest.raises(ConfigError, match=rf"holds a run.*add output\.folder={moved}"):
+        invoke("train", moved / "config.toml")
+    assert invoke("train", moved / "config.toml", f"output.folder={moved}").exit_code == 0
+    assert invoke("train", moved / "config.toml").exit_code == 0  # its settings know the new place now
+    assert invoke("train", there).exit_code == 0
+    shutil.copy(there, tmp_path / "config.toml")
+    assert invoke("train", tmp_path / "config.toml").exit_code == 0  # settings outside of a run may name any
+
+
 def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     colours = {"red": (220, 0, 0), "green": (0, 200, 0), "blue": (0, 0, 210)}
     for name, colour in colours.items():
@@ -142,6 +168,11 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert found["zero_shot"]["top1"] > 0.6
     assert found["zero_shot"]["top5"] == 1.0
+    with pytest.raises(DataError, match=r"no held-out images to search in\. Give others with --pairs"):
+        invoke("search", tmp_path / "run", "red")
+    result = invoke("search", tmp_path / "run", "red", "--top", "3", "--pairs", tmp_path / "classes")
+    assert re.findall(r"\d  (\w+)\n", result.output) == ["red"] * 3
+    assert f"sheet: {tmp_path / 'run' / 'search.png'}\n" in result.output
 
 
 def test_broken_images_are_left_out_and_named(tmp_path):

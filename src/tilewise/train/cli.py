@@ -27,6 +27,11 @@ def _console() -> Any:
     return Console(markup=False)  # paths and captions may hold brackets
 
 
+def _say(console: Any, line: str) -> None:
+    """A line as it is: a path that is longer than the terminal is not cut in pieces."""
+    console.print(line, highlight=False, soft_wrap=True)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version as installed
@@ -56,10 +61,12 @@ def train(
     """Train a run, or continue it where it was stopped. Under torchrun: on all ranks."""
     from tilewise.train.config import load_config
     from tilewise.train.loop import train as run
+    from tilewise.train.run_folder import check_not_moved
     from tilewise.train.settings import to_toml
 
     console = _console()
     settings = load_config(config, overrides or [])
+    check_not_moved(config, settings, overrides or [])
     if _is_first():
         console.print(to_toml(settings), highlight=False, markup=False)
     _leave(run(settings, console), console, quiet=not _is_first())
@@ -78,14 +85,12 @@ def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key
 def _leave(result: Any, console: Any, quiet: bool = False) -> None:
     if result.signal_number and not result.finished:
         if _is_first():
-            console.print(
-                f"stopped after step {result.step}; saved. The same command continues the run", highlight=False
-            )
+            _say(console, f"stopped after step {result.step}; saved. The same command continues the run")
         raise typer.Exit(128 + result.signal_number)
     if not quiet:
-        console.print(f"done: {result.step} steps in {result.folder}", highlight=False)
+        _say(console, f"done: {result.step} steps in {result.folder}")
         if (result.folder / "report.html").is_file():
-            console.print(f"report: {(result.folder / 'report.html').resolve()}", highlight=False)
+            _say(console, f"report: {(result.folder / 'report.html').resolve()}")
 
 
 @app.command()
@@ -114,16 +119,18 @@ def search(
     queries: Annotated[list[str], typer.Argument(help="what to look for")],
     top: Annotated[int, typer.Option(help="how many images", min=1)] = 10,
     sheet: Annotated[Path | None, typer.Option(help="PNG to write; default: search.png in the run")] = None,
+    pairs: Annotated[str, typer.Option(help="search in other images: a folder, table or shards")] = "",
+    images: Annotated[str, typer.Option(help="folder that the image paths of `pairs` start from")] = "",
     device: Device = "auto",
 ) -> None:
-    """Show the best held-out images for some words, in the terminal and as a PNG sheet."""
+    """Show the best held-out images (or others) for some words, in the terminal and as a PNG sheet."""
     from tilewise.train.search import open_gallery, save_sheet, show_hits
 
     console = _console()
-    found = open_gallery(run, device, console).search(queries, top)
+    found = open_gallery(run, device, console, pairs, images).search(queries, top)
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
-    console.print(f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}", highlight=False)
+    _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
 
 
 @app.command()
@@ -132,7 +139,7 @@ def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> 
     from tilewise.train.status import read_status
 
     found = read_status(run)
-    _console().print(found.sentence(), highlight=False)
+    _say(_console(), found.sentence())
     raise typer.Exit(found.exit_code)
 
 
@@ -148,10 +155,10 @@ def export(
     console = _console()
     model = load_model(run, device="cpu", checkpoint=checkpoint)
     target = model.export(folder)
-    console.print(f"exported {model.origin} to {target}", highlight=False)
-    console.print(f"in Python:  tilewise.train.load_model({str(target)!r})", highlight=False)
+    _say(console, f"exported {model.origin} to {target}")
+    _say(console, f"in Python:  tilewise.train.load_model({str(target)!r})")
     for line in model.readers(target):
-        console.print(f"or:         {line}", highlight=False)
+        _say(console, f"or:         {line}")
 
 
 @app.command(name="config")

@@ -102,7 +102,9 @@ def open_classes(
         entries += [Entry(str(file), [path.name]) for file in files]
         labels += [number] * len(files)
     if not entries:
-        raise DataError(f"{folder} holds no images in sub-folders; zero-shot wants one sub-folder per class")
+        came = "holds no images in sub-folders" if folder.is_dir() else "is not a folder"
+        came = came if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {came}; zero-shot wants a folder with one sub-folder per class")
     if encoders.model.pixels.channels != 3:
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
     source = FileSource(entries, Preparation(encoders.model.pixels.size), config.workers)

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,38 @@ from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_a
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
+
+
+def why_no_run(path: Path) -> str:
+    """What a path is that should have been the folder of a run, and what to give instead."""
+    if not path.exists():
+        return f"{path} does not exist. Give the folder of a run: the output.folder that it was trained with"
+    if not path.is_dir():
+        beside = f", which may be {path.parent}" if path.name in ("config.toml", "status.json") else ""
+        return f"{path} is a file, no run of tilewise. Give the folder of a run{beside}"
+    if (path / "tilewise.json").is_file():
+        return f"{path} is no run of tilewise. It is an exported model: tilewise.train.load_model reads it"
+    runs = sorted(str(found.parent) for found in path.glob("*/config.toml"))
+    advice = f"There are runs below it: {', '.join(runs[:5])}" if runs else "Give the output.folder of a run"
+    return f"{path} is no run of tilewise: it has no config.toml. {advice}"
+
+
+def check_not_moved(config_file: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Refuse the settings inside of a run that name another folder: the run was moved, and would begin anew there.
+
+    Args:
+        config_file: that the settings came from.
+        config: the settings.
+        overrides: as they were given; one of output.folder says what is wanted.
+    """
+    home = config_file.parent
+    if config_file.name != "config.toml" or any(given.startswith("output.folder=") for given in overrides):
+        return
+    if list_checkpoints(home / "checkpoints") and Path(config.output.folder).resolve() != home.resolve():
+        raise ConfigError(
+            f"{home} holds a run, but its settings say output.folder={config.output.folder!r}, which is another folder "
+            f"from here. To continue the run, add output.folder={home}; to train another one, add the folder for it"
+        )
 
 
 class RunFolder:
@@ -36,9 +68,7 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """The configuration that the run was started with."""
         if not self.config_file.is_file():
-            exported = (self.path / "tilewise.json").is_file()
-            advice = ". It is an exported model: tilewise.train.load_model reads it" if exported else ""
-            raise ConfigError(f"{self.path} is no run of tilewise: it has no config.toml{advice}")
+            raise ConfigError(why_no_run(self.path))
         return load_config(self.config_file)
 
     def save_config(self, config: RunConfig) -> None:

@@ -111,7 +111,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+        inside = Path(path) / "config.toml"
+        advice = f"Give {inside}" if inside.is_file() else "Give a TOML file; `tilewise config` prints one"
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}. {advice}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 

@@ -71,8 +71,16 @@ def read_status(folder: Path) -> Status:
     """How the run in a folder stands."""
     try:
         status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        from tilewise.train.run_folder import why_no_run
+
+        if (folder / "config.toml").is_file():
+            raise ConfigError(f"{folder} has no {FILE}, so it cannot be told how its run stands. Train it") from error
+        raise ConfigError(why_no_run(folder)) from error
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder} holds no run that was started, or its {FILE} is damaged: {error}") from error
+        raise ConfigError(
+            f"cannot read {folder / FILE}: {error}. It is written anew when the run is trained again"
+        ) from error
     if status.status == "running" and not _is_held(folder / ".lock"):
         return Status("killed", status.step, status.steps)
     return status

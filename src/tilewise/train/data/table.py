@@ -30,7 +30,8 @@ class Entry(NamedTuple):
 def read_folder(folder: Path) -> list[Entry]:
     """Images below a folder; the caption is the text file beside an image, or else the image's own name."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; data.source='folder' reads the images below one")
+        came = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {came}; data.source='folder' reads the images below one. Set data.path")
     entries: list[Entry] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
         beside = path.with_suffix(".txt")
