@@ -10,7 +10,7 @@ from tests.train.small_icons import write_small_icons
 from tests.train.small_weights import write_clip
 from tests.train.test_train_portable import invoke, settings, write_colours
 
-from tilewise.errors import CheckpointError, ConfigError, DataError, ShapeError
+from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError, ShapeError
 from tilewise.train import ImageTextModel, load_model
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
@@ -69,6 +69,14 @@ def test_empty_and_wrong_inputs_are_answered(run):
         model.encode_image([run / "none.png"])
     with pytest.raises(DataError, match="got int"):
         model.encode_image([3])
+    with pytest.raises(ShapeError, match="give a list"):
+        model.encode_image(Image.new("RGB", (8, 8)))
+    with pytest.raises(DataError, match="got int at place 1"):
+        model.encode_text(["a cat", 3])
+    with pytest.raises(DataError, match=r"config\.toml: image cannot be decoded"):
+        model.encode_image([run / "config.toml"])
+    with pytest.raises(RangeError, match="chunk_size must be at least 1, got 0"):
+        load_model(run, chunk_size=0)
 
 
 def test_checkpoints_are_chosen(run):
@@ -94,6 +102,10 @@ def test_an_exported_run_gives_the_same_features(run, tmp_path):
         invoke("export", run, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"exported model: tilewise\.train\.load_model"):
         invoke("evaluate", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"exported model: tilewise\.train\.load_model"):
+        invoke("status", tmp_path / "out")
+    again = invoke("export", tmp_path / "out", tmp_path / "again").output
+    assert f"exported {tmp_path / 'out'}, an exported model, to {tmp_path / 'again'}\n" in again  # no path is cut
     with pytest.raises(CheckpointError, match="exists already"):
         want.export(run.parent / "data")
 

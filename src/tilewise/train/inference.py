@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.errors import CheckpointError, DataError, ShapeError
+from tilewise.errors import CheckpointError, DataError, RangeError, ShapeError
 from tilewise.train.data.images import centre_box, decode, to_tensor
 from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
@@ -61,6 +61,7 @@ class ImageTextModel:
                 image = image.convert("RGB")
             image.save(held, "PNG")
             image = held.getvalue()
+        name = str(image) if isinstance(image, str | Path) else "the image given as bytes"
         if isinstance(image, str | Path):
             try:
                 image = Path(image).read_bytes()
@@ -68,7 +69,10 @@ class ImageTextModel:
                 raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
         if not isinstance(image, bytes):
             raise DataError(f"an image is a path, bytes or a Pillow image, got {type(image).__name__}")
-        picture = decode(image)
+        try:
+            picture = decode(image)
+        except DataError as error:
+            raise DataError(f"{name}: {error}. Is it a whole image file of a kind that Pillow reads?") from error
         made = to_tensor(picture, centre_box(*picture.size), self.pixels.size)
         if self.pixels.channels == 1:
             made = made.float().mean(0, keepdim=True).round().to(torch.uint8)
@@ -89,7 +93,7 @@ class ImageTextModel:
                     f"{tuple(images.shape)}. Give paths or Pillow images, or use preprocess; values are 0 to 255"
                 )
             return self._encoders.images(images.split(size)).clone() if len(images) else self._nothing()
-        if isinstance(images, str | Path | bytes):
+        if isinstance(images, str | Path | bytes) or not isinstance(images, Iterable):
             raise ShapeError("encode_image takes several images; give a list, such as [image]")
         pictures = list(images)
         if not pictures:
@@ -101,7 +105,11 @@ class ImageTextModel:
         """Unit features (n, d), float32, on the model's device."""
         if isinstance(texts, str):
             raise ShapeError("encode_text takes several captions; give a list, such as [caption]")
-        return self._encoders.texts(list(texts)).clone() if len(texts) else self._nothing()
+        captions = list(texts)
+        wrong = next((i for i, caption in enumerate(captions) if not isinstance(caption, str)), None)
+        if wrong is not None:
+            raise DataError(f"a caption is text, got {type(captions[wrong]).__name__} at place {wrong}. Use str()")
+        return self._encoders.texts(captions).clone() if captions else self._nothing()
 
     def _nothing(self) -> Tensor:
         return self._encoders.texts([""])[:0].clone()  # a clone is no inference tensor: a probe may learn on it
@@ -143,11 +151,13 @@ def load_model(
             was kept. Averaged weights are taken where the run has them.
         chunk_size: images or captions that a tower sees at once.
     """
+    if chunk_size < 1:
+        raise RangeError(f"chunk_size must be at least 1, got {chunk_size}. It only limits memory; the default is 256")
     path = Path(folder)
     if (path / ABOUT).is_file():
         place = choose_device(device)
         return ImageTextModel(
-            Encoders(load_exported(path).to(place), place, chunk_size=chunk_size), f"exported to {path}"
+            Encoders(load_exported(path).to(place), place, chunk_size=chunk_size), f"{path}, an exported model,"
         )
     from tilewise.train.search import load_run
 
