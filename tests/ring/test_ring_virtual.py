@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.ring import virtual_checks
 from torch import Tensor
 
+from tilewise.errors import GroupError
 from tilewise.ring.blocks import Field, go_round
 from tilewise.ring.exchange import find_exchange
 from tilewise.ring.virtual import VirtualGroup, run_virtual
@@ -87,3 +89,22 @@ def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end():
         run_virtual(3, work)
     assert met == [[0, 2, 1], [1, 0], [2, 1, 0]]  # rank 1 stops working, and goes on passing blocks
     assert spoiled == [True, None, True]
+
+
+def test_a_rank_that_hangs_does_not_hang_its_caller():
+    """It may hang anywhere: in a lock, an import, a driver. The others miss it, and the error says where it is."""
+    never = threading.Event()
+
+    def work(group: VirtualGroup) -> None:
+        if group.rank() == 1:
+            never.wait()
+        find_exchange(group.group_name).gather([group.rank()])
+
+    try:
+        with pytest.raises(GroupError, match="in vain") as caught:
+            run_virtual(3, work, timeout_s=0.2)
+    finally:
+        never.set()
+    (note,) = caught.value.__notes__
+    assert "virtual rank 1 has not come back" in note
+    assert "never.wait()" in note

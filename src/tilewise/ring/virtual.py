@@ -7,7 +7,10 @@ tests, and for finding out what a ring does before renting one.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -213,8 +216,28 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
     threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    stuck = _join(threads, failures, timeout_s)
     if failures:
-        raise failures[0][1]
+        error = failures[0][1]
+        for rank, place in stuck.items():
+            error.add_note(f"virtual rank {rank} has not come back. It is at:\n{place}")
+        raise error
     return results  # type: ignore[return-value]
+
+
+def _join(threads: list[threading.Thread], failures: Sequence[object], timeout_s: float) -> dict[int, str]:
+    """Wait for the ranks, however long they work; once one has failed, no longer than the exchange makes others wait.
+
+    Returns the ranks that are left behind, and where they are: one that hangs makes the others fail in the exchange,
+    and then it must not hang its caller.
+    """
+    until = None
+    while running := {rank: thread for rank, thread in enumerate(threads) if thread.is_alive()}:
+        next(iter(running.values())).join(0.1)
+        if failures and until is None:
+            until = time.monotonic() + 2 * timeout_s
+        if until is not None and time.monotonic() > until:
+            frames = sys._current_frames()
+            places = {rank: frames.get(thread.ident or 0) for rank, thread in running.items()}
+            return {rank: "".join(traceback.format_stack(frame)) for rank, frame in places.items()}
+    return {}
