@@ -17,5 +17,6 @@ def test_step_and_time_are_whole_in_a_narrow_terminal():
     progress.close()
     shown = " ".join(screen.getvalue().split())
     assert "…" not in shown
+    assert len(screen.getvalue().splitlines()) <= 6  # two lines for a frame
     for words in ("12345/20000", "5.152", "57.9%", "12,439", "0:00:00", "left"):
         assert words in shown

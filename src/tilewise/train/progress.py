@@ -95,11 +95,11 @@ def _make_bar(console: Console) -> Progress:
     from rich import progress as rich
     from rich.table import Column
 
-    def whole() -> Column:  # in a narrow terminal the bar shrinks and the facts wrap, never the numbers
+    def whole() -> Column:  # in a narrow terminal the bar is short and the facts wrap, never the numbers
         return Column(no_wrap=True)
 
     return rich.Progress(
-        rich.TextColumn("[bold]training"), rich.BarColumn(bar_width=None),
+        rich.TextColumn("[bold]training"), rich.BarColumn(bar_width=8 if console.width < 120 else None),
         rich.MofNCompleteColumn(table_column=whole()),
         rich.TextColumn("{task.fields[facts]}", table_column=Column()), rich.TimeElapsedColumn(table_column=whole()),
         rich.TextColumn("left"), rich.TimeRemainingColumn(table_column=whole()), console=console, refresh_per_second=4,
