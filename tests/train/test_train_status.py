@@ -79,7 +79,9 @@ def test_a_run_that_says_running_is_running_or_was_killed(tmp_path):
         read_status(tmp_path)
     with RunFolder(tmp_path).locked():
         write_status(tmp_path, Status("running", 3, 9))
-        assert status_of(tmp_path) == (3, "running, started after step 3 of 9")
+        assert status_of(tmp_path) == (3, "running, after step 3 of 9")
+        (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"step": 7, "kind": "train"}\n{"step": 8, "ki')
+        assert status_of(tmp_path) == (3, "running, after step 7 of 9")  # a line cut short does not count
     code, said = status_of(tmp_path)
     assert code == 75
     assert "killed while it was running" in said

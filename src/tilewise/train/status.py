@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tilewise.errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ class Status:
     Args:
         status: "running", "finished" (all steps done), "stopped" (by a signal, and saved), "failed" (by an error); and,
             when it is read, "killed": it says running, but no process holds the run.
-        step: steps done.
+        step: steps done; while it is running, those of the last line in metrics.jsonl.
         steps: planned.
         signal: that stopped it, or 0.
         error: that it failed with.
@@ -51,7 +51,7 @@ class Status:
         place = f"after step {self.step} of {self.steps}"
         return {
             "finished": f"finished: {self.step} steps",
-            "running": f"running, started {place}",
+            "running": f"running, {place}",
             "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it",
             "killed": f"killed while it was running (started {place}). The same command continues it from its last "
             "checkpoint",
@@ -81,9 +81,22 @@ def read_status(folder: Path) -> Status:
         raise ConfigError(
             f"cannot read {folder / FILE}: {error}. It is written anew when the run is trained again"
         ) from error
-    if status.status == "running" and not _is_held(folder / ".lock"):
-        return Status("killed", status.step, status.steps)
+    if status.status == "running":
+        if not _is_held(folder / ".lock"):
+            return Status("killed", status.step, status.steps)
+        return replace(status, step=max(status.step, _last_logged(folder / "metrics.jsonl")))
     return status
+
+
+def _last_logged(metrics: Path) -> int:
+    """The step of the last whole line, or 0."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 16384))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return 0
 
 
 def _is_held(lock: Path) -> bool:
