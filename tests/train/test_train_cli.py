@@ -197,6 +197,10 @@ def test_broken_images_are_left_out_and_named(tmp_path):
     assert "zero-shot over 2 classes" in result.output
     assert "1 skipped" in result.output
     assert "red/0.png" in result.output.replace("\n", "")
+    moved = classes.rename(tmp_path / "elsewhere")
+    result = invoke("evaluate", run, "--zero-shot", moved)
+    assert "no recall: the held-out pairs" in result.output
+    assert "zero-shot over 2 classes" in result.output
     with pytest.raises(DataError, match="do not exist"):
         invoke("evaluate", run, "--pairs", tmp_path / "nowhere")
     with pytest.raises(DataError, match="one sub-folder per class"):

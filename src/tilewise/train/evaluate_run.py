@@ -42,8 +42,14 @@ def evaluate_run(
     if zero_shot is not None:
         with counted(console, "reading images of classes") as watch:
             classes = open_classes(encoders, zero_shot, templates, skips, data, watch)
-    with counted(console, "reading held-out images") as watch:
-        held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips, watch)
+    held_out = None
+    try:
+        with counted(console, "reading held-out images") as watch:
+            held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips, watch)
+    except DataError as error:
+        if classes is None or pairs:  # classes need none of the run's own pairs, which may lie elsewhere by now
+            raise
+        console.print(f"no recall: {error}", highlight=False, soft_wrap=True)
     if held_out is not None:
         with counted(console, "encoding held-out images") as watch:
             result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
