@@ -2,6 +2,8 @@ import io
 import json
 import random
 import tarfile
+import threading
+import time
 
 import pytest
 import torch
@@ -348,6 +350,28 @@ def test_plain_icons_keep_their_captions(some_icons):
     rows = IconSource(some_icons, False).rows(torch.tensor([3, 1]), Draw(0, 0, 0, 0, 2), SkipLog())
     assert rows.texts == [some_icons.captions[3], some_icons.captions[1]]
     assert torch.equal(rows.images[:, 0], some_icons.images[[3, 1]])
+
+
+def test_a_run_that_stops_does_not_decode_another_batch_first(tmp_path, monkeypatch):
+    for i in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
+    source = open_source(DataConfig(source="folder", path=str(tmp_path)), 8, SkipLog())
+    read, seen, second = source.read, [], threading.Event()
+
+    def slowly(key):
+        seen.append(key)
+        if len(seen) > 20:
+            second.set()
+            time.sleep(0.1)
+        return read(key)
+
+    monkeypatch.setattr(source, "read", slowly)
+    batches = stream(source, 20, prefetch=1).batches(Position(), 0, 9)
+    next(batches)
+    assert second.wait(60)
+    batches.close()
+    assert len(seen) < 35, "the second batch was made to its end"
+    assert not [thread for thread in threading.enumerate() if thread.name == "tilewise-batches"]
 
 
 def test_a_thread_that_fails_hands_its_error_over(some_icons):

@@ -86,12 +86,12 @@ class BatchStream:
         """Full batches in one epoch."""
         return len(self.source) // self.batch_size
 
-    def make(self, position: Position, step: int) -> Batch:
-        """The batch of a step, which starts at this position."""
+    def make(self, position: Position, step: int, unwanted: threading.Event | None = None) -> Batch:
+        """The batch of a step, which starts at this position; given up when it is `unwanted`."""
         keys, epoch, after = self.order.take(position, self.batch_size)
         first = self.rank * self.batch_size // self.world
         last = (self.rank + 1) * self.batch_size // self.world
-        draw = Draw(self.seed, epoch, step, first, self.batch_size)
+        draw = Draw(self.seed, epoch, step, first, self.batch_size, unwanted)
         rows = self.source.rows(keys[first:last], draw, self.skips)
         if not len(rows.ids):
             raise DataError(
@@ -114,7 +114,7 @@ class BatchStream:
         def fill(position: Position) -> None:
             try:
                 for number in range(step, last_step):
-                    batch = self.make(position, number)
+                    batch = self.make(position, number, stopped)
                     position = batch.after
                     if not _put(ready, batch, stopped):
                         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,9 +35,14 @@ class Reader(Protocol):
 def prepare_rows(
     reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: ThreadPoolExecutor
 ) -> Rows:
-    """Read and decode these keys on the pool's threads; the rows keep the order of the keys."""
+    """Read and decode these keys on the pool's threads; the rows keep the order of the keys.
+
+    `CancelledError` once the batch is unwanted: a run that was told to stop need not decode another batch first.
+    """
 
     def one(key: int) -> tuple[Tensor, str, int] | None:
+        if draw.unwanted is not None and draw.unwanted.is_set():
+            raise CancelledError
         try:
             record = reader.read(key)
             rng = draw.for_key(key)

@@ -82,6 +82,7 @@ class Draw:
         step: counted from 0 over the whole run.
         first_row: place of the first of these keys in the global batch.
         rows: size of the global batch.
+        unwanted: set when nobody waits for the batch any longer.
     """
 
     seed: int
@@ -89,6 +90,7 @@ class Draw:
     step: int
     first_row: int
     rows: int
+    unwanted: threading.Event | None = None
 
     def for_key(self, key: int) -> random.Random:
         """Random numbers for one record in this epoch."""
