@@ -12,7 +12,7 @@ from tests.train.small_weights import write_bert, write_clip, write_vit
 from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.config import load_config
 from tilewise.train.models import build_described, build_model, describe_model, export_model, load_exported
-from tilewise.train.models.pretrained import load_tokenizer, transformers
+from tilewise.train.models.pretrained import load_tokenizer, load_weights_as, transformers
 
 ICON = ["model.name=icon", "model.width=32", "model.text_buckets=256"]
 FILES = ["data.source=folder", "data.path=x"]
@@ -165,6 +165,23 @@ def test_an_export_goes_to_an_empty_folder_and_removes_no_files(tmp_path, monkey
     monkeypatch.chdir(tmp_path / "here")
     export_model(model, Path("."))
     assert (tmp_path / "here" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "hashed_words.json"])
+@pytest.mark.parametrize("text", ["[]", "nonsense", '{"model": {"type": "Foo"}}'])
+def test_damaged_tokenizers_of_others_are_one_sentence(tmp_path, name, text):
+    folder = write_bert(tmp_path / "bert")
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        load_tokenizer(str(folder), 8)
+
+
+@pytest.mark.parametrize("text", ["[]", "nonsense"])
+def test_a_damaged_configuration_of_others_is_one_sentence(tmp_path, text):
+    folder = write_bert(tmp_path / "bert")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="cannot load weights"):
+        load_weights_as(transformers().BertModel, str(folder), add_pooling_layer=False)
 
 
 def test_code_beside_a_tokenizer_is_neither_run_nor_asked_for(tmp_path, monkeypatch):

@@ -77,6 +77,9 @@ def test_finished_stopped_and_failed_are_told_apart(icons, tmp_path, monkeypatch
 def test_a_run_that_says_running_is_running_or_was_killed(tmp_path):
     with pytest.raises(ConfigError, match="is no run of tilewise"):
         read_status(tmp_path)
+    write_status(tmp_path, Status("asleep", 3, 9))
+    with pytest.raises(ConfigError, match="status 'asleep'"):
+        read_status(tmp_path)
     with RunFolder(tmp_path).locked():
         write_status(tmp_path, Status("running", 3, 9))
         assert status_of(tmp_path) == (3, "running, after step 3 of 9")

@@ -71,6 +71,8 @@ def read_status(folder: Path) -> Status:
     """How the run in a folder stands."""
     try:
         status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        if status.status not in EXIT_CODES:
+            raise ValueError(f"status {status.status!r}")
     except (FileNotFoundError, NotADirectoryError) as error:
         from tilewise.train.run_folder import why_no_run
 

@@ -133,6 +133,15 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+DAMAGED = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError)  # what damaged files end in
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; its type, where that says more."""
+    line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return line if isinstance(error, OSError | ValueError | RuntimeError) and line else f"{type(error).__name__} {line}"
+
+
 def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
     """Weights from a local folder or the hub; safetensors only, nothing is unpickled, every weight is found."""
     place = find_place(weights, "config.json and model.safetensors")
@@ -143,8 +152,8 @@ def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
             model, found = cls.from_pretrained(
                 place.name, use_safetensors=True, output_loading_info=True, **place.extra, **extra
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = place.doubt + str(error).strip().splitlines()[0].rstrip(".")
+    except DAMAGED as error:
+        reason = place.doubt + _reason(error)
         raise ConfigError(
             f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
             "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
@@ -287,16 +296,16 @@ def load_tokenizer(name: str, length: int) -> Tokenizer:
     """The tokenizer in a folder or on the hub; one that tells nothing apart is refused."""
     hf = transformers()
     place = find_place(name, "a tokenizer")
-    if (Path(place.name) / HASHED).is_file():
-        return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
     try:
+        if (Path(place.name) / HASHED).is_file():
+            return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
         with quiet_transformers():
             # Said, since transformers would otherwise ask whether to run code that comes with the files.
             tokenizer = hf.AutoTokenizer.from_pretrained(place.name, trust_remote_code=False, **place.extra)
         tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
         reason = "it has no vocabulary"
-    except (OSError, ValueError) as error:
-        tells_apart, reason = False, place.doubt + str(error).strip().splitlines()[0]
+    except Exception as error:  # the library of tokenizers has no types of its own
+        tells_apart, reason = False, place.doubt + _reason(error)
     if not tells_apart:
         raise ConfigError(f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id")
     return ModelTokenizer(tokenizer, length)
