@@ -320,3 +320,8 @@ def test_the_tool_makes_the_same_file_twice(tmp_path):
     icons = load_icons(tmp_path / "one.zip")
     assert len(icons.split("test")) == 50
     assert icons.name_ids[:50].tolist() == icons.name_ids[50:].tolist()
+
+
+def test_a_folder_is_no_icon_set(tmp_path):
+    with pytest.raises(DataError, match=r"data\.source=folder"):
+        read_pack(tmp_path)

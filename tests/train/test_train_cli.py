@@ -13,7 +13,7 @@ from PIL import Image
 from tests.train.small_icons import write_small_icons
 from typer.testing import CliRunner
 
-from tilewise.errors import CheckpointError, ConfigError, DataError
+from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError
 from tilewise.train.cli import app
 from tilewise.train.config import RunConfig
 from tilewise.train.demo import demo_config
@@ -53,6 +53,12 @@ def test_search_writes_a_sheet_and_lists_the_best(run):
     with Image.open(run / "search.png") as sheet:
         assert sheet.width > 300
         assert sheet.convert("L").getextrema()[0] < 128
+
+
+@pytest.mark.parametrize("words", [[""], ["heart", "  "]])
+def test_an_empty_query_is_refused(run, words):
+    with pytest.raises(RangeError, match="Leave the empty one out"):
+        invoke("search", run, *words)
 
 
 def test_brackets_in_words_and_paths_are_no_markup(run, tmp_path):
@@ -165,6 +171,7 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
     result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")
     assert "zero-shot over 3 classes" in result.output
+    assert "top-5" not in result.output
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert found["zero_shot"]["top1"] > 0.6
     assert found["zero_shot"]["top5"] == 1.0

@@ -47,7 +47,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         gather_across_devices: documents and queries of all ranks; each rank returns its share of the global mean, so
             that DDP's averaging gives its gradient, for any split of the rows.
         directions, partition_mode: see the head of this file. "doc_to_doc" without "doc_to_query" is refused.
-        hardness_mode: refused unless None.
+        hardness_mode, hardness_strength: without effect at a strength of 0, as theirs; refused at any other.
         options: how, never what.
 
     Memory: linear in the rows. Cost: one product of queries with documents, and one more for each further term.

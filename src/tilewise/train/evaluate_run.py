@@ -58,10 +58,9 @@ def evaluate_run(
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
         found = result["zero_shot"]
+        five = f", top-5 {100 * found['top5']:.1f} %" if found["classes"] > 5 else ""
         console.print(
-            f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %, "
-            f"top-5 {100 * found['top5']:.1f} %",
-            highlight=False,
+            f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %{five}", highlight=False
         )
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")

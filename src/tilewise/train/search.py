@@ -62,6 +62,8 @@ class Gallery:
         """The best images for each query."""
         if top < 1:
             raise RangeError(f"top must be at least 1, got {top}")
+        if not all(query.strip() for query in queries):
+            raise RangeError(f"a query is what an image shows, in words, got {list(queries)}. Leave the empty one out")
         text = self.encoders.texts(list(queries))
         results = []
         for row in text:  # one query at a time: (images,) scores

@@ -87,6 +87,10 @@ def read_pack(path: str | Path) -> Pack:
             count, side = int(manifest["count"]), int(manifest["side"])
             table, images = (_unpack(file.read(name), name, manifest) for name in ("table.xz", "images.xz"))
         columns = json.loads(table)
+    except IsADirectoryError as error:
+        raise DataError(
+            f"{path} is a folder, and an icon set is one file. For a folder of images set data.source=folder"
+        ) from error
     except FileNotFoundError as error:
         raise DataError(f"no icon set at {path}. Leave the path out to take the set that ships") from error
     except DataError:
