@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close, relative_error
+from tests.integrations.tiny_models import EXPERTS, GPT2, NO_DROPOUT, SMALL, D, V
 from tests.test_docs import python_blocks
 from torch import nn
 
@@ -61,17 +62,7 @@ finally:
     if hidden:
         del sys.modules["torchvision"]
 
-V, D = 211, 32
-SMALL = {
-    **{"vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-GPT2 = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
-GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 SEQ2SEQ = {"vocab_size": V, "d_model": D, "decoder_start_token_id": 0, "pad_token_id": 0}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
 T5 = {"d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
