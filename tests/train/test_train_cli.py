@@ -40,7 +40,12 @@ def run(tmp_path_factory):
     icons = write_small_icons(folder / "small.zip")
     result = invoke("train", folder / "c.toml", *SETTINGS, f"output.folder={folder / 'run'}", f"data.path={icons}")
     assert result.exit_code == 0, result.output
-    assert 'name = "tilewise"' in result.output  # the settings are printed
+    shown = result.output.splitlines()
+    assert shown[1].startswith("model   embed_dim=16  width=32  ")  # what is no default, a line a section
+    assert shown[4] == f"other settings have their defaults; all of them: {folder / 'run' / 'config.toml'}"
+    sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} weights on \S+; 4 steps, 6 an epoch"
+    assert re.fullmatch(sizes, shown[5])
+    assert "betas" not in result.output
     assert "report.html" in result.output
     return folder / "run"
 

@@ -65,7 +65,8 @@ def test_finished_stopped_and_failed_are_told_apart(icons, tmp_path, monkeypatch
     monkeypatch.setattr(loop.Trainer, "_step", broken)
     with pytest.raises(DivergedError):
         train(config)
-    assert status_of(tmp_path) == (1, "failed after step 2 of 4: the loss is nan")
+    last = tmp_path / "checkpoints" / "step-00000002"
+    assert status_of(tmp_path) == (1, f"failed after step 2 of 4: the loss is nan; last checkpoint: {last}")
     monkeypatch.undo()
     assert train(config).finished
     assert status_of(tmp_path) == (0, "finished: 4 steps")
@@ -82,12 +83,77 @@ def test_a_run_that_says_running_is_running_or_was_killed(tmp_path):
         read_status(tmp_path)
     with RunFolder(tmp_path).locked():
         write_status(tmp_path, Status("running", 3, 9))
-        assert status_of(tmp_path) == (3, "running, after step 3 of 9")
+        assert status_of(tmp_path) == (3, "running, after step 3 of 9; no checkpoint yet")
         (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"step": 7, "kind": "train"}\n{"step": 8, "ki')
-        assert status_of(tmp_path) == (3, "running, after step 7 of 9")  # a line cut short does not count
-    code, said = status_of(tmp_path)
-    assert code == 75
-    assert "killed while it was running" in said
+        kept = tmp_path / "checkpoints" / step_name(5)  # a line cut short does not count
+        assert status_of(tmp_path) == (3, "running, after step 7 of 9; no checkpoint yet")
+        kept.mkdir(parents=True)
+        assert status_of(tmp_path) == (3, f"running, after step 7 of 9; last checkpoint: {kept}")
+    killed = "killed while it was running, after step 7 of 9."
+    assert status_of(tmp_path) == (75, f"{killed} The same command continues it from {kept}")
+    kept.rmdir()
+    assert status_of(tmp_path) == (75, f"{killed} No checkpoint had been written; the same command begins it anew")
+
+
+@pytest.mark.parametrize("before", ["running", "stopped", "failed", "finished", None])
+def test_what_an_earlier_process_wrote_is_not_taken_for_the_one_that_starts(tmp_path, before):
+    (tmp_path / "checkpoints" / step_name(5)).mkdir(parents=True)
+    if before is not None:
+        write_status(tmp_path, Status(before, 0, 9))
+        (tmp_path / "metrics.jsonl").write_text('{"step": 7, "kind": "train"}\n')
+    time.sleep(0.02)  # clocks of files are not that fine
+    with RunFolder(tmp_path).locked():  # it reads step 5, so step 7 is still to be done
+        assert status_of(tmp_path) == (3, f"starting; last checkpoint: {tmp_path / 'checkpoints' / step_name(5)}")
+        write_status(tmp_path, Status("running", 5, 9))
+        assert read_status(tmp_path).status == "running"
+
+
+def test_a_run_that_continues_never_shows_a_step_that_it_has_not_done(icons, tmp_path, monkeypatch):
+    config = load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=4"])
+    assert train(config).finished
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "kind": "train"}\n')  # of a longer run that was killed before it saved
+    write = status.write_status
+    seen = []
+
+    def watched(folder, status):
+        write(folder, status)
+        seen.append(read_status(folder).step)
+
+    monkeypatch.setattr(status, "write_status", watched)
+    assert train(load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=6",
+                                    "optim.extend=restart"])).finished  # fmt: skip
+    assert seen == [4, 6]
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "c.toml").write_text("")
+    nothing = ["data.source=folder", "model.name=clip-tiny", f"data.path={tmp_path / 'nowhere'}"]
+    command = ["train", str(tmp_path / "c.toml"), *nothing, f"output.folder={tmp_path / 'run'}"]
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(CheckpointError, match="another process is training"):
+        raise CliRunner().invoke(app, command).exception
+    assert "nowhere does not exist" in str(CliRunner().invoke(app, command).exception)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_ends_in_a_sentence(tmp_path, number):
+    (tmp_path / "c.toml").write_text("")
+    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(tmp_path / "c.toml"), *SETTINGS]
+    process = subprocess.Popen(
+        [*command, f"output.folder={tmp_path / 'run'}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:  # the settings are shown before torch is imported
+        if "all of them" in line:
+            break
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert said == (
+        f"tilewise: stopped by {number.name} while no step was running; what was saved is whole. "
+        "The same command starts again\n"
+    )
+    assert process.returncode == 128 + number
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_does_not_hide_what_a_run_failed_with(tmp_path, monkeypatch):
@@ -117,7 +183,7 @@ def test_asking_for_the_status_does_not_refuse_a_run_that_starts(tmp_path):
 
 
 @pytest.mark.parametrize("under_torchrun, taken", [(False, 1), (True, 2)])
-def test_ctrl_c_under_torchrun_arrives_twice(monkeypatch, under_torchrun, taken):
+def test_ctrl_c_under_torchrun_arrives_twice(monkeypatch, under_torchrun, taken, capfd):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if under_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -128,6 +194,8 @@ def test_ctrl_c_under_torchrun_arrives_twice(monkeypatch, under_torchrun, taken)
         assert stop.signal_number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             stop._note(signal.SIGINT, None)
+    told = "tilewise: SIGINT: this step is finished and saved, then the run ends; Ctrl-C again gives it up\n"
+    assert capfd.readouterr().err == told  # once
 
 
 @pytest.mark.group

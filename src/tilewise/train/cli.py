@@ -60,15 +60,21 @@ def train(
 ) -> None:
     """Train a run, or continue it where it was stopped. Under torchrun: on all ranks."""
     from tilewise.train.config import load_config
-    from tilewise.train.loop import train as run
-    from tilewise.train.run_folder import check_not_moved
-    from tilewise.train.settings import to_toml
+    from tilewise.train.settings import changed_settings
+    from tilewise.train.status import check_free
 
     console = _console()
     settings = load_config(config, overrides or [])
+    if _is_first():  # before torch is imported: who starts a run sees at once that it starts
+        check_free(Path(settings.output.folder))
+        for section, line in changed_settings(settings).items():
+            _say(console, f"{section:<7} {line}")
+        _say(console, f"other settings have their defaults; all of them: {Path(settings.output.folder, 'config.toml')}")
+
+    from tilewise.train.loop import train as run
+    from tilewise.train.run_folder import check_not_moved
+
     check_not_moved(config, settings, overrides or [])
-    if _is_first():
-        console.print(to_toml(settings), highlight=False, markup=False)
     _leave(run(settings, console), console, quiet=not _is_first())
 
 
@@ -173,7 +179,9 @@ def show_config(overrides: Overrides = None) -> None:
 def main() -> None:
     """Entry point; an error that tilewise knows is shown as one message, without a traceback."""
     from tilewise.errors import TilewiseError
+    from tilewise.train.signals import end_on_signals
 
+    end_on_signals()
     try:
         app()
     except TilewiseError as error:

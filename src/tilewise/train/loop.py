@@ -115,10 +115,11 @@ class Trainer:
         """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
         with ExitStack() as held:
             self._take_folder(held)
+            self._introduce()
             self._continue()
             if self.world.is_first:
                 self._write_down()
-            with self._status(), self._log() as log, StopRequest() as stop, self._bar() as bar:
+            with self._log() as log, self._status(), StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
             if self.skips.total:
                 first = "".join(f". First: {example}" for example in self.skips.examples[:1])
@@ -127,6 +128,16 @@ class Trainer:
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, self.signal_number, dict(self.state.metrics)
             )
+
+    def _introduce(self) -> None:
+        """The sizes that matter, before the first step takes its time."""
+        weights = sum(p.numel() for p in self.model.parameters())
+        ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
+        held_out = f"{len(self.pairs.images):,}" if self.pairs is not None else "no"
+        self._say(
+            f"{self.state.pairs:,} pairs, {held_out} held-out images; {weights:,} weights on "
+            f"{self.world.device}{ranks}; {self.steps:,} steps, {self.stream.steps_per_epoch:,} an epoch"
+        )
 
     def _take_folder(self, held: ExitStack) -> None:
         """The first rank locks the folder and checks that it can be written; where it cannot, every rank stops."""
@@ -306,7 +317,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         if self.console is not None:
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # paths stay whole
 
 
 def train(config: RunConfig, console: Console | None = None) -> RunResult:

@@ -103,6 +103,7 @@ class RunFolder:
                 raise CheckpointError(
                     f"another process is training in {self.path}. Wait for it, or choose another output.folder"
                 )
+            os.utime(handle)  # `tilewise status` knows by it what an earlier process wrote
             clear_leftovers(self.path)
             clear_leftovers(self.checkpoints)
             yield

@@ -168,6 +168,25 @@ def to_toml(section: Any, *, help: bool = False) -> str:
     return "\n".join(lines)
 
 
+def changed_settings(section: Any) -> dict[str, str]:
+    """What differs from the defaults, as one line for each section that has some.
+
+    Args:
+        section: holds sections, as for `to_toml`.
+    """
+    lines: dict[str, str] = {}
+    for part in dataclasses.fields(section):
+        inner = getattr(section, part.name)
+        found = [
+            f"{field.name}={_toml_value(getattr(inner, field.name))}"
+            for field in dataclasses.fields(inner)
+            if getattr(inner, field.name) != field.default
+        ]
+        if found:
+            lines[part.name] = "  ".join(found)
+    return lines
+
+
 def _toml_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"

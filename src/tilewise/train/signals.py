@@ -1,12 +1,38 @@
-"""SIGTERM and Ctrl-C as requests: the current step is finished and saved, then the run ends."""
+"""SIGTERM and Ctrl-C: while a run trains, requests to finish the step and save; at any other time, the end."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
+
+SHOW_CURSOR = "\x1b[?25h"  # a bar hides it
+
+
+def end_on_signals() -> None:
+    """Until (and after) a `StopRequest` holds them, SIGTERM and SIGINT end this process with one sentence.
+
+    Nothing has to be cleaned up then: files are written aside and renamed, locks go with the process.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # No exception: raised inside of an import or a destructor, it would end in a traceback, or be swallowed.
+    name = signal.Signals(number).name
+    _tell(f"stopped by {name} while no step was running; what was saved is whole. The same command starts again")
+    os._exit(128 + number)
+
+
+def _tell(sentence: str) -> None:
+    """Straight to the terminal: a signal may arrive while Python's own buffers are being written."""
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks
+        on_screen = SHOW_CURSOR + "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
+        os.write(2, f"{on_screen}tilewise: {sentence}\n".encode())
 
 
 class StopRequest:
@@ -31,6 +57,9 @@ class StopRequest:
             if self.signal_number and not self._left:
                 raise KeyboardInterrupt
             self._left -= 1
+        if not self.signal_number:
+            again = "; Ctrl-C again gives it up" if number == signal.SIGINT else ""
+            _tell(f"{signal.Signals(number).name}: this step is finished and saved, then the run ends{again}")
         self.signal_number = self.signal_number or number
 
     def __exit__(self, *unused: object) -> None:

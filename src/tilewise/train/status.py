@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tilewise.errors import CheckpointError, ConfigError
-from tilewise.train.checkpoint import write_atomically
+from tilewise.train.checkpoint import list_checkpoints, write_atomically
 
 FILE = "status.json"
 # sysexits.h calls 75 a temporary failure: try again later.
-EXIT_CODES = {"finished": 0, "failed": 1, "running": 3, "stopped": 75, "killed": 75}
+EXIT_CODES = {"finished": 0, "failed": 1, "starting": 3, "running": 3, "stopped": 75, "killed": 75}
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,13 @@ class Status:
 
     Args:
         status: "running", "finished" (all steps done), "stopped" (by a signal, and saved), "failed" (by an error); and,
-            when it is read, "killed": it says running, but no process holds the run.
-        step: steps done; while it is running, those of the last line in metrics.jsonl.
+            when it is read, "killed": it says running, but no process holds the run; "starting": a process holds it,
+            and has not said yet that it is running.
+        step: steps done; of a run that is running or was killed, those of the last line in metrics.jsonl.
         steps: planned.
         signal: that stopped it, or 0.
         error: that it failed with.
+        checkpoint: when it is read, the last one, which the run would continue from; empty where there is none.
     """
 
     status: str
@@ -36,6 +38,7 @@ class Status:
     steps: int
     signal: int = 0
     error: str = ""
+    checkpoint: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -49,13 +52,17 @@ class Status:
         'stopped by signal 15 after step 20 of 100, and saved. The same command continues it'
         """
         place = f"after step {self.step} of {self.steps}"
+        again = f"The same command continues it from {self.checkpoint}"
+        if not self.checkpoint:
+            again = "No checkpoint had been written; the same command begins it anew"
+        last = f"; last checkpoint: {self.checkpoint}" if self.checkpoint else "; no checkpoint yet"
         return {
             "finished": f"finished: {self.step} steps",
-            "running": f"running, {place}",
+            "starting": f"starting{last}",
+            "running": f"running, {place}{last}",
             "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it",
-            "killed": f"killed while it was running (started {place}). The same command continues it from its last "
-            "checkpoint",
-            "failed": f"failed {place}: {self.error}",
+            "killed": f"killed while it was running, {place}. {again}",
+            "failed": f"failed {place}: {self.error.rstrip('.')}{last}",
         }[self.status]
 
 
@@ -70,6 +77,11 @@ def write_status(folder: Path, status: Status) -> None:
 def read_status(folder: Path) -> Status:
     """How the run in a folder stands."""
     try:
+        lock, kept = folder / ".lock", list_checkpoints(folder / "checkpoints")
+        checkpoint = str(kept[-1]) if kept else ""
+        held = _is_held(lock)
+        if held and _is_older(folder / FILE, lock):
+            return Status("starting", 0, 0, checkpoint=checkpoint)
         status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
         if status.status not in EXIT_CODES:
             raise ValueError(f"status {status.status!r}")
@@ -84,10 +96,17 @@ def read_status(folder: Path) -> Status:
             f"cannot read {folder / FILE}: {error}. It is written anew when the run is trained again"
         ) from error
     if status.status == "running":
-        if not _is_held(folder / ".lock"):
-            return Status("killed", status.step, status.steps)
-        return replace(status, step=max(status.step, _last_logged(folder / "metrics.jsonl")))
-    return status
+        step = max(status.step, _last_logged(folder / "metrics.jsonl"))
+        return replace(status, status="running" if held else "killed", step=step, checkpoint=checkpoint)
+    return replace(status, checkpoint=checkpoint)
+
+
+def _is_older(file: Path, lock: Path) -> bool:
+    """Whether a file is missing, or was written before the lock was taken."""
+    try:
+        return file.stat().st_mtime_ns < lock.stat().st_mtime_ns
+    except FileNotFoundError:
+        return True
 
 
 def _last_logged(metrics: Path) -> int:
@@ -99,6 +118,12 @@ def _last_logged(metrics: Path) -> int:
         return int(json.loads(lines[-1])["step"])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return 0
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder in which another process trains, before anything is read for a run that cannot be."""
+    if _is_held(folder / ".lock"):
+        raise CheckpointError(f"another process is training in {folder}. Wait for it, or choose another output.folder")
 
 
 def _is_held(lock: Path) -> bool:
