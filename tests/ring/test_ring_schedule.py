@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.errors import GroupError
+from tilewise.errors import GroupError, RangeError
 from tilewise.ring import schedule
-from tilewise.ring.agree import TEXT_WORDS, agree, disagreement, from_words, to_words
+from tilewise.ring.agree import TEXT_WORDS, agree, disagreement, from_words, telling, to_words
 from tilewise.ring.blocks import Field, Layout
 from tilewise.ring.schedule import held_block, next_rank, previous_rank, starts
 from tilewise.ring.shards import Shards
@@ -83,6 +83,27 @@ def test_a_disagreement_names_every_point_and_every_rank():
     said = disagreement(calls)
     assert "width: 8 on ranks 0, 1 but 9 on rank 2" in said
     assert "type: float32 on ranks 0, 2 but float64 on rank 1" in said
+
+
+def test_a_disagreement_shows_no_more_than_what_differs():
+    said = disagreement([{"call": "forward", "options": "backend=auto mib=1"}, {"call": "mean"}])
+    assert "on call: forward on rank 0 but mean on rank 1. " in said  # the options of another call say nothing
+    calls = [{"options": f"backend=auto mib={size} exact=True", "loss": "row_lse=True"} for size in (64, 128)]
+    said = disagreement(calls)
+    assert "on options: mib=64 on rank 0 but mib=128 on rank 1. " in said
+
+
+def test_what_a_rank_refuses_finds_room_whatever_it_says():
+    heard = []
+
+    class Listening(Recorded):
+        def gather(self, numbers):
+            heard.append(from_words(list(numbers)[2:]))
+            return super().gather(numbers)
+
+    with pytest.raises(RangeError), telling(Listening([[0, 0, *to_words("{}")]])):
+        raise RangeError("a\u0000name " + "\x07\n\u00e9" * 999)
+    assert heard[0].startswith('{"call": "RangeError: a name')
 
 
 class Recorded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.ring import virtual_checks
 from torch import Tensor
 
-from tilewise.errors import GroupError
+from tilewise.errors import GroupError, RangeError
 from tilewise.ring.blocks import Field, go_round
 from tilewise.ring.exchange import find_exchange
 from tilewise.ring.virtual import VirtualGroup, run_virtual
@@ -62,7 +63,8 @@ def test_every_block_is_met_once_and_collects_from_everyone(world):
         assert torch.equal(home["who"], torch.full((sizes[rank],), int("1" * world)))
 
 
-def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end():
+@pytest.mark.parametrize("where", ["work", "join"])
+def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end(where):
     met: list[list[int]] = [[], [], []]
     spoiled: list[Any] = [None] * 3
 
@@ -71,9 +73,14 @@ def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end():
 
         def visit(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor]:
             met[rank].append(owner)
-            if rank == 1 and owner == 0:
+            if where == "work" and rank == 1 and owner == 0:
                 raise MemoryError("no room")
             return {"sum": torch.ones(2)}
+
+        def join(held: dict[str, Tensor], added: Any) -> None:
+            if where == "join" and rank == 1:
+                raise MemoryError("no room")
+            held["sum"].add_(added["sum"])
 
         home = go_round(
             find_exchange(group.group_name),
@@ -81,12 +88,14 @@ def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end():
             {"x": torch.zeros(2)},
             visit,
             credits=[Field("sum", torch.float32)],
-            join=lambda held, added: held["sum"].add_(added["sum"]),
+            join=join,
         )
         spoiled[rank] = home["sum"].isnan().all().item()
 
+    started = time.monotonic()
     with pytest.raises(MemoryError, match="no room"):
         run_virtual(3, work)
+    assert time.monotonic() - started < 20  # far inside the 60 s that a rank waits for another
     assert met == [[0, 2, 1], [1, 0], [2, 1, 0]]  # rank 1 stops working, and goes on passing blocks
     assert spoiled == [True, None, True]
 
@@ -108,3 +117,64 @@ def test_a_rank_that_hangs_does_not_hang_its_caller():
     (note,) = caught.value.__notes__
     assert "virtual rank 1 has not come back" in note
     assert "never.wait()" in note
+
+
+class Stop(BaseException):
+    """What no rank catches."""
+
+
+@pytest.mark.parametrize("how", ["stops", "is done"])
+@pytest.mark.parametrize("where", ["before a gathering", "with a parcel under way"])
+def test_a_rank_that_is_gone_is_not_waited_for(how, where):
+    """The others are told at once, instead of after the time limit."""
+    raised: list[BaseException] = []
+
+    def work(group: VirtualGroup) -> None:
+        exchange = find_exchange(group.group_name)
+        try:
+            if where == "before a gathering":
+                _leave(group.rank() == 1, how)
+                exchange.gather([1])
+            else:
+                under_way = exchange.shift([torch.ones(2)], [torch.ones(2)])
+                _leave(group.rank() == 1, how)
+                under_way.wait()
+        except _Done:
+            return
+        except GroupError as error:
+            raised.append(error)
+            raise
+
+    started = time.monotonic()
+    with pytest.raises(Stop if how == "stops" else GroupError):
+        run_virtual(3, work, timeout_s=60)
+    assert time.monotonic() - started < 20
+    assert any(f"rank 1 {'failed' if how == 'stops' else 'is done'}" in str(error) for error in raised)
+
+
+class _Done(Exception):
+    pass
+
+
+def _leave(mine: bool, how: str) -> None:
+    if mine:
+        raise Stop if how == "stops" else _Done
+
+
+def test_ranks_run_under_the_modes_of_their_caller():
+    def modes(group: VirtualGroup) -> tuple[bool, bool, torch.dtype]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    assert run_virtual(2, modes) == [(True, False, torch.float32)] * 2
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_virtual(2, modes) == [(False, False, torch.bfloat16)] * 2
+    with torch.inference_mode():
+        assert run_virtual(2, modes) == [(False, True, torch.float32)] * 2
+
+
+def test_groups_that_cannot_be_or_are_over_say_so():
+    with pytest.raises(RangeError, match="at least one rank, got world=0"):
+        run_virtual(0, lambda group: None)
+    name = run_virtual(1, lambda group: group.group_name)[0]
+    with pytest.raises(GroupError, match="is over"):
+        find_exchange(name)

@@ -42,6 +42,7 @@ def telling(exchange: Exchange) -> Iterator[None]:
         yield
     except TilewiseError as error:
         said = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+        said = "".join(char if char.isprintable() else " " for char in said)  # a control character takes six bytes
         with contextlib.suppress(GroupError):
             agree(exchange, 0, 0, {"call": said[:400]})
         raise
@@ -51,23 +52,37 @@ def disagreement(calls: list[dict[str, str]]) -> str:
     """What differs, and on which ranks.
 
     >>> print(disagreement([{"width": "32"}, {"width": "64"}, {"width": "32"}]))
-    ranks of the group disagree on width: 32 on ranks 0, 2 but 64 on rank 1. Every rank must call the same loss
-    with the same options on features of one width and type; nothing was sent
+    ranks of the group disagree on width: 32 on ranks 0, 2 but 64 on rank 1. Every rank must call the same losses in
+    the same order, with the same arguments and options, on features of one width and type; nothing was sent
     """
     names = sorted({name for call in calls for name in call})
+    if len({call.get("call") for call in calls}) > 1:
+        names = ["call"]  # different calls have nothing else to compare
     parts = []
     for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, call in enumerate(calls):
-            holders.setdefault(call.get(name, "nothing"), []).append(rank)
-        if len(holders) > 1:
+        values = [call.get(name, "nothing") for call in calls]
+        if len(set(values)) > 1:
+            holders: dict[str, list[int]] = {}
+            for rank, value in enumerate(_without_common(values)):
+                holders.setdefault(value, []).append(rank)
             ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
             said = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ordered)
             parts.append(f"{name}: {said}")
     return (
-        f"ranks of the group disagree on {'; on '.join(parts)}. Every rank must call the same loss "
-        "with the same options on features of one width and type; nothing was sent"
+        f"ranks of the group disagree on {'; on '.join(parts)}. Every rank must call the same losses in the same "
+        "order, with the same arguments and options, on features of one width and type; nothing was sent"
     )
+
+
+def _without_common(values: list[str]) -> list[str]:
+    """Settings, "name=value name=value", less those that are the same everywhere.
+
+    >>> _without_common(["backend=auto workspace_mib=64", "backend=auto workspace_mib=128"])
+    ['workspace_mib=64', 'workspace_mib=128']
+    """
+    words = [value.split() for value in values]
+    common = {word for word in set.intersection(*map(set, words)) if "=" in word}
+    return [" ".join(word for word in own if word not in common) or "nothing" for own in words]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from tilewise.ring.exchange import Exchange
 from tilewise.ring.schedule import held_block
 
+T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 Join = Callable[[dict[str, Tensor], Tensors], object]  # what a block has, to change in place; what to add to it
 
@@ -102,8 +104,9 @@ def go_round(
         credits: the fields of what ``work`` returns.
         join: adds a credit to the ones that a block has already, in place.
 
-    If ``work`` fails, this rank still passes all blocks on, with NaN in place of what it owed them (in integers, the
-    smallest one), and raises afterwards: its neighbours neither hang nor take a wrong number for a right one.
+    If ``work`` or ``join`` fails, this rank still passes all blocks on, with NaN in place of what it owed them (in
+    integers, the smallest one), and raises afterwards: its neighbours neither hang nor take a wrong number for a right
+    one. Only a rank that cannot get the memory of the blocks under way has nothing to pass on, and raises at once.
 
     Memory beside the cargo itself: two blocks of cargo and two of credits, whatever the number of ranks.
     """
@@ -117,11 +120,12 @@ def go_round(
     bags = [bag.empty(largest, device) for _ in range(2)]
     failure: Exception | None = None
 
-    def credit(owner: int, block: dict[str, Tensor]) -> Tensors | None:
+    def guarded(do: Callable[..., T], *args: object) -> T | None:
+        """``do(*args)``, unless something has failed already."""
         nonlocal failure
         if failure is None:
             try:
-                return work(owner, block)
+                return do(*args)
             except Exception as error:
                 failure = error
         return None
@@ -137,11 +141,13 @@ def go_round(
             send += bag.cut(bags[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
             receive += bag.cut(bags[step % 2], sizes[owner])
         under_way = exchange.shift(send, receive)
-        added = credit(owner, layout.open(here, sizes[owner]))
+        added = guarded(work, owner, layout.open(here, sizes[owner]))
         under_way.wait()
         if bag:
             held = bag.open(bags[step % 2], sizes[owner])
-            _settle(held, added, join if step > 0 else None, failed=failure is not None)
+            guarded(_settle, held, added, join if step > 0 else None)
+            if failure is not None:
+                _spoil(held)
         here = spare[step % 2]
     home = bags[world % 2]
     if bag:
@@ -152,15 +158,20 @@ def go_round(
     return bag.open(home, sizes[rank]) if bag else {}
 
 
-def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None, *, failed: bool) -> None:
+def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None) -> None:
     """Add to a block's credits what this rank owes it; without ``join`` the block has none yet."""
-    if join is not None and added is not None and not failed:
-        join(held, added)
+    if join is not None:
+        if added is not None:
+            join(held, added)
         return
     for name, value in held.items():
-        if failed:
-            value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
-        elif added is not None:
-            value.copy_(added[name])
-        elif join is None:
+        if added is None:
             value.zero_()
+        else:
+            value.copy_(added[name])
+
+
+def _spoil(held: dict[str, Tensor]) -> None:
+    """What nobody takes for a number: NaN, or the smallest integer."""
+    for value in held.values():
+        value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)

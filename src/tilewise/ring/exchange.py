@@ -179,6 +179,7 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
+VIRTUAL = "virtual-"  # how the names of virtual groups begin
 _registered: dict[str, Exchange] = {}
 
 
@@ -196,6 +197,8 @@ def find_exchange(group_name: str) -> Exchange:
     """The exchange of a group, by the name that `torch.distributed` (or `register_exchange`) gave it."""
     if group_name in _registered:
         return _registered[group_name]
+    if group_name.startswith(VIRTUAL):
+        raise GroupError(f"the virtual group {group_name!r} is over: virtual ranks live inside of run_virtual only")
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
             f"no process group {group_name!r}: torch.distributed is not initialized in this process. Call "

@@ -12,15 +12,17 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import GroupError
-from tilewise.ring.exchange import Pending, forget_exchange, register_exchange
-from tilewise.ring.schedule import next_rank
+from tilewise._check import AUTOCAST_DEVICES
+from tilewise.errors import GroupError, RangeError
+from tilewise.ring.exchange import VIRTUAL, Pending, forget_exchange, register_exchange
+from tilewise.ring.schedule import next_rank, previous_rank
 
 T = TypeVar("T")
 _serial = itertools.count()
@@ -47,48 +49,72 @@ class _Parcel:
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
         self.ready = _mark(parts)
-        self.taken = threading.Event()
+        self.taken = False
         self.copied: torch.cuda.Event | None = None
 
 
 class _Hub:
-    """What the threads of one group share."""
+    """What the threads of one group share. Whoever waits, waits for certain ranks, and no longer once one is gone."""
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.world, self.timeout_s = world, timeout_s
-        self.barrier = threading.Barrier(world)
-        self.slots: list[object] = [None] * world
+        self.tables: dict[int, dict[int, object]] = {}  # what ranks laid down, by the number of the gathering
+        self.gathered = [0] * world  # gatherings that each rank has begun
         self.mail: list[deque[_Parcel]] = [deque() for _ in range(world)]
+        self.gone: dict[int, str] = {}
         self.news = threading.Condition()
-        self.broken = False
 
-    def leave(self) -> None:
-        """A rank failed: nobody waits for it any longer."""
+    def leave(self, rank: int, how: str) -> None:
+        """A rank is done, or failed: nobody waits for it any longer."""
         with self.news:
-            self.broken = True
+            self.gone[rank] = how
             self.news.notify_all()
-        self.barrier.abort()
 
     def gather(self, rank: int, value: object) -> list[object]:
-        try:
-            self.slots[rank] = value
-            self.barrier.wait(self.timeout_s)
-            found = list(self.slots)
-            self.barrier.wait(self.timeout_s)
-        except threading.BrokenBarrierError:
-            raise GroupError(_gone(rank, self.timeout_s)) from None
-        return found
+        """What all ranks laid down, in their order."""
+        with self.news:
+            turn = self.gathered[rank]
+            self.gathered[rank] += 1
+            table = self.tables.setdefault(turn, {})
+            table[rank] = value
+            self.news.notify_all()
+            self._wait(rank, lambda: len(table) == self.world, lambda: set(range(self.world)) - table.keys())
+            self.tables.pop(turn, None)  # all have it at hand
+            return [table[each] for each in range(self.world)]
 
     def post(self, to: int, parcel: _Parcel) -> None:
+        """Send."""
         with self.news:
             self.mail[to].append(parcel)
             self.news.notify_all()
 
     def take(self, rank: int) -> _Parcel:
+        """Receive."""
         with self.news:
-            if not self.news.wait_for(lambda: self.mail[rank] or self.broken, self.timeout_s) or not self.mail[rank]:
-                raise GroupError(_gone(rank, self.timeout_s))
+            self._wait(rank, lambda: bool(self.mail[rank]), lambda: {previous_rank(rank, self.world)})
             return self.mail[rank].popleft()
+
+    def confirm(self, parcel: _Parcel) -> None:
+        """The parcel's buffers are the sender's again."""
+        with self.news:
+            parcel.taken = True
+            self.news.notify_all()
+
+    def await_confirmation(self, rank: int, parcel: _Parcel) -> None:
+        """Until the next rank has taken the parcel."""
+        with self.news:
+            self._wait(rank, lambda: parcel.taken, lambda: {next_rank(rank, self.world)})
+
+    def _wait(self, rank: int, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
+        """Until ``done``; a `GroupError` when one of the ranks that are ``missing`` is gone, or the time is over."""
+        self.news.wait_for(lambda: done() or missing() & self.gone.keys(), self.timeout_s)
+        if not done():
+            left = [f"rank {each} {self.gone[each]}" for each in sorted(missing() & self.gone.keys())]
+            why = ", ".join(left) or f"it did not come within {self.timeout_s} s"
+            raise GroupError(
+                f"virtual rank {rank} waited for rank {', '.join(map(str, sorted(missing())))} in vain: {why}. Every "
+                "rank must make the same calls in the same order"
+            )
 
 
 class VirtualExchange:
@@ -165,9 +191,8 @@ class _Transfer:
                 parcel.copied = torch.cuda.Event()
                 parcel.copied.record(stream)
             torch.cuda.current_stream(device).wait_event(parcel.copied)
-        parcel.taken.set()
-        if not self.sent.taken.wait(hub.timeout_s):
-            raise GroupError(_gone(rank, hub.timeout_s))
+        hub.confirm(parcel)
+        hub.await_confirmation(rank, self.sent)
         if self.sent.copied is not None:
             torch.cuda.current_stream(self.receive[0].device).wait_event(self.sent.copied)
 
@@ -181,35 +206,36 @@ def _mark(parts: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
-def _gone(rank: int, timeout_s: float) -> str:
-    return (
-        f"virtual rank {rank} waited for the others in vain: one failed, or did not come within {timeout_s} s. Every "
-        "rank must make the same calls in the same order"
-    )
-
-
 def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: float = 60.0) -> list[T]:
     """Run ``work(group)`` on ``world`` virtual ranks and return what each gave.
 
-    Autograd runs each rank's backward in its own thread, also on CUDA, where one thread per device would otherwise
-    serve all ranks in turn and wait for itself.
+    Ranks run under the caller's gradient mode and autocast. Autograd runs each rank's backward in its own thread, also
+    on CUDA, where one thread per device would otherwise serve all ranks in turn and wait for itself.
+
+    Args:
+        world: the number of ranks.
+        work: what a rank does; the error of the rank that failed first is raised here.
+        timeout_s: how long a rank waits for another one in the exchange. One that failed or is done is not waited for.
 
     >>> run_virtual(3, lambda group: (group.rank(), group.size()))
     [(0, 3), (1, 3), (2, 3)]
     """
-    hub, serial = _Hub(world, timeout_s), next(_serial)
+    if world < 1:
+        raise RangeError(f"a group has at least one rank, got world={world}. Did rank and world change places?")
+    hub, serial, modes = _Hub(world, timeout_s), next(_serial), _Modes()
     results: list[T | None] = [None] * world
     failures: list[tuple[int, BaseException]] = []
 
     def serve(rank: int) -> None:
-        name = f"virtual-{serial}-{rank}"
+        name = f"{VIRTUAL}{serial}-{rank}"
         register_exchange(name, VirtualExchange(hub, rank))
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), modes.entered():
                 results[rank] = work(VirtualGroup(name, rank, world))
+            hub.leave(rank, "is done")
         except BaseException as error:
             failures.append((rank, error))
-            hub.leave()
+            hub.leave(rank, "failed")
         finally:
             forget_exchange(name)
 
@@ -223,6 +249,26 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
             error.add_note(f"virtual rank {rank} has not come back. It is at:\n{place}")
         raise error
     return results  # type: ignore[return-value]
+
+
+class _Modes:
+    """What PyTorch keeps for each thread: whether gradients are recorded, and autocast. Taken here, entered there."""
+
+    def __init__(self) -> None:
+        self.inference, self.grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.casts = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)
+        ]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The same in this thread."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
 
 
 def _join(threads: list[threading.Thread], failures: Sequence[object], timeout_s: float) -> dict[int, str]:
