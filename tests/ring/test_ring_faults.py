@@ -38,6 +38,10 @@ def odd_one_out(group: Any, how: str) -> None:
         tw.siglip_loss(wide, wide, 1.0, 0.0, group=group)
     elif odd and how == "another loss":
         tw.linear_cross_entropy(wide, wide, torch.zeros(5, dtype=torch.long), group=group)
+    elif how in ("targets", "smoothing"):
+        target = torch.arange(5) + int(odd and how == "targets")
+        share = 0.2 if odd and how == "smoothing" else 0.1
+        tw.linear_cross_entropy(wide, wide, target, label_smoothing=share, group=group)
     elif odd and how == "tokens":
         tw.linear_cross_entropy(features(rows=4), wide, torch.zeros(4, dtype=torch.long), group=group)
     elif how == "tokens":
@@ -45,7 +49,11 @@ def odd_one_out(group: Any, how: str) -> None:
     else:
         reduction = "none" if odd and how == "reduction" else "mean"
         text = wide.detach() if odd and how == "frozen" else wide * 1
-        tw.clip_loss(wide, text, 1.0, reduction=reduction, group=group, options=options).sum().backward()
+        if odd and how == "no gradient":
+            wide, text = wide.detach(), text.detach()
+        with torch.set_grad_enabled(not (odd and how == "no_grad")):
+            loss = tw.clip_loss(wide, text, 1.0, reduction=reduction, group=group, options=options).sum()
+        loss.backward()
 
 
 def still_works(group: Any) -> float:
@@ -63,7 +71,11 @@ SAYS = {
     "another loss": "slices of a classifier on rank 1",
     "tokens": "shape: [5] on ranks 0, 2 but [4] on rank 1",
     "reduction": "mean of a loss on ranks 0, 2 but backward of a loss on rank 1",
-    "frozen": "requires_grad: a b on ranks 0, 2 but a on rank 1",
+    "frozen": "requires_grad: rows columns on ranks 0, 2 but rows on rank 1",
+    "no gradient": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",
+    "no_grad": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",
+    "targets": "on targets (every rank has all tokens; data parallelism needs no group): checksum",
+    "smoothing": "loss: label_smoothing=0.1 on ranks 0, 2 but label_smoothing=0.2 on rank 1",
 }
 
 
@@ -135,6 +147,35 @@ def forward_trouble(group: Any, when: int) -> tuple[str, bool]:
         except MemoryError as error:
             return str(error), False
     return "finished", bool(loss.isnan().all())
+
+
+def head_trouble(group: Any, phase: str) -> tuple[str, list[float]]:
+    """Rank 1's kernel fails on its slice of a classifier. What the others have then."""
+    real = getattr(TorchBackend, phase)
+
+    def trouble(self: Any, *args: Any, **more: Any) -> Any:
+        if group.rank() == 1:
+            raise MemoryError("no room for a tile")
+        return real(self, *args, **more)
+
+    hidden, head, target = features(), features(rows=4), torch.arange(5)
+    with mock.patch.object(TorchBackend, phase, trouble):
+        try:
+            stats = tw.linear_token_stats(hidden, head, target, group=group)
+            found = [stats.log_prob, stats.entropy, stats.logsumexp, stats.argmax]
+            if phase == "backward":
+                stats.log_prob.sum().backward()
+                found = [hidden.grad]
+        except MemoryError as error:
+            return str(error), []
+    return "finished", [value.detach().float().nan_to_num(-7.0).flatten().unique().tolist() for value in found]
+
+
+@pytest.mark.parametrize("phase, spoilt", [("forward", [[-7.0], [-7.0], [-7.0], [-1.0]]), ("backward", [[-7.0]])])
+def test_a_rank_whose_slice_fails_neither_hangs_nor_deceives_the_others(crew: Crew, phase, spoilt):  # noqa: F811
+    found = crew.outcomes(head_trouble, phase, world=3)
+    assert found == [("finished", spoilt), ("no room for a tile", []), ("finished", spoilt)]
+    assert len(set(crew.run(still_works, world=3))) == 1
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tests.compare import assert_close, relative_error
-from tests.ring.cases import CASES, Tensors, cut, joined, loss_and_gradients, make_tensors
+from tests.ring.cases import CASES, LEAVES, Tensors, cut, joined, loss_and_gradients, make_tensors
 from tests.ring.crew import Crew, crew  # noqa: F401
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 
@@ -173,3 +174,51 @@ def _compile(loss: Any) -> Any:
 def test_a_loss_over_a_group_compiles_into_one_graph(crew: Crew, kind):  # noqa: F811
     for errors in crew.run(compiled, kind, world=2):
         assert max(errors) < 1e-6
+
+
+def some_compiled(group: Any) -> float:
+    """Rank 1 runs a compiled loss, on what a compiled layer made, and rank 0 the same without a compiler."""
+    tensors = make_tensors(5, 2, torch.float64, seed=group.rank())
+    a, b = (tensors[name].requires_grad_() for name in "ab")
+
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return tw.clip_loss(2 * a, b.detach(), 3.0, group=group)
+
+    want = torch.autograd.grad(loss(a, b), a)[0]
+    got = torch.autograd.grad((_compile(loss) if group.rank() else loss)(a, b), a)[0]
+    return relative_error(got, want)
+
+
+def test_compiled_ranks_agree_with_the_others_on_what_requires_a_gradient(crew: Crew):  # noqa: F811
+    assert max(crew.run(some_compiled, world=2)) < 1e-12
+
+
+def checkpointed(
+    group: Any, names: list[str], rows: list[int], negatives: list[int], reentrant: bool
+) -> dict[str, Tensors]:
+    """Losses that are computed again in backward, by all ranks together."""
+    mine = cut(make_tensors(sum(rows), sum(negatives), torch.float64), group.rank(), rows, negatives)
+    found = {}
+    for name in names:
+        leaves = {key: mine[key].clone().requires_grad_() for key in LEAVES}
+
+        def loss(*values: torch.Tensor, name: str = name) -> torch.Tensor:
+            return CASES[name]({**mine, **dict(zip(LEAVES, values, strict=True))}, group=group)
+
+        value = checkpoint(loss, *leaves.values(), use_reentrant=reentrant)
+        value.backward()
+        grads = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+        found[name] = {"loss": value.detach(), **grads}
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_loss_over_a_group_equals_one_process(crew: Crew, reentrant):  # noqa: F811
+    names, (rows, negatives) = ["clip", "info_nce-shared", "nt_xent"], SPLITS["three-empty"]
+    parts = crew.run(checkpointed, names, rows, negatives, reentrant, world=3)
+    for name in names:
+        want = loss_and_gradients(name, make_tensors(sum(rows), sum(negatives), torch.float64))
+        got = joined([part[name] for part in parts])
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert_close(got[key], value, 1e-12, f"{name} {key}")

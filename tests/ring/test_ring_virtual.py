@@ -12,6 +12,8 @@ from tests.ring import virtual_checks
 from torch import Tensor
 
 from tilewise.errors import GroupError, RangeError
+from tilewise.kernels.spec import Stats
+from tilewise.ops.over_ring import _merge
 from tilewise.ring.blocks import Field, go_round
 from tilewise.ring.exchange import find_exchange
 from tilewise.ring.virtual import VirtualGroup, run_virtual
@@ -30,6 +32,19 @@ def test_steps_in_a_row():
 
 def test_vocabulary_parallel_head():
     virtual_checks.check_head("cpu", torch.float64, 1e-12)
+
+
+def test_a_target_that_two_slices_have_spoils_its_row():
+    """On a GPU targets are not compared. Ranks with other targets find a row's target twice, or nowhere."""
+
+    def work(group: VirtualGroup) -> Tensor:
+        found = torch.tensor([1.0, 0.0, 1.0 * (group.rank() == 0)])
+        local = Stats(row_lse=torch.zeros(3), row_pos=5.0 * found, row_hits=found)
+        merged = _merge(find_exchange(group.group_name), local, torch.float32)
+        return merged.row_pos / merged.row_hits
+
+    for mean in run_virtual(2, work):
+        assert mean.isnan().tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

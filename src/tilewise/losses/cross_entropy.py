@@ -74,7 +74,8 @@ def linear_cross_entropy(
     a, shape = _rows(input, shift)
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
-    start, classes = column_spread(c, name)
+    settings = f"{reduction=!s} {label_smoothing=} {z_loss=} {ignore_index=} {shift=}"
+    start, classes = column_spread(c, settings, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)

@@ -98,7 +98,7 @@ def linear_token_stats(
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     y = valid = key = zero = None
     if target is not None:
-        start, classes = column_spread(c, name)
+        start, classes = column_spread(c, f"{ignore_index=} {shift=}", name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)

@@ -17,6 +17,7 @@ Same rows (``spec.same_rows``: every rank has all rows and a slice of the column
 
 # No `from __future__ import annotations` here: the operators' schemas are read from the annotations.
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch import Tensor
 from tilewise.errors import GroupError
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.ops.pair_stats import wanted_stats
+from tilewise.ops.plan import named_inputs, read_wanted
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, go_round
@@ -34,18 +37,19 @@ from tilewise.ring.shards import Shards
 
 CARGO = ("bias", "col_key", "col_skip", "col_zero", "col_weight")  # beside the features, in `Pair`
 ROWS = ("row_key", "row_skip", "row_zero")
+TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
 
 
 def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str) -> Stats:
     """Statistics of this rank's rows over all columns, and of its columns over all rows."""
-    exchange = find_exchange(group_name)
+    name, wanted = read_wanted(group_name)
+    exchange = find_exchange(name)
     if exchange.world == 1:
         return choose_backend(pair, spec, options).forward(pair, spec, options)
-    shards = _agree(exchange, "forward", pair, spec, options)
+    shards = _agree(exchange, "forward", pair, spec, options, wanted)
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
-        local = choose_backend(pair, spec, options).forward(pair, spec, options)
-        return _merge_slices(exchange, local, pair.stat_dtype)
+        return _merge_slices(exchange, pair, spec, options)
     total = Stats()
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -75,11 +79,11 @@ def ring_backward(
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
     """
-    exchange = find_exchange(group_name)
+    exchange = find_exchange(read_wanted(group_name)[0])
     grad = _fill(grad, spec, pair)
     if exchange.world == 1:
         return choose_backend(pair, spec, options).backward(pair, stats, grad, needs, spec, options)
-    shards = _agree(exchange, "backward", pair, spec, options, needs)
+    shards = _agree(exchange, "backward", pair, spec, options, named_inputs(needs.a, needs.b, needs.scale, needs.bias))
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
         return _sum_slices(exchange, pair, stats, grad, needs, spec, options)
@@ -143,9 +147,7 @@ class _RowSums:
         )
 
 
-def _agree(
-    exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: TileOptions, needs: Needs | None = None
-) -> Shards:
+def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: TileOptions, wanted: str) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
     present = [name for name in (*ROWS, *CARGO) if getattr(pair, name) is not None]
     asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
@@ -157,11 +159,12 @@ def _agree(
         "keys": " ".join(present) or "none",
         "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         "device": pair.a.device.type if exchange.refuses(pair.a.device) is None else "one that cannot travel",
+        "requires_grad": wanted or "none",
     }
-    if needs is not None:
-        call["requires_grad"] = " ".join(name for name, value in vars(needs).items() if value)
     if spec.same_rows:
         call["rows"] = pair.a.shape[0]
+        if pair.row_key is not None and pair.row_key.device.type == "cpu":  # elsewhere, looking would wait
+            call[TARGETS] = f"checksum {zlib.crc32(pair.row_key.numpy().tobytes()):08x}"
     shards = agree(exchange, pair.a.shape[0], pair.b.shape[0], call)
     if reason := exchange.refuses(pair.a.device):
         raise GroupError(f"features on {pair.a.device} cannot travel through this group: {reason}")
@@ -248,8 +251,29 @@ def _to(stats: Stats, dtype: torch.dtype) -> Stats:
     )
 
 
-def _merge_slices(exchange: Exchange, local: Stats, dtype: torch.dtype) -> Stats:
+def _merge_slices(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """Row statistics over the slices of all ranks: one maximum and one sum of vectors, and one more for the columns."""
+    try:
+        local, failure = choose_backend(pair, spec, options).forward(pair, spec, options), None
+    except Exception as error:  # the others wait for this rank's part: they get NaN
+        local, failure = _spoilt(pair, spec), error
+    merged = _merge(exchange, local, pair.stat_dtype)
+    if failure is not None:
+        raise failure
+    return merged
+
+
+def _spoilt(pair: Pair, spec: PairSpec) -> Stats:
+    """In place of statistics that could not be computed: what nobody takes for a number."""
+    nan = torch.full((pair.a.shape[0],), torch.nan, dtype=torch.float64, device=pair.a.device)
+    stats = dict.fromkeys(wanted_stats(spec), nan)
+    if spec.row_top:  # a maximum may pass over NaN, and takes infinity for the largest score
+        stats.update(row_top=torch.full_like(nan, torch.inf), row_top_col=torch.full_like(nan, -1.0))
+    return Stats(**stats)
+
+
+def _merge(exchange: Exchange, local: Stats, dtype: torch.dtype) -> Stats:
+    """The statistics of all slices; those of this rank are ``local``."""
     stats = {name: value.double() for name, value in vars(local).items() if value is not None}
     best, col = stats.pop("row_top", None), stats.pop("row_top_col", None)
     if "row_lse" in stats:
@@ -270,6 +294,9 @@ def _merge_slices(exchange: Exchange, local: Stats, dtype: torch.dtype) -> Stats
             entropy = stats["row_entropy"] / total + log_total
             stats["row_entropy"] = torch.where(total == 0.0, 0.0, entropy)
         stats["row_lse"] = log_total + top
+    if "row_hits" in stats:
+        # A row has one target. Found on two ranks, it was another one on each of them.
+        stats["row_pos"] = torch.where(stats["row_hits"] > 1.5, torch.nan, stats["row_pos"])
     # Rows of one packed tensor; an operator's outputs own their memory.
     merged = {name: value.to(dtype, copy=True) for name, value in stats.items()}
     if best is not None and col is not None:
@@ -296,13 +323,20 @@ def _sum_slices(
     options: TileOptions,
 ) -> Grads:
     """This rank's slice with the statistics of all; what belongs to the rows is added up over the ranks."""
-    backend = choose_backend(pair, spec, options)
-    grads = backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
+    failure: Exception | None = None
+    try:
+        backend = choose_backend(pair, spec, options)
+        grads = backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
+    except Exception as error:  # the others wait for this rank's part: they get NaN
+        failure, nan = error, torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
+        grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)
     if grads.a is not None:
         exchange.sum_(grads.a)
     scale = None if grads.scale is None else grads.scale.double()
     if scale is not None:
         exchange.sum_(scale)
+    if failure is not None:
+        raise failure
     return Grads(
         a=None if grads.a is None else grads.a.to(pair.a.dtype),
         b=None if grads.b is None else grads.b.to(pair.b.dtype),
@@ -332,22 +366,22 @@ def _(loss_n, reduction, group_name):  # type: ignore[no-untyped-def]
     return loss_n.new_empty(())
 
 
-def spread_over_group(columns: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def spread_over_group(columns: Tensor, settings: str, group_name: str) -> tuple[Tensor, Tensor]:
     """Where this rank's slice of the columns starts, and how many columns there are in all: 0-d tensors."""
-    start, total = torch.ops.tilewise.group_spread(columns.detach(), group_name).unbind()
+    start, total = torch.ops.tilewise.group_spread(columns.detach(), settings, group_name).unbind()
     return start, total
 
 
 @torch.library.custom_op("tilewise::group_spread", mutates_args=())
-def _group_spread(columns: Tensor, group_name: str) -> Tensor:
+def _group_spread(columns: Tensor, settings: str, group_name: str) -> Tensor:
     exchange = find_exchange(group_name)
-    call = {"call": "slices of a classifier", "width": columns.shape[1], "type": columns.dtype}
+    call = {"call": "slices of a classifier", "width": columns.shape[1], "type": columns.dtype, "loss": settings}
     shards = agree(exchange, 0, columns.shape[0], call)
     return torch.tensor([shards.col_start(shards.rank), shards.all_cols], device=columns.device)
 
 
 @_group_spread.register_fake
-def _(columns, group_name):  # type: ignore[no-untyped-def]
+def _(columns, settings, group_name):  # type: ignore[no-untyped-def]
     return columns.new_empty(2, dtype=torch.int64)
 
 

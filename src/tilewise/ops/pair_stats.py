@@ -19,7 +19,7 @@ from tilewise.errors import GradientError
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.ops.drop_rows import KeptRows
-from tilewise.ops.plan import decode, encode
+from tilewise.ops.plan import decode, encode, with_wanted
 from tilewise.options import TileOptions
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
@@ -68,6 +68,7 @@ def pair_stats(
         group_name: the process group over which the columns are spread, "" for this process alone.
     """
     assert spec.symmetric == (b is None)
+    group_name = with_wanted(group_name, a, b, scale, bias)
     named = keys.row_key, keys.col_key, keys.row_skip, keys.col_skip, keys.row_zero, keys.col_zero, keys.col_weight
     if _holds_numbers(a):
         values = _Eager.apply(a, b, scale, bias, _Plan(named, spec, options, group_name, torch.is_grad_enabled()))

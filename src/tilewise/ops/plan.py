@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 from typing import cast, get_args
 
+import torch
+from torch import Tensor
+
 from tilewise.kernels.spec import PairSpec, Positive
 from tilewise.options import BackendName, GradientsIn, Precision, RingGradients, TileOptions
 
@@ -63,3 +66,35 @@ def decode(plan: str) -> tuple[PairSpec, TileOptions, str]:
         gradients=cast(GradientsIn, formed),
     )
     return spec, options, group
+
+
+def with_wanted(group_name: str, *inputs: Tensor | None) -> str:
+    """The name of a group, and what this rank will want gradients of: ranks compare it before they begin.
+
+    Args:
+        group_name: "" for no group, and so it stays.
+        inputs: the rows, the columns, the scale and the bias.
+    """
+    if not group_name:
+        return ""
+    recorded = torch.is_grad_enabled()
+    return f"{group_name}?{named_inputs(*(recorded and x is not None and x.requires_grad for x in inputs))}"
+
+
+def read_wanted(group_name: str) -> tuple[str, str]:
+    """Undo `with_wanted`.
+
+    >>> read_wanted(with_wanted("0", torch.ones(2, requires_grad=True), None, torch.ones(()), None))
+    ('0', 'rows')
+    """
+    name, _, wanted = group_name.rpartition("?")
+    return name, wanted
+
+
+def named_inputs(*asked: bool) -> str:
+    """The words for those of the four inputs that are asked for.
+
+    >>> named_inputs(True, False, True, False)
+    'rows scale'
+    """
+    return " ".join(name for name, on in zip(("rows", "columns", "scale", "bias"), asked, strict=True) if on)
