@@ -42,9 +42,13 @@ def group_name(group: Any) -> str:
         return ""
     name = getattr(group, "group_name", None)
     if not isinstance(name, str):
+        how = "For all ranks, pass torch.distributed.group.WORLD"
+        if hasattr(group, "get_group"):
+            how = "Pass its .get_group()"
+        elif group == -100:  # torch's answer of new_group on the ranks outside
+            how = "new_group gives that to ranks that are no members: only members call the loss with it"
         raise DtypeError(
-            f"group is a torch.distributed process group or None, got {type(group).__name__}. "
-            "For all ranks, pass torch.distributed.group.WORLD"
+            f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r}. {how}"
         )
     return name
 

@@ -218,7 +218,7 @@ def wrong_names(group: Any) -> list[str]:
     said: list[str] = []
     mine = dist.new_group([0])  # by all ranks: they count groups, and a name used twice leads to the wrong address
     if group.rank() != 0:
-        return said
+        return [refusal(mine)]
     name = mine.group_name
     dist.destroy_process_group(mine)
     for wrong in (name, "nobody"):
@@ -230,8 +230,17 @@ def wrong_names(group: Any) -> list[str]:
     return [*said, reason or ""]
 
 
+def refusal(group: Any) -> str:
+    try:
+        tw.clip_loss(features(), features(), 1.0, group=group)
+    except tw.TilewiseError as error:
+        return str(error)
+    return "none"
+
+
 def test_a_group_that_does_not_exist_is_named(crew: Crew):  # noqa: F811
-    first, second, reason = crew.run(wrong_names)[0]
+    (first, second, reason), (outside,), *_ = crew.run(wrong_names)
+    assert "no members" in outside
     assert "was it destroyed?" in first
     assert "'nobody'" in second
     assert "not on meta" in reason

@@ -42,9 +42,9 @@ def run(tmp_path_factory):
     assert result.exit_code == 0, result.output
     shown = result.output.splitlines()
     assert shown[1].startswith("model   embed_dim=16  width=32  ")  # what is no default, a line a section
-    assert shown[4] == f"other settings have their defaults; all of them: {folder / 'run' / 'config.toml'}"
     sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} weights on \S+; 4 steps, 6 an epoch"
-    assert re.fullmatch(sizes, shown[5])
+    assert re.fullmatch(sizes, shown[4])
+    assert shown[5] == f"all settings, defaults too: {folder / 'run' / 'config.toml'}"
     assert "betas" not in result.output
     assert "report.html" in result.output
     return folder / "run"
@@ -80,6 +80,7 @@ def test_a_device_that_does_not_exist_is_refused(run):
 
 def test_evaluate_prints_and_keeps_the_recalls(run):
     result = invoke("evaluate", run)
+    assert result.output.startswith(f"checkpoint: {run / 'checkpoints' / 'step-0000000'}")
     assert "text to image" in result.output
     kept = json.loads((run / "evaluation.json").read_text())
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
@@ -182,6 +183,11 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert found["zero_shot"]["top5"] == 1.0
     with pytest.raises(DataError, match=r"no held-out images to search in\. Give others with --pairs"):
         invoke("search", tmp_path / "run", "red")
+    (tmp_path / "above").mkdir()
+    (tmp_path / "classes").rename(tmp_path / "above" / "classes")
+    with pytest.raises(DataError, match="one sub-folder with images, 'classes', so every answer would be right"):
+        invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "above")
+    (tmp_path / "above" / "classes").rename(tmp_path / "classes")
     result = invoke("search", tmp_path / "run", "red", "--top", "3", "--pairs", tmp_path / "classes")
     assert re.findall(r"\d  (\w+)\n", result.output) == ["red"] * 3
     assert f"sheet: {tmp_path / 'run' / 'search.png'}\n" in result.output

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tilewise.errors import DataError
+from tilewise.errors import ConfigError, DataError
 from tilewise.train.config import DataConfig
 from tilewise.train.data import BatchStream, Order, Position, SkipLog, open_eval_pairs, open_source
 from tilewise.train.data.files import Preparation
@@ -144,6 +144,9 @@ def make_table(folder, kind):
 
         columns = {"image": [r[0] for r in rows], "caption": [r[1] for r in rows]}
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / "t.parquet")
+    elif kind == "jsonl":
+        lines = [{"image": image, "caption": [text] if text == "another" else text} for image, text in rows]
+        (folder / "t.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
     else:
         names = sorted({r[0] for r in rows})
         coco = {
@@ -154,7 +157,7 @@ def make_table(folder, kind):
     return str(folder / f"t.{kind}")
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "json"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "json"])
 def test_tables_skip_count_and_report_what_is_broken(tmp_path, kind):
     path = make_table(tmp_path, kind)
     skips = SkipLog()
@@ -199,6 +202,10 @@ def test_folders_read_captions_beside_images_or_their_names(tmp_path):
     [
         ("t.csv", "picture,caption\na,b\n", ["no column 'image'", "picture, caption"]),
         ("t.csv", "image,caption\n", ["no rows"]),
+        ("t.csv", f"image,caption\na,{'b' * 140_000}\n", ["after line 1: field larger than", "quotation mark"]),
+        ("t.jsonl", '{"image": "a", "text": "b"}', ["no column 'caption'", "it has image, text", "data.text_column"]),
+        ("t.jsonl", '{"image": "a", "caption": "b"}\n["a", "b"]\n', ["line 2 is no JSON object", '"a red car"']),
+        ("t.jsonl", '{"image": "a", "capti', ["line 1 is no JSON object"]),
         ("t.json", '{"images": []}', ["not a COCO captions file"]),
         ("t.parquet", "nonsense", ["not a Parquet file"]),
         ("t.xls", "", [".parquet"]),
@@ -212,6 +219,50 @@ def test_unusable_tables_say_what_is_wrong(tmp_path, name, content, words):
         open_source(DataConfig(source="table", path=str(tmp_path / (name or "gone.csv"))), 8, SkipLog())
     for word in words:
         assert word in str(caught.value)
+
+
+def test_folders_and_tables_given_for_one_another_say_so(tmp_path):
+    path = make_table(tmp_path, "csv")
+    with pytest.raises(DataError, match=r"It is a folder: set data\.source='folder'"):
+        open_source(DataConfig(source="table", path=str(tmp_path)), 8, SkipLog())
+    with pytest.raises(DataError, match=r"is not a folder.*For a table set data\.source='table'"):
+        open_source(DataConfig(source="folder", path=path), 8, SkipLog())
+
+
+def test_a_table_of_a_spreadsheet_begins_with_a_mark(tmp_path):
+    (tmp_path / "0.png").write_bytes(picture())
+    (tmp_path / "t.csv").write_text("\ufeffimage,caption\n0.png,a café\n", encoding="utf-8")
+    source = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv")), 8, SkipLog())
+    assert source.read(0).captions == ("a café",)
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv"])
+def test_a_share_of_the_pairs_is_held_out_of_training(tmp_path, kind):
+    for i in range(20):
+        (tmp_path / f"{i:02d}.png").write_bytes(picture((10 * i, 0, 0)))
+    (tmp_path / "t.csv").write_text("image,caption\n" + "".join(f"{i:02d}.png,{i:02d}\n" for i in range(20)))
+    where = {"source": "folder", "path": str(tmp_path)}
+    if kind == "csv":
+        where = {"source": "table", "path": str(tmp_path / "t.csv")}
+    config = DataConfig(**where, eval_share=0.2)
+    source = open_source(config, 8, SkipLog())
+    held_out = open_eval_pairs(config, 8, SkipLog()).texts
+    trained = [source.read(i).captions[0] for i in range(len(source))]
+    assert len(held_out) == 4
+    assert sorted(trained + held_out) == [f"{i:02d}" for i in range(20)]
+    assert held_out != [f"{i:02d}" for i in range(4)]  # no matter how the pairs are sorted
+    assert open_eval_pairs(config, 8, SkipLog()).texts == held_out
+    assert len(open_eval_pairs(config, 8, SkipLog(), config.path).texts) == 20  # other pairs are taken whole
+    assert open_eval_pairs(DataConfig(**where), 8, SkipLog()) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"source": "icons"}, {"source": "shards", "path": "x.tar"}, {"source": "folder", "path": "x", "eval_path": "y"}],
+)
+def test_a_share_is_refused_where_it_would_do_nothing(other):
+    with pytest.raises(ConfigError, match="set one of eval_share and eval_path"):
+        DataConfig(**other, eval_share=0.1)
 
 
 def test_a_batch_without_any_usable_record_is_an_error(tmp_path):
@@ -441,7 +492,6 @@ def test_ids_of_shards_come_from_their_json_and_a_pair_without_is_counted(tmp_pa
 
 @pytest.mark.parametrize("source", ["folder", "table", "shards"])
 def test_masking_without_ids_is_refused(source):
-    from tilewise.errors import ConfigError
     from tilewise.train.config import load_config
 
     given_ = [f"data.source={source}", "data.path=x", "model.name=clip-tiny", "loss.mask_same_id=true"]

@@ -1,18 +1,21 @@
 """Held-out images are decoded once, on threads, and one can watch it."""
 
 import io
+import json
 import threading
 
 import pytest
 from rich.console import Console
 from tests.train.test_train_portable import invoke, settings, write_colours
 
-from tilewise.train import progress
+from tilewise.train import loop, progress
+from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.data import SkipLog, open_eval_pairs
 from tilewise.train.data import open as module
 from tilewise.train.loop import train
 from tilewise.train.progress import counted
 from tilewise.train.run_folder import RunFolder
+from tilewise.train.search import choose_checkpoint
 
 IMAGES = 18
 
@@ -55,6 +58,31 @@ def test_evaluate_and_zero_shot_decode_each_image_once(tmp_path, decoded):
     decoded.clear()
     invoke("evaluate", tmp_path / "run", "--zero-shot", data)
     assert len(decoded) == 2 * IMAGES  # the held-out pairs, and the classes
+
+
+def test_the_best_weights_are_kept_whenever_they_were(tmp_path, monkeypatch):
+    recalls = iter([0.2, 0.7, 0.5, 0.6, 0.6])
+    made = {f"{side}_{what}10": 0.1 for side in ("t2i", "i2t") for what in ("r", "chance")}
+    monkeypatch.setattr(loop, "evaluate_retrieval", lambda *unused, **more: {**made, "t2i_r10": next(recalls)})
+    settings_of_run = ["model.name=clip-tiny", "loop.steps=5", "output.evaluate_every=1", "output.checkpoint_every=4"]
+    train(settings(write_colours(tmp_path / "data"), tmp_path / "run", *settings_of_run, "output.keep_last=1"))
+    run = RunFolder(tmp_path / "run")
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == [step_name(2), step_name(5)]
+    assert choose_checkpoint(run, "best").step == 2
+    assert choose_checkpoint(run, "last").step == 5
+
+
+def test_a_run_with_a_share_held_out_is_evaluated_on_it_and_on_others(tmp_path):
+    data = write_colours(tmp_path / "data")
+    share = ["model.name=clip-tiny", "loop.steps=2", "data.eval_path=", "data.eval_share=0.2"]
+    train(settings(data, tmp_path / "run", *share))
+    invoke("evaluate", tmp_path / "run")
+    own = json.loads((tmp_path / "run" / "evaluation.json").read_text())["retrieval"]
+    assert own == {key: evaluations(tmp_path / "run")[-1][key] for key in own}
+    assert own["t2i_chance1"] == pytest.approx(1 / 4)
+    invoke("evaluate", tmp_path / "run", "--pairs", data)
+    other = json.loads((tmp_path / "run" / "evaluation.json").read_text())["retrieval"]
+    assert other["t2i_chance1"] == pytest.approx(1 / IMAGES)
 
 
 def test_memory_holds_the_first_images_and_the_order_stays(tmp_path, monkeypatch):

@@ -27,7 +27,6 @@ from torch import Tensor
 from tilewise.errors import GroupError
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.ops.pair_stats import wanted_stats
 from tilewise.ops.plan import named_inputs, read_wanted
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
@@ -266,10 +265,17 @@ def _merge_slices(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileO
 def _spoilt(pair: Pair, spec: PairSpec) -> Stats:
     """In place of statistics that could not be computed: what nobody takes for a number."""
     nan = torch.full((pair.a.shape[0],), torch.nan, dtype=torch.float64, device=pair.a.device)
-    stats = dict.fromkeys(wanted_stats(spec), nan)
-    if spec.row_top:  # a maximum may pass over NaN, and takes infinity for the largest score
-        stats.update(row_top=torch.full_like(nan, torch.inf), row_top_col=torch.full_like(nan, -1.0))
-    return Stats(**stats)
+    has_pos = None if spec.positive == "none" else nan
+    return Stats(
+        row_lse=nan if spec.row_lse else None,
+        row_pos=has_pos,
+        row_hits=has_pos,
+        row_sum=nan if spec.row_sum else None,
+        row_entropy=nan if spec.row_entropy else None,
+        # A maximum may pass over NaN, and takes infinity for the largest score.
+        row_top=torch.full_like(nan, torch.inf) if spec.row_top else None,
+        row_top_col=torch.full_like(nan, -1.0) if spec.row_top else None,
+    )
 
 
 def _merge(exchange: Exchange, local: Stats, dtype: torch.dtype) -> Stats:

@@ -69,7 +69,6 @@ def train(
         check_free(Path(settings.output.folder))
         for section, line in changed_settings(settings).items():
             _say(console, f"{section:<7} {line}")
-        _say(console, f"other settings have their defaults; all of them: {Path(settings.output.folder, 'config.toml')}")
 
     from tilewise.train.loop import train as run
     from tilewise.train.run_folder import check_not_moved

@@ -21,10 +21,13 @@ class DataConfig:
     """Where the pairs come from and how an image is prepared."""
 
     source: SourceName = setting(
-        "icons", "icons (ship with tilewise), folder, table (CSV/TSV/Parquet/COCO json) or shards"
+        "icons", "icons (ship with tilewise), folder, table (CSV/TSV/JSONL/Parquet/COCO json) or shards"
     )
     path: str = setting("", "a file, a folder, or shards as 'data/{00000..00041}.tar'; empty: the icons that ship")
     eval_path: str = setting("", "held-out pairs, same source; empty: the icons' test family, or no evaluation")
+    eval_share: float = setting(
+        0.0, "share of a folder or table that is held out of training, where there is no eval_path", least=0, most=0.5
+    )
     image_root: str = setting("", "folder that relative image paths of a table start from; empty: the table's own")
     image_column: str = setting("image", "column of a table that holds image paths (or image bytes, Parquet)")
     text_column: str = setting("caption", "column of a table that holds captions")
@@ -49,6 +52,12 @@ class DataConfig:
         check_section(self)
         if self.source != "icons" and not self.path:
             raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise")
+        if self.eval_share and (self.eval_path or self.source not in ("folder", "table")):
+            other = "eval_path" if self.eval_path else f"source={self.source!r}"
+            raise ConfigError(
+                f"eval_share holds pairs of a folder or table out, got {self.eval_share} with {other}; set one of "
+                "eval_share and eval_path, and for shards name some of them in eval_path"
+            )
         if self.id_column and self.source not in ("table", "shards"):
             raise ConfigError(
                 f"id_column is for source 'table' (a column) and 'shards' (an entry of .json), got {self.source!r}"

@@ -31,6 +31,7 @@ def evaluate_run(
     import json
 
     config, encoders, checkpoint = load_run(run, device)
+    console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
     result: dict[str, Any] = {"step": checkpoint.step}
     skips = SkipLog()
     data = dataclasses.replace(
@@ -76,12 +77,13 @@ def open_pairs(
     """The run's own held-out pairs, or those at a path, whose kind is told by its name."""
     if not path:
         return open_eval_pairs(config, size, skips, watch=watch)
+    config = dataclasses.replace(config, id_column="", eval_share=0.0)  # of the run's own pairs
     if path.endswith(".zip"):
-        return open_eval_pairs(dataclasses.replace(config, source="icons", id_column=""), size, skips, path)
+        return open_eval_pairs(dataclasses.replace(config, source="icons"), size, skips, path)
     if config.source == "icons":
         raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
     kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
-    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none", id_column="")
+    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none")
     return open_eval_pairs(other, size, skips, path, watch)
 
 
@@ -112,6 +114,11 @@ def open_classes(
         raise DataError(f"{folder} {came}; zero-shot wants a folder with one sub-folder per class")
     if encoders.model.pixels.channels != 3:
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
+    if len(classes) < 2:
+        raise DataError(
+            f"{folder} has one sub-folder with images, {classes[0].name!r}, so every answer would be right. Give the "
+            "folder above those of the classes"
+        )
     source = FileSource(entries, Preparation(encoders.model.pixels.size), config.workers)
     images = try_images(source, skips, config.eval_memory_mib, watch)
     if not len(images):

@@ -156,6 +156,7 @@ class Trainer:
     def _write_down(self) -> None:
         """The settings, and what it takes to build the model without the weights it started from."""
         self.folder.save_config(self.config)
+        self._say(f"all settings, defaults too: {self.folder.config_file}")
         if not (self.step and self.folder.model.is_dir()):
             describe_model(self.model, self.folder.model)
 
@@ -189,8 +190,12 @@ class Trainer:
         output, last = self.config.output, self.step == self.steps
         if last or (output.evaluate_every and self.step % output.evaluate_every == 0):
             self._evaluate(log, bar)
-        if last or stopping or self.step % output.checkpoint_every == 0:
-            self._save()
+        due = last or stopping or self.step % output.checkpoint_every == 0
+        best = self.state.best.get("step") == self.step  # known to the first rank, which evaluates
+        if self.world.is_first and (due or best):
+            self.state.save(self.folder.checkpoints, self.config)
+        if due:
+            self.world.wait()
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -252,11 +257,6 @@ class Trainer:
             bar.evaluated(state.metrics)
             if state.metrics[BEST_METRIC] >= state.best.get("value", -1.0):
                 state.best = {"step": float(self.step), "value": state.metrics[BEST_METRIC]}
-        self.world.wait()
-
-    def _save(self) -> None:
-        if self.world.is_first:
-            self.state.save(self.folder.checkpoints, self.config)
         self.world.wait()
 
     def _continue(self) -> None:

@@ -15,9 +15,10 @@ from tilewise.train.config import DataConfig
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.icons import IconSource
 from tilewise.train.data.images import centre_box, decode, to_tensor
+from tilewise.train.data.order import permutation
 from tilewise.train.data.records import Record, RecordError, SkipLog, Source
 from tilewise.train.data.shards import ShardSource, expand_shards
-from tilewise.train.data.table import Columns, FileSource, read_folder, read_table
+from tilewise.train.data.table import Columns, Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
 
 Watch = Callable[[int, int], None]  # how many are done, of how many
@@ -46,10 +47,19 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
             expand_shards(config.path), how, shuffle_shards=config.shuffle_shards, records=config.records,
             workers=config.workers, skips=skips, id_name=config.id_column,
         )  # fmt: skip
+    return FileSource(_split(config)[0], how, config.workers)
+
+
+def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
+    """Training and held-out entries of a folder or table: `eval_share` of them, whatever the seed of the run."""
     columns = Columns(config.image_column, config.text_column, config.id_column)
     path = Path(config.path)
     entries = read_folder(path) if config.source == "folder" else read_table(path, config.image_root, columns)
-    return FileSource(entries, how, config.workers)
+    if not config.eval_share:
+        return entries, []
+    chosen = set(permutation(len(entries), "held-out")[: max(1, round(config.eval_share * len(entries)))].tolist())
+    train = [entry for number, entry in enumerate(entries) if number not in chosen]
+    return train, [entry for number, entry in enumerate(entries) if number in chosen]
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,11 @@ def open_eval_pairs(
     path = path or config.eval_path
     if config.source == "icons":
         return pairs_of_icons(_icons(path or config.path).split("test"))
+    how = Preparation(image_size)
+    if not path and config.eval_share:
+        return pairs_of_files(FileSource(_split(config)[1], how, config.workers), skips, config.eval_memory_mib, watch)
     if not path:
         return None
-    how = Preparation(image_size)
     if config.source == "shards" and ".tar" in path:
         source: FileSource | ShardSource = ShardSource(
             expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips

@@ -1,4 +1,4 @@
-"""Folders, CSV, TSV, Parquet and COCO caption files as one list of (image, captions)."""
+"""Folders, CSV, TSV, JSON lines, Parquet and COCO caption files as one list of (image, captions)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ class Entry(NamedTuple):
 def read_folder(folder: Path) -> list[Entry]:
     """Images below a folder; the caption is the text file beside an image, or else the image's own name."""
     if not folder.is_dir():
-        came = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {came}; data.source='folder' reads the images below one. Set data.path")
+        came, advice = "does not exist", "Set data.path"
+        if folder.exists():
+            came, advice = "is not a folder", "For a table set data.source='table', for tar shards 'shards'"
+        raise DataError(f"{folder} {came}; data.source='folder' reads the images below one. {advice}")
     entries: list[Entry] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
         beside = path.with_suffix(".txt")
@@ -63,10 +65,13 @@ class Columns(NamedTuple):
 
 
 def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
-    """A CSV, TSV, Parquet or COCO captions file; rows that share an image become one entry, with the first id."""
-    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows, ".json": _coco_rows}
+    """A table or COCO captions file; rows that share an image become one entry, with the first id."""
+    readers = {
+        ".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".json": _coco_rows,
+    }  # fmt: skip
     if path.suffix.lower() not in readers:
-        raise DataError(f"{path}: a table ends in one of {', '.join(readers)}")
+        advice = ". It is a folder: set data.source='folder' to read the images below it" if path.is_dir() else ""
+        raise DataError(f"{path}: a table ends in one of {', '.join(readers)}{advice}")
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     root = Path(image_root) if image_root else path.parent
@@ -97,11 +102,35 @@ def _check_columns(path: Path, columns: Columns, there: Iterable[str]) -> None:
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterable[Row]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark in front
         rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        _check_columns(path, columns, rows.fieldnames or [])
-        for row in rows:
-            yield row[columns.image] or "", row[columns.text] or "", row.get(columns.id)
+        try:
+            _check_columns(path, columns, rows.fieldnames or [])
+            for row in rows:
+                yield row[columns.image] or "", row[columns.text] or "", row.get(columns.id)
+        except csv.Error as error:
+            raise DataError(f"{path}, after line {rows.line_num}: {error}. Is a quotation mark left open?") from error
+
+
+def _jsonl_rows(path: Path, columns: Columns) -> Iterable[Row]:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        checked = False
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                like = json.dumps({columns.image: "a.jpg", columns.text: "a red car"})
+                raise DataError(f"{path}, line {number} is no JSON object; wanted one on each line, such as {like}")
+            if not checked:
+                _check_columns(path, columns, row)
+                checked = True
+            image, text = row.get(columns.image), row.get(columns.text)
+            for caption in text if isinstance(text, list) else [text]:
+                yield str(image or ""), str(caption or ""), row.get(columns.id)
 
 
 def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
