@@ -1,6 +1,11 @@
-"""A head whose vocabulary is spread over two ranks. The model is a small one of our own: ranks start faster."""
+"""Two ranks: each has half of the head, half of the batch (DDP), or half of every weight (FSDP2).
+
+The model is a small one of our own: ranks start faster.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +14,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tests.compare import assert_close
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tilewise.errors import ConfigError
 from tilewise.integrations.transformers import use_linear_cross_entropy
 
 V, D, CUT = 101, 8, 37
@@ -81,3 +89,61 @@ def test_the_model_alone():
 @pytest.mark.group
 def test_a_head_spread_over_two_ranks(tmp_path):
     mp.spawn(rank_of_two, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+def all_gradients(model: nn.Module) -> torch.Tensor:
+    found = [p.grad for p in model.parameters()]
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in found])
+
+
+def half_of_the_batch(model: nn.Module, rank: int) -> torch.Tensor:
+    ids = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(1 + rank))
+    loss = model(ids, labels=ids)["loss"]
+    loss.backward()
+    return loss.detach()
+
+
+def sharded(model: nn.Module, **head: object) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.body, mesh=mesh)
+    if head:
+        fully_shard(model.head, mesh=mesh, **head)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": nn.parallel.DistributedDataParallel,
+    "FSDP2": sharded,
+    "FSDP2, the head a unit that keeps its weight": lambda model: sharded(model, reshard_after_forward=False),
+}
+
+
+def rank_with_half_of_the_batch(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        for name, wrap in WRAPPED.items():
+            plain = Model()
+            want_loss = half_of_the_batch(wrap(plain), rank)
+            for after in (False, True):
+                model = Model()
+                if not after:
+                    use_linear_cross_entropy(model)
+                wrapped = wrap(model)
+                if after:
+                    use_linear_cross_entropy(model)
+                assert_close(half_of_the_batch(wrapped, rank), want_loss, 1e-12, f"{name}, loss, {after}")
+                assert_close(all_gradients(model), all_gradients(plain), 1e-12, f"{name}, {after}")
+                assert model.forward.calls == 1
+        model = Model()
+        use_linear_cross_entropy(model)
+        with pytest.raises(ConfigError, match="reshard_after_forward=False"):
+            half_of_the_batch(sharded(model, reshard_after_forward=True), rank)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.group
+def test_data_parallel_and_fully_sharded(tmp_path):
+    """Used before or after the wrapping; a head that gives its weight back before the loss is an error."""
+    mp.spawn(rank_with_half_of_the_batch, args=(str(tmp_path / "store"),), nprocs=2)

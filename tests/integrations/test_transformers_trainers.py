@@ -217,11 +217,12 @@ def test_a_head_that_means_something_else_is_refused(head, message, verify):
         model(**batch(), fused_lm_head=True)
 
 
-def test_what_the_trainers_loss_would_lose_is_refused():
+@pytest.mark.parametrize("lost", [{"z_loss": 0.1}, {"label_smoothing": 0.1}])
+def test_what_the_trainers_loss_would_lose_is_refused(lost):
     model = made()
     give_head(model)
-    use_linear_cross_entropy(model, z_loss=0.1)
-    with pytest.raises(ConfigError, match="z_loss and group have no place"):
+    use_linear_cross_entropy(model, **lost)
+    with pytest.raises(ConfigError, match="z_loss, label_smoothing and group have no place"):
         model(**batch(), fused_lm_head=True)
 
 
@@ -364,15 +365,24 @@ def test_sft_trainer_logs_the_same(tmp_path, loss_type, lora):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+ADAPTERS = {
+    "on the backbone": {"target_modules": ["q_proj", "v_proj"]},
+    "on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "DoRA on the head": {"target_modules": ["lm_head"], "use_dora": True},
+    "a bias on the head": {"target_modules": ["lm_head"], "lora_bias": True},
+    "a copy of the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_peft_adapters(targets, inside):
-    """On the backbone and on the head; with the loss put on the wrapped model or on the one inside."""
+def test_peft_adapters(adapter, inside):
+    """With the loss put on the wrapped model or on the one inside."""
     peft = pytest.importorskip("peft")
     results = []
     for use in (False, True):
-        model = peft.get_peft_model(made(), peft.LoraConfig(r=4, target_modules=targets))
+        model = peft.get_peft_model(made(), peft.LoraConfig(r=4, **ADAPTERS[adapter]))
         torch.manual_seed(2)
         for name, values in model.named_parameters():
             if "lora_B" in name:
@@ -383,5 +393,27 @@ def test_peft_adapters(targets, inside):
         output.loss.backward()
         assert (output.logits is None) == use
         results.append((output.loss.detach(), gradients(model)))
+    assert_close(results[1][0], results[0][0], 1e-6)
+    assert_close(results[1][1], results[0][1], 2e-5)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["IA3Config", "VeraConfig"])
+def test_adapters_that_scale_each_class(kind):
+    peft = pytest.importorskip("peft")
+    more = {"feedforward_modules": []} if kind == "IA3Config" else {"r": 4}
+    results = []
+    for use in (False, True):
+        model = peft.get_peft_model(made(), getattr(peft, kind)(target_modules=["lm_head"], **more))
+        torch.manual_seed(2)
+        for values in model.parameters():
+            if values.requires_grad:
+                nn.init.normal_(values, mean=1.0, std=0.3)
+        if use:
+            use_linear_cross_entropy(model)
+        output = model.train()(**batch())
+        output.loss.backward()
+        results.append((output.loss.detach(), gradients(model)))
+    assert results[0][1].abs().max() > 0
     assert_close(results[1][0], results[0][0], 1e-6)
     assert_close(results[1][1], results[0][1], 2e-5)

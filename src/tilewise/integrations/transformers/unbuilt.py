@@ -29,6 +29,7 @@ class LossSettings(NamedTuple):
     z_loss: float
     group: torch.distributed.ProcessGroup | None
     options: TileOptions
+    label_smoothing: float = 0.0
     seen: list[TokenStats] | None = None  # where the statistics of tokens are put, if somebody wants them
 
 
@@ -44,8 +45,8 @@ class Term(NamedTuple):
 class UnbuiltLogits:
     """Logits as a recipe: ``x = sum of terms + bias``, or ``cap * tanh(x)`` once there is a cap.
 
-    It can be scaled, capped, added to, converted, reshaped and sliced along the tokens, and ``F.cross_entropy`` of it
-    is `tilewise.linear_cross_entropy`. Anything else is refused.
+    It can be scaled (each class too), capped, added to, converted, reshaped and sliced along the tokens, and
+    ``F.cross_entropy`` of it is `tilewise.linear_cross_entropy`. Anything else is refused.
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class UnbuiltLogits:
         return len(self.shape)
 
     def __mul__(self, factor: Any) -> UnbuiltLogits:
+        self._check_there()
+        if self.cap is None and self._is_for_each_class(factor):
+            return self._times_each_class(factor.reshape(-1))
         if not _is_number(factor) or (self.cap is not None and isinstance(factor, Tensor)):
-            raise _refusal("a product with something that is not a number")
+            raise _refusal("a product with something that is neither a number nor a factor for each class")
         if self.cap is not None:
             return self._with(cap=self.cap * factor)
         terms = tuple(term._replace(scale=term.scale * factor) for term in self.terms)
@@ -111,17 +115,21 @@ class UnbuiltLogits:
         return self * (1.0 / divisor)
 
     def __add__(self, other: Any) -> UnbuiltLogits:
+        self._check_there()
         if self.cap is not None:
             raise _refusal("a sum behind the cap")
         if isinstance(other, UnbuiltLogits) and other.cap is None and other.shape == self.shape:
             biases = [bias for bias in (self.bias, other.bias) if bias is not None]
             return self._with(terms=(*self.terms, *other.terms), bias=sum(biases) if biases else None)
-        if isinstance(other, Tensor) and other.shape[-1:] == self.shape[-1:] and other.numel() == self.shape[-1]:
+        if self._is_for_each_class(other):
             bias_v = other.reshape(-1)
             return self._with(bias=bias_v if self.bias is None else self.bias + bias_v)
         raise _refusal("a sum with something that is not a bias for each class or another linear layer")
 
     __radd__ = __add__
+
+    def __sub__(self, other: Any) -> UnbuiltLogits:
+        return self + -1.0 * other
 
     def tanh(self) -> UnbuiltLogits:
         """The first half of a soft cap; the second is a product."""
@@ -186,8 +194,28 @@ class UnbuiltLogits:
         kept = {name: getattr(self, name) for name in ("terms", "bias", "cap", "settings", "dtype")}
         return UnbuiltLogits(**(kept | changes))
 
+    def _is_for_each_class(self, value: Any) -> bool:
+        classes = self.shape[-1]
+        return isinstance(value, Tensor) and value.shape[-1:] == (classes,) and value.numel() == classes
+
+    def _times_each_class(self, factor_v: Tensor) -> UnbuiltLogits:
+        """``f_v * <h, w_v>`` is ``<h, f_v w_v>``: DoRA's magnitudes, at the cost of a copy of the weight."""
+        terms = tuple(
+            term._replace(weight=(term.weight * factor_v[:, None]).to(term.weight.dtype)) for term in self.terms
+        )
+        return self._with(terms=terms, bias=None if self.bias is None else self.bias * factor_v)
+
     def _on_hidden(self, change: Callable[[Tensor], Tensor]) -> UnbuiltLogits:
         return self._with(terms=tuple(term._replace(hidden=change(term.hidden)) for term in self.terms))
+
+    def _check_there(self) -> None:
+        """An error if the head's weight or bias is gone: to read freed memory would end the process."""
+        gone = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
+        if gone or (self.bias is not None and _is_freed(self.bias)):
+            raise ConfigError(
+                "the head's weight was taken away when the head had run, before the loss: it is sharded by itself. "
+                "Keep the head in the outermost FSDP unit, or in one with reshard_after_forward=False, or out of ZeRO-3"
+            )
 
     def layer(self) -> tuple[Tensor, Tensor, Scale]:
         """The terms as one linear layer: hidden states, weight and scale.
@@ -195,12 +223,7 @@ class UnbuiltLogits:
         Several terms, ``sum_k s_k h_k @ W_k.T``, are one whose features are all of theirs: ``[s_k h_k] @ [W_k].T``.
         That is exact also where their inputs differ, as under LoRA's dropout.
         """
-        for term in self.terms:
-            if term.weight.shape != term.size or (term.size.numel() and not term.weight.untyped_storage().size()):
-                raise ConfigError(
-                    "the head's weight was taken away when the head had run, before the loss: it is sharded by itself. "
-                    "Keep the head in the outermost FSDP unit, or out of ZeRO-3"
-                )
+        self._check_there()
         if len(self.terms) == 1:
             only = self.terms[0]
             return only.hidden, only.weight, only.scale
@@ -221,11 +244,17 @@ def _cross_entropy(
     """``F.cross_entropy`` of logits that are not built: (n, v) against (n,)."""
     if not isinstance(input, UnbuiltLogits) or input.dim() > 2 or size_average is not None or reduce is not None:
         raise _refusal("F.cross_entropy of other than (tokens, classes), or with size_average or reduce")
+    if isinstance(target, Tensor) and target.shape != input.shape[:-1]:
+        raise ShapeError(
+            f"the model's loss has {input.shape[:-1].numel()} tokens and {target.numel()} labels. labels need the "
+            "shape of input_ids, with -100 where a token does not count; the model shifts them itself"
+        )
     hidden, classifier, scale = input.layer()
     bias, cap = input.bias, input.cap
     if cap is not None:  # cap * tanh(x) is the soft cap of cap * x
         scale, bias = scale * cap, None if bias is None else bias * cap
     settings = input.settings
+    label_smoothing = label_smoothing or settings.label_smoothing
     shared: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "softcap": cap, "logit_scale": scale}
     shared |= {"group": settings.group, "options": settings.options}
     plain = weight is None and label_smoothing == 0.0
@@ -264,15 +293,20 @@ TORCH_NAMES = {  # functions and operators of torch, by the method that does the
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "__mul__"),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "__truediv__"),
     **dict.fromkeys(("add", "__add__", "__radd__"), "__add__"),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), "__sub__"),
 }
 
 
 def _refusal(what: str) -> UnbuiltLogitsError:
     return UnbuiltLogitsError(
         f"the model uses {what} on its logits, which are not built in training. What works is a scale, a soft cap, a "
-        "bias, LoRA, a reshape or slice along the tokens, and cross_entropy. Use the model in evaluation mode, or undo "
-        "use_linear_cross_entropy with handle.remove()"
+        "bias or a factor for each class, LoRA, a reshape or slice along the tokens, and cross_entropy. Use the model "
+        "in evaluation mode, or undo use_linear_cross_entropy with handle.remove()"
     )
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
 def _is_number(value: Any) -> bool:
