@@ -356,6 +356,14 @@ def test_damaged_shards_and_records_are_skipped_and_counted(tmp_path):
     assert set(range(10)) <= set(numbers_in(batch))
 
 
+def test_counting_shards_can_be_watched(tmp_path):
+    told = []
+    open_source(
+        DataConfig(source="shards", path=make_shards(tmp_path)), 8, SkipLog(), watch=lambda *now: told.append(now)
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_missing_shards_are_named(tmp_path):
     with pytest.raises(DataError, match=r"00007\.tar"):
         shard_source(str(tmp_path / "{00007..00008}.tar"), SkipLog())

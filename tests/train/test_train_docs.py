@@ -1,5 +1,6 @@
 """The examples and the words of the documentation are those of the code."""
 
+import ast
 import re
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,9 @@ from tilewise.train.settings import to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ("training.md", "data.md", "checkpoints.md")
+FILES = ("md", "py", "toml", "safetensors")
+COMMANDS = [[name, "--help"] for name in ("train", "evaluate", "search", "export", "status", "demo", "config")]
+COMMANDS += [["plan", "--help"], ["plan", "lm", "--help"], ["--help"]]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -37,8 +41,36 @@ def test_settings_in_the_documentation_exist():
     for name in DOCS:
         text = (ROOT / "docs" / "concepts" / name).read_text()
         for section, key in re.findall(r"\b(data|model|loss|optim|loop|output)\.([a-z_]+)\b", text):
-            if key not in ("md", "py", "toml", "safetensors"):
+            if key not in FILES:
                 assert key in values[section], f"{name}: {section}.{key}"
+
+
+def words_of_the_code():
+    """All text in the training code: messages, help, docstrings."""
+    for path in sorted((ROOT / "src" / "tilewise" / "train").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield path.name, node.value
+
+
+def unknown_names(texts):
+    values = to_dict(load_config(None))
+    options = {
+        name for command in COMMANDS for name in re.findall(r"--[a-z-]+", CliRunner().invoke(app, command).output)
+    }
+    for where, text in texts:  # but for the report's style sheet, which has --names of its own
+        for section, key in re.findall(r"(?<![\w./-])(data|model|loss|optim|loop|output)\.([a-z_]+)\b", text):
+            if key not in values[section] and key not in FILES:
+                yield f"{where}: {section}.{key}"
+        for name in re.findall(r"(?<![\w(-])--[a-z][a-z-]+(?![\w:-])", text):
+            if name not in options:
+                yield f"{where}: {name}"
+
+
+def test_messages_name_settings_and_options_that_exist():
+    assert list(unknown_names(words_of_the_code())) == []
+    wrong = [("x.py", "Set loop.batchsize, model.name or --pair; see model.safetensors and --pairs")]
+    assert list(unknown_names(wrong)) == ["x.py: loop.batchsize", "x.py: --pair"]
 
 
 def test_every_model_is_documented():

@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from tilewise.train import progress as module
 from tilewise.train.progress import RunProgress
 
 
@@ -20,3 +21,18 @@ def test_step_and_time_are_whole_in_a_narrow_terminal():
     assert len(screen.getvalue().splitlines()) <= 6  # two lines for a frame
     for words in ("12345/20000", "5.152", "57.9%", "12,439", "0:00:00", "left"):
         assert words in shown
+
+
+def test_an_evaluation_is_seen_to_go_on(monkeypatch):
+    screen, plain = io.StringIO(), io.StringIO()
+    progress = RunProgress(Console(file=screen, force_terminal=True, width=100, color_system=None), steps=20, done=0)
+    progress.evaluating(512, 25000)
+    progress.close()
+    assert "evaluating, image 512 of 25,000" in screen.getvalue()
+    progress = RunProgress(Console(file=plain), steps=20, done=0)
+    progress.evaluating(512, 25000)
+    assert plain.getvalue() == ""  # only now and then
+    monkeypatch.setattr(module, "LINE_EVERY_S", -1.0)
+    progress.evaluating(1024, 25000)
+    assert plain.getvalue() == "evaluating, image 1,024 of 25,000\n"
+    RunProgress(None, steps=20, done=0).evaluating(1, 2)

@@ -80,7 +80,8 @@ class Trainer:
         torch.manual_seed(config.loop.seed)
         self.model = self.folder.build_model(config).to(world.device)
         self.skips = SkipLog()
-        source = open_source(config.data, self.model.pixels.size, self.skips)
+        with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
+            source = open_source(config.data, self.model.pixels.size, self.skips, watch)
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
@@ -251,7 +252,7 @@ class Trainer:
             loop, state = self.config.loop, self.state
             with self.average.used() if self.average is not None else nullcontext():
                 encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
-                state.metrics = evaluate_retrieval(encoders, self.pairs)
+                state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
             assert log is not None
             log.write(self.step, "eval", state.metrics)
             bar.evaluated(state.metrics)

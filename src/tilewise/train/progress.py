@@ -80,6 +80,15 @@ class RunProgress:
             self._said = time.monotonic()
             self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
 
+    def evaluating(self, done: int, total: int) -> None:
+        """So many held-out images are encoded; the steps stand still until all are."""
+        facts = f"evaluating, image {done:,} of {total:,}"
+        if self._bar is not None:
+            self._bar.update(self._task, facts=facts)
+        elif self.console is not None and time.monotonic() - self._said > LINE_EVERY_S:
+            self._said = time.monotonic()
+            self.console.print(facts, highlight=False)
+
     def evaluated(self, metrics: dict[str, float]) -> None:
         """An evaluation is done."""
         if "t2i_r10" in metrics:

@@ -30,8 +30,8 @@ def _icons(path: str) -> IconSet:
     return load_icons(path or None)
 
 
-def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
-    """The training pairs."""
+def open_source(config: DataConfig, image_size: int, skips: SkipLog, watch: Watch | None = None) -> Source:
+    """The training pairs; `watch` is told how many shards have been counted."""
     if config.source == "icons":
         icons = _icons(config.path).split("train")
         if image_size != icons.side:
@@ -45,7 +45,7 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog) -> Source:
     if config.source == "shards":
         return ShardSource(
             expand_shards(config.path), how, shuffle_shards=config.shuffle_shards, records=config.records,
-            workers=config.workers, skips=skips, id_name=config.id_column,
+            workers=config.workers, skips=skips, id_name=config.id_column, watch=watch,
         )  # fmt: skip
     return FileSource(_split(config)[0], how, config.workers)
 

@@ -14,6 +14,7 @@ import re
 import tarfile
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -110,11 +111,12 @@ class ShardSource:
         workers: threads that decode.
         skips: the run's log.
         id_name: entry of a pair's .json whose equal values mean the same thing; empty: each pair has its own id.
+        watch: is told how many shards have been counted, of how many.
     """
 
     def __init__(
         self, paths: list[str], how: Preparation, *, shuffle_shards: int, records: int, workers: int, skips: SkipLog,
-        id_name: str = "",
+        id_name: str = "", watch: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         missing = [path for path in paths if not os.path.isfile(path)]
         if not paths or missing:
@@ -128,12 +130,20 @@ class ShardSource:
         self.pool = ThreadPoolExecutor(workers)
         self._index: OrderedDict[int, list[Entry]] = OrderedDict()
         self._lock = threading.Lock()
-        self._records = records or sum(len(self.entries(i)) for i in range(len(paths)))
+        self._records = records or self._count(watch)
         if not self._records:
             raise DataError(
                 f"no usable pairs in {len(paths)} shards: {skips.summary()}. First: {''.join(skips.examples[:1])}. "
                 f"A pair is an image ({', '.join(IMAGE_SUFFIXES)}) and, with the same key, .txt or .json with 'caption'"
             )
+
+    def _count(self, watch: Callable[[int, int], None] | None) -> int:
+        total = 0
+        for number in range(len(self.paths)):
+            total += len(self.entries(number))
+            if watch is not None:
+                watch(number + 1, len(self.paths))
+        return total
 
     def __len__(self) -> int:
         return self._records
