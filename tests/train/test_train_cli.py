@@ -84,6 +84,7 @@ def test_evaluate_prints_and_keeps_the_recalls(run):
     assert "text to image" in result.output
     kept = json.loads((run / "evaluation.json").read_text())
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert result.output.endswith(f"kept in {run / 'evaluation.json'}\n")
     assert kept["retrieval"]["i2t_r10"] == pytest.approx(last["i2t_r10"], abs=0.05)
 
 

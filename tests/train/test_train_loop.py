@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import webdataset
 from PIL import Image
+from rich.console import Console
 from tests.train.small_icons import write_small_icons
 from tests.train.small_weights import write_clip
 
@@ -27,7 +29,7 @@ SMALL = [
     "loop.batch_size=64", "loop.chunk_size=24", "loop.threads=1", "optim.ema_decay=0.9", "optim.lr=3e-3",
     "output.checkpoint_every=2", "output.evaluate_every=3", "output.report=false", "output.tensorboard=false",
 ]  # fmt: skip
-TIMES = ("seconds", "pairs_per_second", "memory_bytes")
+TIMES = ("seconds", "data_seconds", "pairs_per_second", "memory_bytes")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -259,6 +261,30 @@ def test_a_disk_that_fills_up_stops_safely(tmp_path, monkeypatch):
     kept = [p.name for p in list_checkpoints(tmp_path / "checkpoints")]
     assert kept == [step_name(2), step_name(3)]  # the third was evaluated, and the best so far
     assert train(config).finished
+
+
+@pytest.mark.parametrize("data_s", [0.0, 30.0])
+def test_a_run_that_waits_for_its_data_says_so(tmp_path, monkeypatch, data_s):
+    now = [0.0]
+
+    def takes(seconds, original):
+        def work(*args, **more):
+            now[0] += seconds
+            return original(*args, **more)
+
+        return work
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(loop.BatchStream, "make", takes(data_s, loop.BatchStream.make))
+    monkeypatch.setattr(loop.Trainer, "_step", takes(10.0, loop.Trainer._step))
+    monkeypatch.setattr(loop, "evaluate_retrieval", takes(1000.0, loop.evaluate_retrieval))
+    shown = io.StringIO()
+    train(small(tmp_path, "loop.steps=4", "data.prefetch=0"), Console(file=shown))
+    assert ("\n75 % of the time was spent waiting for images\n" in shown.getvalue()) == (
+        data_s > 0
+    )  # icons: no workers
+    steps = [line for line in RunFolder(tmp_path).read_metrics() if line["kind"] == "train"]
+    assert [(line["seconds"], line["data_seconds"]) for line in steps] == [(10.0 + data_s, data_s)] * 4
 
 
 def start(folder, *overrides):

@@ -67,7 +67,11 @@ def evaluate_run(
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:
         console.print(f"{skips.summary()}. First: {skips.examples[0]}", highlight=False, markup=False)
-    write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
+    try:
+        write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
+    except OSError as error:  # the run of somebody else, perhaps; the numbers are on the screen
+        raise DataError(f"cannot keep the numbers in {run / 'evaluation.json'}: {error.strerror or error}") from error
+    console.print(f"kept in {run / 'evaluation.json'}", highlight=False, soft_wrap=True)
     return result
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BEST_METRIC = "t2i_r10"
+SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run that long which waits so much for its data is told so
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Trainer:
         self.config, self.world = config, world
         self.console = console if world.is_first else None
         self.signal_number = 0
+        self.seconds = self.waited = 0.0  # of all steps, and how much of it for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
         self.model = self.folder.build_model(config).to(world.device)
@@ -125,10 +127,18 @@ class Trainer:
             if self.skips.total:
                 first = "".join(f". First: {example}" for example in self.skips.examples[:1])
                 self._say(f"training pairs: {self.skips.summary()}{first}")
+            self._judge_data()
             self.world.wait()
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, self.signal_number, dict(self.state.metrics)
             )
+
+    def _judge_data(self) -> None:
+        """Say so, where a run has spent much of its time waiting for images."""
+        if self.seconds > SLOW_DATA_S and self.waited > SLOW_DATA_SHARE * self.seconds:
+            workers = self.config.data.workers
+            advice = "" if self.config.data.source == "icons" else f". Give more data.workers than {workers}"
+            self._say(f"{100 * self.waited / self.seconds:.0f} % of the time was spent waiting for images{advice}")
 
     def _introduce(self) -> None:
         """The sizes that matter, before the first step takes its time."""
@@ -170,11 +180,13 @@ class Trainer:
         before = time.perf_counter()
         stopping = False
         for batch in self.stream.batches(self.state.position, self.step, self.steps):
+            waited = time.perf_counter() - before
             line, stopping = self._step(batch, stop)
-            now = time.perf_counter()
-            seconds, before = now - before, now
+            seconds = time.perf_counter() - before
+            self.seconds, self.waited = self.seconds + seconds, self.waited + waited
             speed = {
                 "seconds": seconds,
+                "data_seconds": waited,
                 "pairs_per_second": line["rows"] / seconds,
                 "memory_bytes": float(memory_now(self.world.device)),
             }
@@ -185,6 +197,7 @@ class Trainer:
             if stopping:  # every rank ends alike, whichever of them the signal reached
                 self.signal_number = int(self.world.largest(stop.signal_number))
                 break
+            before = time.perf_counter()  # an evaluation or a checkpoint is no part of the next step
 
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
         """Evaluate and save, where it is time to."""
