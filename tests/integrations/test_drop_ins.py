@@ -387,3 +387,17 @@ def test_ranking_refuses():
         st.MultipleNegativesRankingLoss(model)(sentences(1))
     with pytest.raises(ShapeError, match="same shape"):
         st.MultipleNegativesRankingLoss(model).compute_loss_from_embeddings([normal(N, D), normal(N - 1, D)])
+
+
+def test_a_model_that_is_none_is_refused_where_it_is_needed():
+    for model in (None, "bert-base-uncased"):
+        with pytest.raises(DtypeError, match="sentence_embedding"):
+            st.CachedMultipleNegativesRankingLoss(model)
+    with pytest.raises(DtypeError, match="got 'bert-base-uncased'"):
+        st.MultipleNegativesRankingLoss("bert-base-uncased")
+    loss = st.MultipleNegativesRankingLoss(None)
+    with pytest.raises(DtypeError, match="compute_loss_from_embeddings"):
+        loss(sentences(2))
+    columns = [normal(N, D), normal(N, D)]
+    want = st.MultipleNegativesRankingLoss(Bag()).compute_loss_from_embeddings(columns)
+    assert torch.equal(loss.compute_loss_from_embeddings(columns), want)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.cache import Encoder, GradientCache
-from tilewise.errors import ConfigError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.integrations._groups import world_group
 from tilewise.losses.info_nce import info_nce
 from tilewise.options import TileOptions
@@ -41,7 +41,8 @@ class MultipleNegativesRankingLoss(nn.Module):
     """sentence-transformers' loss of that name, computed by `tilewise.info_nce`.
 
     Args:
-        model: maps a batch of features (a dict) to a dict with "sentence_embedding".
+        model: maps a batch of features (a dict) to a dict with "sentence_embedding"; None for
+            `compute_loss_from_embeddings` alone.
         scale: multiplies the similarities; positive. An ``nn.Parameter`` gets its exact gradient.
         similarity_fct: cosine or dot product, as their functions ``cos_sim`` and ``dot_score`` or by these names.
         gather_across_devices: documents and queries of all ranks; each rank returns its share of the global mean, so
@@ -55,7 +56,7 @@ class MultipleNegativesRankingLoss(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         scale: float | Tensor = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] | Similarity = "cos_sim",
         gather_across_devices: bool = False,
@@ -67,6 +68,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
+        if model is not None:
+            _check_model(model)
         if not isinstance(scale, Tensor) and not scale > 0:
             raise RangeError(f"scale must be positive, got {scale}")
         _check_directions(directions, partition_mode)
@@ -85,7 +88,8 @@ class MultipleNegativesRankingLoss(nn.Module):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch, a dict of features for each column. Labels are not used."""
-        embeddings = [self.model(dict(features))["sentence_embedding"] for features in sentence_features]
+        model = _check_model(self.model)
+        embeddings = [model(dict(features))["sentence_embedding"] for features in sentence_features]
         return self.compute_loss_from_embeddings(embeddings, labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
@@ -176,7 +180,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             raise ConfigError(
                 "show_progress_bar is not supported: give tilewise.cache.GradientCache a progress function"
             )
-        self.model = model
+        self.model = _check_model(model)
         self.loss = MultipleNegativesRankingLoss(
             model,
             scale,
@@ -204,6 +208,16 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
         return self.loss.get_config_dict() | {"mini_batch_size": self.mini_batch_size}
+
+
+def _check_model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise DtypeError(
+            "model is a module that maps a batch of features to a dict with 'sentence_embedding', as a "
+            f"SentenceTransformer does, got {model!r}. For embeddings that are there already use MultipleNegativesRankingLoss(None) and "
+            "compute_loss_from_embeddings, or tilewise.info_nce"
+        )
+    return model
 
 
 def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
