@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -113,6 +115,30 @@ def test_failures_in_the_work_spoil_credits_and_are_raised_at_the_end(where):
     assert time.monotonic() - started < 20  # far inside the 60 s that a rank waits for another
     assert met == [[0, 2, 1], [1, 0], [2, 1, 0]]  # rank 1 stops working, and goes on passing blocks
     assert spoiled == [True, None, True]
+
+
+class NoRoom(Exception):
+    """As an error of memory, of which there can be weak references."""
+
+
+def test_a_failure_that_was_handled_holds_no_memory():
+    """A rank out of memory that skips the batch has its blocks back at once, not when cycles are collected."""
+
+    def work(group: VirtualGroup) -> bool:
+        def visit(owner: int, block: dict[str, Tensor]) -> None:
+            raise NoRoom
+
+        try:
+            go_round(find_exchange(group.group_name), [2, 2], {"x": torch.zeros(2)}, visit)
+        except NoRoom as error:
+            raised = weakref.ref(error)
+        return raised() is None
+
+    gc.disable()
+    try:
+        assert run_virtual(2, work) == [True, True]
+    finally:
+        gc.enable()
 
 
 def test_a_rank_that_hangs_does_not_hang_its_caller():

@@ -118,18 +118,7 @@ def go_round(
     here, largest = layout.pack(cargo), max(sizes)
     spare = [layout.empty(largest, device) for _ in range(2)]
     bags = [bag.empty(largest, device) for _ in range(2)]
-    failure: Exception | None = None
-
-    def guarded(do: Callable[..., T], *args: object) -> T | None:
-        """``do(*args)``, unless something has failed already."""
-        nonlocal failure
-        if failure is None:
-            try:
-                return do(*args)
-            except Exception as error:
-                failure = error
-        return None
-
+    guard = Guard()
     for step in range(world):
         owner, came = held_block(rank, step, world), held_block(rank, step + 1, world)
         send: list[Tensor] = []
@@ -141,21 +130,44 @@ def go_round(
             send += bag.cut(bags[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
             receive += bag.cut(bags[step % 2], sizes[owner])
         under_way = exchange.shift(send, receive)
-        added = guarded(work, owner, layout.open(here, sizes[owner]))
+        added = guard.run(work, owner, layout.open(here, sizes[owner]))
         under_way.wait()
         if bag:
             held = bag.open(bags[step % 2], sizes[owner])
-            guarded(_settle, held, added, join if step > 0 else None)
-            if failure is not None:
+            guard.run(_settle, held, added, join if step > 0 else None)
+            if guard.failure is not None:
                 _spoil(held)
         here = spare[step % 2]
     home = bags[world % 2]
     if bag:
         sent = bag.cut(bags[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
         exchange.shift(sent, bag.cut(home, sizes[rank])).wait()
-    if failure is not None:
-        raise failure
+    guard.check()
     return bag.open(home, sizes[rank]) if bag else {}
+
+
+class Guard:
+    """Runs one thing after another until one of them fails, and keeps its error."""
+
+    failure: Exception | None = None
+
+    def check(self) -> None:
+        """Raise what failed. It is not kept, so that what it holds (blocks, say) is free as soon as it is handled."""
+        failure, self.failure = self.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+
+    def run(self, do: Callable[..., T], *args: object) -> T | None:
+        """``do(*args)``, unless something has failed already."""
+        if self.failure is None:
+            try:
+                return do(*args)
+            except Exception as error:
+                self.failure = error
+        return None
 
 
 def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None) -> None:
