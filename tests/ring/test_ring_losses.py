@@ -1,4 +1,4 @@
-"""Every loss over real processes (gloo) equals one process on the whole batch: values and all gradients."""
+"""Every loss over real processes (gloo) equals one process on the whole batch in float64: values and all gradients."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def run_cases(
     return {name: loss_and_gradients(name, mine, group=group) for name in names}
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_loss_over_a_group_equals_one_process(crew: Crew, split, dtype, tolerance):  # noqa: F811
     rows, negatives = SPLITS[split]
     names = list(CASES)
     parts = crew.run(run_cases, names, rows, negatives, dtype, world=len(rows))
-    whole = make_tensors(sum(rows), sum(negatives), dtype)
+    whole = make_tensors(sum(rows), sum(negatives), dtype)  # rounded first: what is compared is the arithmetic
+    whole = {key: value.double() if value.is_floating_point() else value for key, value in whole.items()}
     for name in names:
         want, got = loss_and_gradients(name, whole), joined([part[name] for part in parts])
         assert got.keys() == want.keys()
