@@ -180,7 +180,7 @@ class _Forward:
                     self.width,
                 )
         hits = (self.place >= 0).to(pair.stat_dtype)
-        stats = Stats(row_lse=lse.to(pair.stat_dtype), row_pos=pos.to(pair.stat_dtype), row_hits=hits)
+        stats = Stats(row_lse=lse, row_pos=pos.to(pair.stat_dtype), row_hits=hits)
         kept = (mass < 0).sum(1, dtype=torch.int32)
         dense = plans.too_many(kept, mass.numel())
         return stats, FilterPlan(order=self.order, mass=mass, mean=mean, kept=kept, dense=dense)

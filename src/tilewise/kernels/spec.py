@@ -112,6 +112,9 @@ class Stats:
 
     Row statistics of blocks that share their rows merge into those of all the columns, and column statistics
     of blocks that share their columns into those of all the rows.
+
+    Numbers are in `stat_dtype`; a backend that has the log-sum-exps in float64 may give them so. What a loss sees is
+    `rounded`; backward takes them as they are, since a log-sum-exp of 1000 in float32 has probabilities 3e-5 off.
     """
 
     row_lse: Tensor | None = None  # (n,)
@@ -147,6 +150,14 @@ class Stats:
                 (self.row_top, self.row_top_col), (other.row_top, other.row_top_col)
             )
         return Stats(**joined)
+
+    def rounded(self, dtype: torch.dtype) -> Stats:
+        """Numbers in that type; indices stay."""
+
+        def in_type(value: Tensor | None) -> Tensor | None:
+            return value if value is None or not value.is_floating_point() else value.to(dtype)
+
+        return Stats(**{field.name: in_type(getattr(self, field.name)) for field in fields(self)})
 
     def rows(self) -> Stats:
         """Only what belongs to the rows."""

@@ -149,15 +149,17 @@ class _RunningStats:
             self.col_lse[j] = torch.logaddexp(self.col_lse[j], col)
 
     def stats(self, tiles: Tiles) -> Stats:
-        """What was asked for, measured from the zeros, in the type of the statistics."""
+        """What was asked for, measured from the zeros, in the type of the statistics; log-sum-exps in float64."""
+
+        def wide(vector: Tensor | None, zero: Tensor | None) -> Tensor | None:
+            return vector if vector is None or zero is None else vector - zero
 
         def out(vector: Tensor | None, zero: Tensor | None = None) -> Tensor | None:
-            if vector is None:
-                return None
-            return (vector if zero is None else vector - zero).to(self.pair.stat_dtype)
+            vector = wide(vector, zero)
+            return None if vector is None else vector.to(self.pair.stat_dtype)
 
         return Stats(
-            row_lse=out(self.row_lse, self.pair.row_zero),
+            row_lse=wide(self.row_lse, self.pair.row_zero),
             row_pos=out(self.row_pos),
             row_hits=None if self.row_pos is None else tiles.keys.hits(),
             row_softplus=out(self.row_softplus),
@@ -165,7 +167,7 @@ class _RunningStats:
             row_entropy=out(self.row_entropy),
             row_top=out(self.row_top, self.pair.row_zero),
             row_top_col=self.row_top_col,
-            col_lse=out(self.col_lse, self.pair.col_zero),
+            col_lse=wide(self.col_lse, self.pair.col_zero),
         )
 
 

@@ -65,6 +65,9 @@ class Tiles:
             torch.mm(self._scaled(i), self.b_block(j).T, out=x_rc)
         else:
             x_rc = torch.mm(pair.a[i], pair.b[j].T, out_dtype=torch.float32).mul_(pair.scale)
+        if self.spec.symmetric and i == j:
+            # A product rounds x_ij and x_ji differently, and here the one stands for the other.
+            x_rc.add_(self.spare(x_rc).copy_(x_rc.T)).mul_(0.5)
         if pair.bias is not None:
             x_rc.add_(pair.bias[j])
         if cap:

@@ -179,7 +179,7 @@ def _plan_forward(
 def _values(
     inputs: tuple[Any, ...], carry: bool = False
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], KeptRows | None, object | None]:
-    """Statistics and plan as tensors, the rows that were looked at, and what is carried."""
+    """Statistics and plan as tensors, the rows that were looked at, and what is carried; a loss sees `_rounded`."""
     a, b, scale, bias, row_key, row_zero, plan = inputs
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
@@ -195,10 +195,17 @@ def _values(
     return (*found, made.order, made.mass, made.mean, made.kept, made.dense), kept, carried
 
 
+def _rounded(output: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics in their type: a backend may give log-sum-exps in float64, for backward."""
+    lse, pos, hits = (value.to(stat_dtype(like.dtype)) for value in output[: len(STATS)])
+    return lse, pos, hits
+
+
 def _compute_stats(
     a: Tensor, b: Tensor, scale: Tensor, bias: OptTensor, row_key: Tensor, row_zero: OptTensor, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _values((a, b, scale, bias, row_key, row_zero, plan))[0]
+    output = _values((a, b, scale, bias, row_key, row_zero, plan))[0]
+    return *_rounded(output, a), *output[3:]
 
 
 _stats_op = torch.library.custom_op("tilewise::filtered_stats", _compute_stats, mutates_args=())
@@ -324,8 +331,9 @@ class _Eager(torch.autograd.Function):
         needs = ctx.needs_input_grad
         output, ctx.rows, ctx.carried = _values(inputs, carry=needs[1] and not needs[3])
         _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[STATS.index("row_hits")])
-        return output[: len(STATS)]
+        shown = _rounded(output, inputs[0])
+        ctx.mark_non_differentiable(shown[STATS.index("row_hits")])
+        return shown
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

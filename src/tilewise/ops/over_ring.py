@@ -57,12 +57,13 @@ def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: s
         if owner != shards.rank and 0 in (part.a.shape[0], part.b.shape[0]):
             return None if not spec.col_lse else {"col_lse": _nothing(part)}
         stats = choose_backend(part, how, options).forward(part, how, options)
-        total = total.merge(_double(stats.rows()))
+        # In float64, so that the number of blocks costs no accuracy; these are vectors.
+        total = total.merge(stats.rows().rounded(torch.float64))
         return None if stats.col_lse is None else {"col_lse": stats.col_lse.double()}
 
     credits = [Field("col_lse", torch.float64)] if spec.col_lse else []
     home = go_round(exchange, shards.cols, _cargo(pair), work, credits=credits, join=_join_lse)
-    return _to(dataclasses.replace(total, col_lse=home.get("col_lse")), pair.stat_dtype)
+    return dataclasses.replace(total, col_lse=home.get("col_lse")).rounded(pair.stat_dtype)
 
 
 def ring_backward(
@@ -233,21 +234,6 @@ def _join_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
             value.add_(added[name])
         else:
             value.copy_(added[name].add_(value))
-
-
-def _double(stats: Stats) -> Stats:
-    """Merged in float64, so that the number of blocks costs no accuracy; these are vectors."""
-    return _to(stats, torch.float64)
-
-
-def _to(stats: Stats, dtype: torch.dtype) -> Stats:
-    """Numbers in that type; indices stay."""
-    return Stats(
-        **{
-            name: value if value is None or not value.is_floating_point() else value.to(dtype)
-            for name, value in vars(stats).items()
-        }
-    )
 
 
 def _merge_slices(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:

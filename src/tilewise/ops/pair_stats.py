@@ -169,23 +169,24 @@ def _compute_stats(
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (a, b, scale, bias, row_key, col_key, row_skip, col_skip, row_zero, col_zero, col_weight)
-    return _present(*_stats_and_kept(tensors, *decode(plan))[0], like=a)
+    stats = _stats_and_kept(tensors, *decode(plan))[0]
+    return _present(*_shown(stats.rounded(stat_dtype(a.dtype))), like=a)
 
 
 def _stats_and_kept(
     tensors: tuple[Any, ...], spec: PairSpec, options: TileOptions, group_name: str
-) -> tuple[Any, KeptRows | None]:
+) -> tuple[Stats, KeptRows | None]:
     """The statistics, and which rows were looked at, so that backward need not find out again."""
     pair = _pair(*tensors)
     with without_autocast(pair.a):
         kept = KeptRows.find(pair, spec)
         stats = _forward(pair, spec, options, group_name, kept)
-    return tuple(getattr(stats, name) for name in NAMES), kept
+    return stats, kept
 
 
 def _stats_and_carried(
     tensors: tuple[Any, ...], plan: _Plan, columns_only: bool
-) -> tuple[Any, KeptRows | None, object | None]:
+) -> tuple[Stats, KeptRows | None, object | None]:
     """The same, and what a backend carries over to backward where the gradient of the columns will be asked for."""
     if plan.group_name or not columns_only:
         return *_stats_and_kept(tensors, *plan.choices), None
@@ -195,7 +196,12 @@ def _stats_and_carried(
         pair = pair if kept is None else kept.of_pair(pair)
         stats, carried = choose_backend(pair, plan.spec, plan.options).forward_carrying(pair, plan.spec, plan.options)
         stats = stats if kept is None else kept.widen_stats(stats)
-    return tuple(getattr(stats, name) for name in NAMES), kept, carried
+    return stats, kept, carried
+
+
+def _shown(stats: Stats) -> tuple[Tensor | None, ...]:
+    """In the order of the operator's outputs."""
+    return tuple(getattr(stats, name) for name in NAMES)
 
 
 _pair_stats_op = torch.library.custom_op("tilewise::pair_stats", _compute_stats, mutates_args=())
@@ -346,10 +352,11 @@ class _Eager(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tensors = a, b, scale, bias, *plan.keys
         need_columns = plan.recorded and ctx.needs_input_grad[1] and not ctx.needs_input_grad[3]
-        output, ctx.kept, ctx.carried = _stats_and_carried(tensors, plan, need_columns)
+        stats, ctx.kept, ctx.carried = _stats_and_carried(tensors, plan, need_columns)
+        output = _shown(stats.rounded(stat_dtype(a.dtype)))
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        known = (output[NAMES.index(name)] for name in (*KNOWN, "row_pos"))
+        known = (getattr(stats, name) for name in (*KNOWN, "row_pos"))
         ctx.save_for_backward(*tensors, *known)
         ctx.mark_non_differentiable(*(value for value in output[len(GRAD_NAMES) :] if value is not None))
         return output
