@@ -163,6 +163,20 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
     return torch.full((), value, dtype=stat, device=like.device)
 
 
+def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
+    """What scores are multiplied by where they are divided by a temperature: 1 / value, a 0-d tensor.
+
+    The division is made in the type of the statistics: half a type's digits, or float32's beside float64 features,
+    would be a temperature of its own.
+    """
+    number = check_scalar("temperature", value, like, positive=True)
+    if number.dtype != torch.float64:
+        number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
+    if isinstance(value, Tensor) and not can_read(number):
+        number = torch.where(number > 0, number, torch.nan)  # nobody looked
+    return number.reciprocal()
+
+
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
     """A finite Python number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -74,15 +76,18 @@ def linear_cross_entropy(
     a, shape = _rows(input, shift)
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
-    settings = f"{reduction=!s} {label_smoothing=} {z_loss=} {ignore_index=} {shift=}"
-    start, classes = column_spread(c, settings, name)
-    y = _check_target(target, input, shift, ignore_index, classes)
-    bias = check_bias("linear_bias", linear_bias, c)
-    weight = _check_class_weight(weight, c)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
     check_z_loss(z_loss)
+    settings = ""
+    if name:  # as plain numbers: a compiler may hold symbols for them, which it cannot write down
+        settings = f"reduction={reduction} label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
+        settings += f" ignore_index={int(ignore_index)} shift={int(shift)}"
+    start, classes = column_spread(c, settings, name)
+    y = _check_target(target, input, shift, ignore_index, classes)
+    bias = check_bias("linear_bias", linear_bias, c)
+    weight = _check_class_weight(weight, c)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
 
@@ -104,7 +109,10 @@ def linear_cross_entropy(
         counts = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
         early = pair_loss(a, c, scale, bias, weight=counts, square=square, keys=keys, spec=spec, options=options)
-        return early + torch.where(total == 0, torch.nan, 0.0)
+        nothing = total == 0
+        if not _check.can_read(y):  # a negative target that is not ignore_index would be left out like one that is
+            nothing = nothing | (valid & (key < 0)).any()
+        return early + torch.zeros_like(total).masked_fill(nothing, torch.nan)
     compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
     stats = compute(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     assert stats.row_lse is not None
@@ -154,7 +162,7 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
                 f"{tuple(input.shape)}. Add a dimension, or shift outside"
             )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
-    flat = input.reshape(-1, input.shape[-1])
+    flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     return _check.check_features("input", flat), input.shape[:-1]
 
 

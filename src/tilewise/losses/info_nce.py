@@ -76,7 +76,7 @@ def info_nce(
         raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True")
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves nothing to tell the key from: pass some")
-    scale = _check.check_scalar("temperature", temperature, a, positive=True).reciprocal()
+    scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
     zero = near_scores(a, b, scale)
 

@@ -60,11 +60,11 @@ def check_softcap(softcap: float | None) -> float:
 
 
 def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:
-    """One number for each column; in autocast's type unless ``cast`` is False."""
+    """One number for each column; in autocast's type where the features are, unless ``cast`` is False."""
     if bias is None:
         return None
     _check.check_floating(name, bias, 1)
     if bias.shape[0] != b.shape[0]:
         raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Reshape it")
     _check.check_device((name, "the features"), bias, b)
-    return _check.autocast(bias) if cast else bias
+    return _check.autocast(bias) if cast and b.dtype != torch.float64 else bias

@@ -51,7 +51,7 @@ def nt_xent(
             f"features stacks two views of each sample, so it needs an even number of rows, got {tuple(z.shape)}. "
             "Use torch.cat([first_views, second_views])"
         )
-    scale = _check.check_scalar("temperature", temperature, z, positive=True).reciprocal()
+    scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
     zero = near_scores(z, z, scale, other)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.direct import forms_early, pair_loss
 from tilewise.ops.pair_stats import pair_stats
 from tilewise.ops.reduce import reduce_rows, row_weights
@@ -54,7 +54,8 @@ def siglip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    bias = _check.check_scalar("logit_bias", logit_bias, a).expand(b.shape[0])
+    # Its gradient is the sum of the columns' gradients, which half types could not hold one by one.
+    bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and forms_early(a, b, scale, bias, spec=spec, options=options, group_name=name):
         return pair_loss(a, b, scale, bias, weight=row_weights(a, reduction), spec=spec, options=options)

@@ -12,6 +12,8 @@ from tilewise.ops.paired_scores import near_scores
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
+HALF = (torch.float16, torch.bfloat16)  # their scores are measured from 0
+
 
 def supcon_loss(
     features: Tensor,
@@ -51,8 +53,8 @@ def supcon_loss(
     options, name = _check.check_options(options), _check.group_name(group)
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
-    scale = _check.check_scalar("temperature", temperature, z, positive=True).reciprocal()
-    zero = near_scores(z, z, scale)  # near the positives' scores once they are learned
+    scale = _check.check_temperature(temperature, z)
+    zero = near_scores(z, z, scale, None if z.dtype in HALF else _next_of_label(key))
     stats = pair_stats(
         z,
         None,
@@ -68,6 +70,18 @@ def supcon_loss(
     hits = stats.row_hits.detach()
     loss_n = torch.where(hits > 0, stats.row_lse - stats.row_pos / hits.clamp(min=1), 0.0)
     return reduce_rows(loss_n, reduction, name)
+
+
+def _next_of_label(label: Tensor) -> Tensor:
+    """For each row the next one of its label, the first after the last; itself if it is the only one: (n,) int64.
+
+    Near the score with one positive a row measures its scores; that with itself may be far from all others.
+    """
+    ordered, index = torch.sort(label, stable=True)
+    after = torch.arange(1, label.shape[0] + 1, device=label.device)
+    last = after == torch.searchsorted(ordered, ordered, right=True)
+    after = torch.where(last, torch.searchsorted(ordered, ordered), after)
+    return index.scatter(0, index, index[after])
 
 
 class SupConLoss(nn.Module):

@@ -98,7 +98,8 @@ def linear_token_stats(
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     y = valid = key = zero = None
     if target is not None:
-        start, classes = column_spread(c, f"{ignore_index=} {shift=}", name)
+        settings = f"ignore_index={int(ignore_index)} shift={int(shift)}" if name else ""
+        start, classes = column_spread(c, settings, name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
