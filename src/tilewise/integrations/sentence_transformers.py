@@ -214,8 +214,8 @@ def _check_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise DtypeError(
             "model is a module that maps a batch of features to a dict with 'sentence_embedding', as a "
-            f"SentenceTransformer does, got {model!r}. For embeddings that are there already use MultipleNegativesRankingLoss(None) and "
-            "compute_loss_from_embeddings, or tilewise.info_nce"
+            f"SentenceTransformer does, got {model!r}. For embeddings that are there already use "
+            "MultipleNegativesRankingLoss(None) and compute_loss_from_embeddings, or tilewise.info_nce"
         )
     return model
 
