@@ -30,7 +30,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.ops.plan import named_inputs, read_wanted
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
-from tilewise.ring.blocks import Field, go_round
+from tilewise.ring.blocks import Field, Guard, go_round
 from tilewise.ring.exchange import Exchange, find_exchange
 from tilewise.ring.shards import Shards
 
@@ -238,13 +238,10 @@ def _join_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
 
 def _merge_slices(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """Row statistics over the slices of all ranks: one maximum and one sum of vectors, and one more for the columns."""
-    try:
-        local, failure = choose_backend(pair, spec, options).forward(pair, spec, options), None
-    except Exception as error:  # the others wait for this rank's part: they get NaN
-        local, failure = _spoilt(pair, spec), error
-    merged = _merge(exchange, local, pair.stat_dtype)
-    if failure is not None:
-        raise failure
+    guard = Guard()  # the others wait for this rank's part: if it fails, they get NaN
+    local = guard.run(lambda: choose_backend(pair, spec, options).forward(pair, spec, options))
+    merged = _merge(exchange, local or _spoilt(pair, spec), pair.stat_dtype)
+    guard.check()
     return merged
 
 
@@ -315,20 +312,22 @@ def _sum_slices(
     options: TileOptions,
 ) -> Grads:
     """This rank's slice with the statistics of all; what belongs to the rows is added up over the ranks."""
-    failure: Exception | None = None
-    try:
+
+    def work() -> Grads:
         backend = choose_backend(pair, spec, options)
-        grads = backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
-    except Exception as error:  # the others wait for this rank's part: they get NaN
-        failure, nan = error, torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
+        return backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
+
+    guard = Guard()  # the others wait for this rank's part: if it fails, they get NaN
+    grads = guard.run(work)
+    if grads is None:
+        nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
         grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)
     if grads.a is not None:
         exchange.sum_(grads.a)
     scale = None if grads.scale is None else grads.scale.double()
     if scale is not None:
         exchange.sum_(scale)
-    if failure is not None:
-        raise failure
+    guard.check()
     return Grads(
         a=None if grads.a is None else grads.a.to(pair.a.dtype),
         b=None if grads.b is None else grads.b.to(pair.b.dtype),
