@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.compare import assert_close
 from torch import Tensor, nn
 
-from tilewise.errors import ConfigError, GradientError
+from tilewise.errors import ConfigError, DtypeError, GradientError
 from tilewise.integrations.grad_cache import GradCache, cached, cat_input_tensor, gather_input_tensor
 
 
@@ -218,3 +218,14 @@ def test_gather_passes_keywords_and_leaves_other_arguments(monkeypatch):
 
     total(x, weight=torch.ones(3, 1), name="kept").backward()
     assert torch.equal(x.grad, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("models", [None, [None], [nn.Linear(2, 2), "bert"], nn.Linear(2, 2), nn.Sequential()])
+def test_models_that_are_no_list_of_modules_are_refused_at_once(models):
+    with pytest.raises(DtypeError, match="a list of modules, one for each input"):
+        GradCache(models, 2, lambda x: x.sum())
+
+
+def test_a_loss_that_is_no_function_is_refused_at_once():
+    with pytest.raises(DtypeError, match="loss_fn is a function"):
+        GradCache(nn.ModuleList([nn.Linear(2, 2)]), 2, None)

@@ -13,7 +13,7 @@ decorators, inputs may be nested, running statistics count once, and a frozen mo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from tilewise.cache.chunks import call_with, count_rows, row_ranges, take_rows, 
 from tilewise.cache.encoders import buffer_versions, kept_buffers
 from tilewise.cache.randomness import RandomState, kept_random_state, random_devices
 from tilewise.cache.sync import synchronizing_modules
-from tilewise.errors import ConfigError, GradientError
+from tilewise.errors import ConfigError, DtypeError, GradientError
 
 
 class GradCache:
@@ -63,7 +63,9 @@ class GradCache:
     ) -> None:
         if fp16 and scaler is None:
             raise ConfigError("fp16=True needs a gradient scaler: pass scaler=torch.amp.GradScaler()")
-        self.models = list(models)
+        self.models = _modules(models)
+        if not callable(loss_fn):
+            raise DtypeError(f"loss_fn is a function of the representations, got {loss_fn!r}")
         self.chunk_sizes = [chunk_sizes] * len(self.models) if isinstance(chunk_sizes, int) else list(chunk_sizes)
         if len(self.chunk_sizes) != len(self.models):
             raise ConfigError(
@@ -243,3 +245,14 @@ def gather_input_tensor(func: Callable[..., Tensor], axis: int = 0) -> Callable[
         return torch.cat(parts, dim=axis)
 
     return _on_arguments(func, gather)
+
+
+def _modules(models: Any) -> list[nn.Module]:
+    single = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
+    found = [models] if single or not isinstance(models, Iterable) else list(models)
+    if single or not all(isinstance(model, nn.Module) for model in found):
+        raise DtypeError(
+            "models is a list of modules, one for each input, got "
+            f"{', '.join(type(model).__name__ for model in found)}. A model for two inputs stands in it twice"
+        )
+    return found
