@@ -114,6 +114,15 @@ def test_a_row_far_longer_than_the_others_of_its_label():
     assert_close(got[0], want[0], 5e-4)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_many_positives_with_large_scores():
+    """The scores of 120 equal rows with one another are 1700: their sum has no digits left in float32."""
+    z = random(1, 17, dtype=torch.float32).expand(120, -1)
+    labels = torch.arange(120) // 60
+    want = oracles.supcon_dense(z.double(), labels, 0.01, reduction="none")
+    assert_close(tw.supcon_loss(z, labels, temperature=0.01, reduction="none"), want, 2e-6)
+
+
 def test_the_next_row_of_a_label():
     from tilewise.losses.supcon import _next_of_label
 
