@@ -6,22 +6,26 @@ As `compile_kernels`: a line of JSON for each kernel and card, in a process of i
 import json
 
 import triton
+from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax
+from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE, Sizes
 
 DIAGONAL, ONE = 1, 2
 SOFTCAP, BIAS, ONE_BIAS, SKIP, BIAS_TOTAL = 2, 1, 16, 4, 32
 INTEGERS = {"n", "m", "first", "ahead", "parts", "count"}
 KEYS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
-KEYS |= {"column": "*i32", "order": "*i64"}
+KEYS |= {"column": "*i32", "order": "*i64", "only_if": "*i32"}
 FEATURES = {"a", "b", "g", "scaled", "out", "values", "grad"}
-NONE = dict.fromkeys(("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_zero", "square"))
-PERSISTENT = {"PROGRAMS": 264, "EXACT": "tf32"}
+NONE = dict.fromkeys(
+    ("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_zero", "square", "only_if")
+)
+PERSISTENT = {"PROGRAMS": 264, "EXACT": FULL}
 TILED = {
-    "exponents of cross entropy": (direct_softmax.exponent_kernel, ONE, 0, 0, ("row_key",)),
+    "exponents of cross entropy": (direct_softmax.exponent_kernel, ONE, 0, 0, ("row_key", "only_if")),
     "exponents, bias and softcap": (direct_softmax.exponent_kernel, ONE, BIAS + SOFTCAP, 0, ("row_key", "bias")),
     "exponents of info_nce with ids": (direct_softmax.exponent_kernel, DIAGONAL, SKIP, 0, ("row_skip", "col_skip")),
     "exponents in doubt": (direct_softmax.exponent_kernel, ONE, 0, 1, ("row_key",)),
@@ -45,7 +49,7 @@ SMALL = {
     ),
     "runs": (direct_products.runs_kernel, {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}, ()),
     "bias": (direct_products.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, ()),
-    "multiply": (direct_products.multiply_kernel, {"PROGRAMS": 264, "BLOCK": 4096}, ()),
+    "multiply": (direct_products.multiply_kernel, {"UNIT": 8, "PROGRAMS": 264, "BLOCK": 4096}, ()),
 }
 ALL = tuple(TILED)
 CARDS = {
@@ -76,7 +80,9 @@ def compiled(kernel, constants, dtype, sizes: Sizes | None, capability):
             signature[name] = "i32"
         else:
             signature[name] = KEYS.get(name) or ("*" + (dtype if name in FEATURES else "fp32"))
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    # As at run time: every tensor starts at a 16-byte address.
+    aligned = {(p,): [["tt.divisibility", 16]] for p, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     warps, stages = (sizes.warps, sizes.stages) if sizes is not None else (4, 2)
     how = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
@@ -89,8 +95,7 @@ def without(names):
 
 def show(card, capability, kernel, result, programs) -> None:
     line = {"card": card, "capability": capability, "kernel": kernel, "shared": result.metadata.shared}
-    spilled = getattr(result, "n_spills", None)
-    print(json.dumps(line | {"programs": programs, "spills": spilled}), flush=True)
+    print(json.dumps(line | {"programs": programs, "stack": stack_bytes(result.asm["cubin"])}), flush=True)
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ Run in a process of its own, without TRITON_INTERPRET.
 import json
 
 import triton
+from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.triton_impl import backward, carried, forward, positive, small_step, tokens
+from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
@@ -69,8 +71,11 @@ CARDS = {
     ),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),
+    "ampere, float32": (80, TABLE[8, 4], "fp32", ("clip",)),
     "ada": (89, SAFE[2], "bf16", ("clip",)),
+    "ada, float32": (89, SAFE[4], "fp32", ("clip",)),
     "blackwell": (100, TABLE[10, 2], "bf16", ("clip",)),
+    "blackwell, float32": (100, TABLE[10, 4], "fp32", ("clip",)),
 }
 
 
@@ -96,7 +101,9 @@ def compiled(kernel, constants, present, dtype, sizes, capability):
             signature[name] = "*i32"
         else:
             signature[name] = NUMBERS.get(name) or POINTERS.get(name, "*fp32")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    # As at run time: every tensor starts at a 16-byte address.
+    aligned = {(p,): [["tt.divisibility", 16]] for p, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     warps, stages = (sizes.warps, sizes.stages) if sizes is not None else (4, 2)
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": stages}
@@ -107,7 +114,7 @@ def main() -> None:
     for card, (capability, (forward_sizes, gradient_sizes), dtype, losses) in CARDS.items():
         for loss in losses:
             stats, terms, score, kind, wide, present = LOSSES[loss]
-            shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": "tf32", "WIDE": wide, "PROGRAMS": 264}
+            shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": FULL, "WIDE": wide, "PROGRAMS": 264}
             shared["CARRY"] = "e_desc" in present
             masks = kind == MANY or bool(score & 4)
             for kernel, sizes, bits in (
@@ -136,15 +143,17 @@ def main() -> None:
                 result = compiled(kernel, shared | blocks | bits, there, dtype, sizes, capability)
                 programs = 1 if sizes is None else sizes.programs
                 line = {"card": card, "capability": capability, "loss": loss, "kernel": kernel.__name__}
-                print(json.dumps(line | {"shared": result.metadata.shared, "programs": programs}), flush=True)
+                line |= {"shared": result.metadata.shared, "programs": programs}
+                print(json.dumps(line | {"stack": stack_bytes(result.asm["cubin"])}), flush=True)
     for card, (capability, _, _, _) in CARDS.items():
         for kernel, block in (
             (small_step.loss_kernel, small_step.SUM_BLOCK),
             (small_step.times_kernel, small_step.TIMES_BLOCK),
         ):
-            result = compiled(kernel, {"BLOCK": block}, {"col_lse"}, "fp32", None, capability)
+            result = compiled(kernel, {"BLOCK": block, "UNIT": 8}, {"col_lse"}, "fp32", None, capability)
             line = {"card": card, "capability": capability, "kernel": kernel.__name__, "programs": 1}
-            print(json.dumps(line | {"shared": result.metadata.shared}), flush=True)
+            line |= {"shared": result.metadata.shared, "stack": stack_bytes(result.asm["cubin"])}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

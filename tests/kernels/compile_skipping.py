@@ -7,10 +7,12 @@ TRITON_INTERPRET.
 import json
 
 import triton
+from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.triton_impl import forward, skipping
+from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.skipping_backward import pair_sizes_of
 from tilewise.kernels.triton_impl.skipping_forward import product_sizes_of
 
@@ -60,7 +62,7 @@ def main() -> None:
         item = 4 if dtype == "fp32" else 2
         product, pairs = product_sizes_of(capability // 10, item, width), pair_sizes_of(capability // 10, item)
         desc = {"a_desc": (product.rows, product.depth), "b_desc": (product.cols, product.depth)}
-        shared = {"D": d, "UNIT": 16 // item, "W": width, "EXACT": "tf32"}
+        shared = {"D": d, "UNIT": 16 // item, "W": width, "EXACT": FULL}
         tile = {"R": product.rows, "C": product.cols, "K": product.depth, "GROUP": product.group, "PROGRAMS": 132}
         block = {"R": pairs.rows, "K": pairs.depth}
         column = {"R": pairs.rows, "K": min(pairs.columns, max(16, triton.next_power_of_2(d)))}
@@ -87,7 +89,8 @@ def main() -> None:
                 made = compiled(kernel, constants, no, dtype, desc, capability, warps, stages)
                 programs = product.programs if kernel is skipping.parts_kernel else 1
                 line = {"card": card, "capability": capability, "kernel": kernel.__name__, "score": score}
-                print(json.dumps(line | {"shared": made.metadata.shared, "programs": programs}), flush=True)
+                line |= {"shared": made.metadata.shared, "programs": programs, "stack": stack_bytes(made.asm["cubin"])}
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -183,23 +183,34 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
     """As on a GPU: those that count, in order, then some that do not."""
     key = torch.arange(10)
     key[torch.randperm(10)[:ignored]] = -1
-    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.kept_index(key, 4)
-    alone = drop_rows.kept_index(key, 1)
+    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.Asked(key, 4).answer()
+    alone = drop_rows.Asked(key, 1).answer()
     assert (alone is None) == (ignored == 0), "all of them"
-    assert alone is None or torch.equal(alone, exact)
+    assert alone is None or torch.equal(alone.index, exact)
     if -(-len(exact) // 4) * 4 >= 10:
         assert filled is None
         return
-    assert torch.equal(filled[: len(exact)], exact)
-    assert len(filled) == max(4, -(-len(exact) // 4) * 4)
-    assert len(filled.unique()) == len(filled)
+    assert torch.equal(filled.index[: len(exact)], exact)
+    assert len(filled.index) == max(4, -(-len(exact) // 4) * 4)
+    assert len(filled.index.unique()) == len(filled.index)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("step", [1, 4])
+def test_the_device_knows_what_the_host_will_hear(rows, step):
+    """Kernels that run only if all rows stay have run whenever the host takes their results."""
+    for ignored in range(rows + 1):
+        key = torch.arange(rows)
+        key[:ignored] = -1
+        asked = drop_rows.Asked(key, step)
+        assert bool(asked.all_stay()) == (asked.answer() is None), ignored
 
 
 def test_filled_tiles_change_no_loss(monkeypatch):
     made = loss_cases.problem("cross_entropy_everything")
     want, want_grads = loss_cases.solve(made.ours, made.leaves)
-    exact = drop_rows.kept_index
-    monkeypatch.setattr(drop_rows, "kept_index", lambda key, step: exact(key, 16))
+    ask = staticmethod(lambda pair, spec: drop_rows.Asked(pair.row_key, 16))
+    monkeypatch.setattr(drop_rows.Asked, "about", ask)
     loss, grads = loss_cases.solve(made.ours, made.leaves)
     assert_close(loss, want, 1e-14)
     for leaf, value in want_grads.items():

@@ -116,7 +116,7 @@ class Exponentials:
     The positive's entry of E is there as it was before it was rounded too: it may be all that counts.
     """
 
-    e: Tensor  # (n or more, m or more), in the type of the features; what is more is not looked at
+    e: Tensor  # (n or more, `row_width` or more), in the type of the features; columns from m on mean nothing
     factor: Tensor  # (n or more,), in the type of the statistics
     entry: Tensor  # (n or more,), in the type of the statistics
     column: Tensor  # (n or more,), int32: where it is; -1 in a row without
@@ -134,12 +134,15 @@ def row_width(m: int, features: torch.dtype) -> int:
 
 
 def exponentials(
-    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
+    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int, only_if: Tensor | None = None
 ) -> tuple[Tensor, Exponentials]:
-    """The loss, a number, and what waits for `gradients`, in memory for ``rows`` rows; ask `waits` before."""
+    """The loss, a number, and what waits for `gradients`, in memory for ``rows`` rows; ask `waits` before.
+
+    With ``only_if``, a number of type int32 on the device, only if that is not 0: the results mean nothing otherwise.
+    """
     from tilewise.kernels.triton_impl import direct as fused
 
-    return fused.exponentials(pair, weights, spec, options, rows)
+    return fused.exponentials(pair, weights, spec, options, rows, only_if)
 
 
 def gradients(held: Exponentials, pair: Pair, upstream: Tensor, needs: Needs, options: TileOptions) -> Grads:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.kernels import direct
 from tilewise.kernels.spec import Grads, Needs, Pair, PairSpec, stat_dtype
-from tilewise.ops.drop_rows import KeptRows
+from tilewise.ops.drop_rows import Asked, KeptRows
 from tilewise.ops.pair_stats import NO_KEYS, PairKeys, _holds_numbers, _no_second, _pair, _present, without_autocast
 from tilewise.ops.plan import decode, encode
 from tilewise.options import TileOptions
@@ -118,17 +118,33 @@ def _loss_and_held(inputs: tuple[Any, ...], rows: int | None = None) -> tuple[Te
     pair = _pair(*tensors, None, None)
     weights, wanted = direct.RowWeights(each=weight, square=square), _wanted(needs)
     with without_autocast(pair.a):
+        if _waits(inputs):
+            return _loss_and_exponentials(pair, weights, wanted, spec, options, rows)
         kept = KeptRows.find(pair, spec)
         if kept is not None:
             pair, weights = kept.of_pair(pair), weights.rows(kept.index)
+        made = direct.direct(pair, weights, wanted, spec, options) if pair.a.shape[0] else _nothing(pair, wanted)
+        return made[0], _Held(made[1] if kept is None else kept.widen_grads(made[1]), None)
+
+
+def _loss_and_exponentials(
+    pair: Pair, weights: direct.RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int | None
+) -> tuple[Tensor, _Held]:
+    """As above. What is right if all rows count is launched before the host hears whether they do, so that the device
+    works meanwhile; if they do not, those kernels return at once."""
+    asked, kept = Asked.about(pair, spec), None
+    if asked is not None:
+        loss, held = direct.exponentials(pair, weights, spec, options, pair.a.shape[0], only_if=asked.all_stay())
+        kept = asked.answer()
+        if kept is None:
+            return loss, _Held(held, None)
+        del loss, held
+        pair, weights = kept.of_pair(pair), weights.rows(kept.index)
         if pair.a.shape[0] == 0:
-            loss, grads = _nothing(pair, wanted)
-        elif _waits(inputs):
-            loss, held = direct.exponentials(pair, weights, spec, options, rows or pair.a.shape[0])
-            return loss, _Held(held, kept)
-        else:
-            loss, grads = direct.direct(pair, weights, wanted, spec, options)
-        return loss, _Held(grads if kept is None else kept.widen_grads(grads), None)
+            loss, grads = _nothing(pair, needs)
+            return loss, _Held(kept.widen_grads(grads), None)
+    loss, held = direct.exponentials(pair, weights, spec, options, rows or pair.a.shape[0])
+    return loss, _Held(held, kept)
 
 
 def _nothing(pair: Pair, needs: Needs) -> tuple[Tensor, Grads]:

@@ -2,6 +2,7 @@
 
 How many are left is a value. On the CPU it is there to be read; elsewhere the host waits for the device once, and only
 where the products take much longer than that. Otherwise the rows stay, with weight zero: the result is the same.
+Between the question (`Asked`) and its answer a caller may launch what is right if all rows stay.
 """
 
 from __future__ import annotations
@@ -12,25 +13,13 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import Grads, GradStats, Pair, PairSpec, Stats
+from tilewise.kernels.told import Told
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward take 3 ms of an H200 then
 USUAL_SLICE = 2**15  # columns of one rank: slices may be uneven, and all ranks must decide alike
 # On a GPU a few ignored rows stay, so that tiles are full, some rows are always left, and steps with about the same
 # number of tokens have the same shapes, for which launches are ready.
 WHOLE_TILES = 128
-
-
-def kept_index(key: Tensor, step: int) -> Tensor | None:
-    """Rows whose key is not negative, then as many others as make their number a multiple of ``step``; None for all."""
-    ignored = key < 0
-    if step == 1:
-        index = (~ignored).nonzero().squeeze(1)
-        return None if index.shape[0] == key.shape[0] else index
-    count = key.shape[0] - int(ignored.sum())
-    kept = max(-(-count // step), 1) * step
-    if kept >= key.shape[0]:
-        return None
-    return ignored.to(torch.int32).argsort(stable=True)[:kept]
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
@@ -43,6 +32,42 @@ def may_look(pair: Pair, spec: PairSpec) -> bool:
     return not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+class Asked:
+    """How many rows of a pair have a negative key: a question whose answer is on its way to the host.
+
+    All other rows stay, and as many of these as make their number a multiple of ``step``.
+    """
+
+    def __init__(self, key: Tensor, step: int) -> None:
+        self.ignored, self.rows, self.step = key < 0, key.shape[0], step
+        self.least = step if step > 1 else 0
+        # with no more than these ignored all rows stay
+        self.most = self.rows if self.rows <= self.least else self.rows - 1 - (self.rows - 1) // step * step
+        self.count = self.ignored.sum(dtype=torch.int32)
+        self._told = Told(self.count)
+
+    @staticmethod
+    def about(pair: Pair, spec: PairSpec) -> Asked | None:
+        """None where rows are not dropped, or nobody may look."""
+        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
+            return None
+        return Asked(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES)
+
+    def all_stay(self) -> Tensor:
+        """What the device knows already: 1 if `answer` will be None, else 0; a number, int32."""
+        return (self.count <= self.most).to(torch.int32)
+
+    def answer(self) -> KeptRows | None:
+        """Which rows stay; None when all do. The host waits until the device has come to the question."""
+        ignored = int(self._told())
+        if ignored <= self.most:
+            return None
+        if self.step == 1:
+            return KeptRows((~self.ignored).nonzero().squeeze(1), self.rows)
+        kept = max(-(-(self.rows - ignored) // self.step) * self.step, self.least)
+        return KeptRows(self.ignored.to(torch.int32).argsort(stable=True)[:kept], self.rows)
+
+
 class KeptRows:
     """The rows of a pair with a key that is not negative; ``None`` from `find` if nothing is to be dropped."""
 
@@ -52,10 +77,8 @@ class KeptRows:
     @staticmethod
     def find(pair: Pair, spec: PairSpec) -> KeptRows | None:
         """Which rows stay, or None when all do or nobody may look. Where it looks, the host waits for the device."""
-        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
-            return None
-        index, rows = kept_index(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES), pair.a.shape[0]
-        return None if index is None else KeptRows(index, rows)
+        asked = Asked.about(pair, spec)
+        return None if asked is None else asked.answer()
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""

@@ -18,6 +18,7 @@ from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     MANY,
     SOFTCAP,
+    in_units,
     positives,
     score_tile,
     tile_dot,
@@ -195,10 +196,13 @@ def span_kernel(row_lse, row_zero, col_lse, col_zero, out, n, m, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["rows", "stride", "out_stride", "feature_stride"])
-def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride,
+def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride, UNIT: tl.constexpr,
                   WRITE: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr,
                   WIDTH: tl.constexpr):  # fmt: skip
-    """out = factor * total in the type of out, and for each program the sum of total * features."""
+    """out = factor * total in the type of out, and for each program the sum of total * features.
+
+    All strides are multiples of UNIT.
+    """
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     f = 1.0
     if SCALED:
@@ -207,13 +211,13 @@ def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, str
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         ok = (row < rows)[:, None] & (col < D)[None, :]
-        value = tl.load(total + row[:, None] * stride + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        value = tl.load(total + row[:, None] * in_units(stride, UNIT) + col[None, :], mask=ok, other=0.0).to(tl.float32)
         if DOT:
-            dot += value * tl.load(features + row[:, None] * feature_stride + col[None, :], mask=ok, other=0.0).to(
-                tl.float32
-            )
+            place = features + row[:, None] * in_units(feature_stride, UNIT) + col[None, :]
+            dot += value * tl.load(place, mask=ok, other=0.0).to(tl.float32)
         if WRITE:
-            tl.store(out + row[:, None] * out_stride + col[None, :], (value * f).to(out.dtype.element_ty), mask=ok)
+            place = out + row[:, None] * in_units(out_stride, UNIT) + col[None, :]
+            tl.store(place, (value * f).to(out.dtype.element_ty), mask=ok)
     if DOT:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
 

@@ -40,10 +40,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.told import Told
 from tilewise.kernels.triton_impl.backward import outer_factor, side
 from tilewise.kernels.triton_impl.forward import BELOW_PEAK, guess_top
 from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces
-from tilewise.kernels.triton_impl.parts import LOG2E, own_column
+from tilewise.kernels.triton_impl.parts import LOG2E, own_column, row_stride
 
 DTYPES = (torch.bfloat16,)  # float16 has not the range of exponentials that are not normalized yet
 NARROWEST = (
@@ -60,22 +61,6 @@ SMALLEST_SHARE = tl.constexpr(
 )  # of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
 ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
 FACTOR_ROWS, WIDTH = 32, 256
-
-
-class Told:
-    """A number of the device on its way to the host, which waits for it only when it asks."""
-
-    def __init__(self, number: Tensor) -> None:
-        """``number``: (1,), on a GPU."""
-        self.there = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
-        self.there.copy_(number, non_blocking=True)
-        self.arrived = torch.cuda.Event()
-        self.arrived.record()
-
-    def __call__(self) -> float:
-        """The number."""
-        self.arrived.synchronize()
-        return self.there.item()
 
 
 @dataclass
@@ -226,6 +211,7 @@ def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
         inside = ok[:, None] & (at < D)[None, :]
-        row = tl.load(a + rows.to(tl.int64)[:, None] * a_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        row_at = a + rows.to(tl.int64)[:, None] * row_stride(a, a_stride)
+        row = tl.load(row_at + at[None, :], mask=inside, other=0.0).to(tl.float32)
         place = scaled + rows.to(tl.int64)[:, None] * D + at[None, :]
         tl.store(place, (row * f[:, None]).to(scaled.dtype.element_ty), mask=inside)

@@ -21,7 +21,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax, positive
 from tilewise.kernels.triton_impl.backend import how, on_device, tensors_of
 from tilewise.kernels.triton_impl.gradients import Backward, Bias, product
-from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, unit_of, vector
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
 from tilewise.options import TileOptions
@@ -54,16 +54,16 @@ def direct(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, option
 
 
 def exponentials(
-    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
+    pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int, only_if: Tensor | None
 ) -> tuple[Tensor, Exponentials]:
     """The loss, and what gradients are made of; see `tilewise.kernels.direct`."""
 
     def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
-        losses, made = Softmax(Call.of(pair, spec, options, tape), weights).losses_and_exponentials(rows)
+        losses, made = Softmax(Call.of(pair, spec, options, tape), weights, only_if).losses_and_exponentials(rows)
         return losses, made.e, made.factor, made.entry, made.column
 
     with on_device(pair.a), torch.no_grad():
-        inputs = [*tensors_of(pair, spec), weights.each, weights.square]
+        inputs = [*tensors_of(pair, spec), weights.each, weights.square, only_if]
         kind = kind_of(("exponentials", rows, *how(pair, spec, options)), inputs)
         losses, e, *vectors = taped(kind, inputs, run, pair.a.device)
         more = rows - pair.a.shape[0]
@@ -89,9 +89,10 @@ def multiply(values: Tensor, by: Tensor, out: Tensor) -> None:
     with on_device(values):
         programs, count = 8 * multiprocessors(values.device), values.numel()
         same = out is values
+        unit = unit_of(count)
         key = values.dtype, out.dtype, same, values.data_ptr() % 16, out.data_ptr() % 16, by.dtype, by.data_ptr() % 16
-        prepared = Prepared(direct_products.multiply_kernel, values.device, 4, 2, (*key, count < 2**31))
-        prepared.put({"values": values, "out": out, "by": by, "count": count, "IN_PLACE": same})
+        prepared = Prepared(direct_products.multiply_kernel, values.device, 4, 2, (*key, unit, count < 2**31))
+        prepared.put({"values": values, "out": out, "by": by, "count": count, "UNIT": unit, "IN_PLACE": same})
         prepared.put({"PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
 
 
@@ -122,8 +123,8 @@ class Sigmoid(Backward):
 class Softmax:
     """The loss of a softmax and E, a block of rows after another."""
 
-    def __init__(self, call: Call, weights: RowWeights) -> None:
-        self.call, self.pair, self.sizes = call, call.pair, call.gradient_sizes
+    def __init__(self, call: Call, weights: RowWeights, only_if: Tensor | None = None) -> None:
+        self.call, self.pair, self.sizes, self.only_if = call, call.pair, call.gradient_sizes, only_if
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
         self.row_step = self._blocks()
         self.col_tiles = cdiv(self.m, self.sizes.cols)
@@ -179,7 +180,7 @@ class Softmax:
         """Of the rows i, with E in ``e``; and into ``scaled``, if it is there, scale f_i a_i."""
         call, n = self.call, i.stop - i.start
         desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
-        shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt}
+        shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt, "only_if": self.only_if}
         gated, maxima = direct_softmax.GATED.value, direct_softmax.MAXIMA.value
         for terms in (0, gated + maxima, gated):
             call.run(direct_softmax.exponent_kernel, i, self.all_cols, self.sizes, TERMS=terms, **shared)
@@ -195,7 +196,7 @@ class Softmax:
         last = call.prepare(direct_softmax.rows_kernel, 4, 2, key)
         last.put(call.fixed).put(call.rows(i, self.sizes)).put(call.cols(self.all_cols, self.sizes)).put(shared)
         last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "scaled": scaled}).put(vectors)
-        last.put({"scaled_stride": self.d, "loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
+        last.put({"loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
         last.put({"ahead": self.pair.row_start + i.start - self.pair.col_start, "WIDTH": WIDTH, "BLOCK": ROWS_BLOCK})
         last.launch(programs)
         return Exponentials(e=e, **vectors)

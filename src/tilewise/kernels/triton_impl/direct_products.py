@@ -11,6 +11,8 @@ done, in float32 and for the positives alone: `finish_rows_kernel` in dA, `posit
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.parts import in_units, row_stride
+
 
 @triton.jit(do_not_specialize=["n", "a_stride", "b_stride"])
 def finish_rows_kernel(total, out, scaled, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
@@ -34,10 +36,11 @@ def finish_rows_kernel(total, out, scaled, factor, entry, column, scale, a, a_st
         here = ok[:, None] & (col < D)[None, :]
         value = tl.load(total + at * D + col[None, :], mask=here, other=0.0)
         if entry is not None:
-            value += lost * tl.load(b + pos * b_stride + col[None, :], mask=here & (pos >= 0), other=0.0).to(tl.float32)
+            own = b + pos * row_stride(b, b_stride) + col[None, :]
+            value += lost * tl.load(own, mask=here & (pos >= 0), other=0.0).to(tl.float32)
         value = f * value
         if dots is not None or scaled is not None:
-            row = tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32)
+            row = tl.load(a + at * row_stride(a, a_stride) + col[None, :], mask=here, other=0.0).to(tl.float32)
         if dots is not None:
             dot += value * row
         if scaled is not None:
@@ -152,12 +155,14 @@ def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.c
     """The gradient of the bias: sum_i f_i E_ij for each column."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     ok = cols < m
+    read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))  # a row is as long in memory
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in range(0, n, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         f = tl.load(factor + rows, mask=rows < n, other=0.0)
-        here = (rows < n)[:, None] & ok[None, :]
-        value = tl.load(g + rows.to(tl.int64)[:, None] * g_stride + cols[None, :], mask=here, other=0.0)
+        here = (rows < n)[:, None] & read[None, :]
+        place = g + rows.to(tl.int64)[:, None] * row_stride(g, g_stride) + cols[None, :]
+        value = tl.load(place, mask=here, other=0.0)
         total += value.to(tl.float32) * f[:, None]
     sums = tl.sum(total, 0)
     if not FIRST:
@@ -166,9 +171,15 @@ def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["count"])
-def multiply_kernel(values, out, by, count, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = values * by, in float32 up to the last rounding; in place, nothing to do for the usual 1."""
+def multiply_kernel(
+    values, out, by, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = values * by, in float32 up to the last rounding; in place, nothing to do for the usual 1.
+
+    ``count`` is a multiple of UNIT.
+    """
     f = tl.load(by).to(tl.float32)
+    count = in_units(count, UNIT)
     blocks = tl.cdiv(count, BLOCK)
     if IN_PLACE:
         blocks = tl.where(f == 1.0, 0, blocks)

@@ -25,6 +25,7 @@ from tilewise.kernels.triton_impl.parts import (
     LOG2E,
     SOFTCAP,
     own_column,
+    row_stride,
     score_tile,
     tile_dot,
     tile_place,
@@ -58,15 +59,20 @@ def start_kernel(own, row_zero, row_hits, weight, square, own_at, shift, doubt, 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def exponent_kernel(a_desc, b_desc, g_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, shift, row_part, doubt,
-                    n, m, first, ahead,
+                    only_if, n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """E of a block of n rows and all m columns, in the type of the features; row_part is (column tiles, n)."""
+    """E of a block of n rows and all m columns, in the type of the features; row_part is (column tiles, n).
+
+    With ``only_if``, a number, only if that is not 0.
+    """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     if GATED & TERMS:
         tiles = tl.where(tl.load(doubt) != 0, tiles, 0)
+    if only_if is not None:
+        tiles = tl.where(tl.load(only_if) != 0, tiles, 0)
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
@@ -108,9 +114,9 @@ def shift_kernel(row_part, shift, doubt, n, parts, MANY_PARTS: tl.constexpr, BLO
     tl.store(shift + at, tl.where(change, high, before), mask=ok)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "parts", "a_stride", "g_stride", "scaled_stride"])
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "parts", "a_stride", "g_stride"])
 def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale, softcap, row_key, doubt, g, g_stride, a, a_stride,
-                scaled, scaled_stride, factor, entry, column, loss_part, n, m, first, ahead,
+                scaled, factor, entry, column, loss_part, n, m, first, ahead,
                 D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                 MANY_PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """When all tiles of the rows are done: their loss, f_i, the positive's entry of E, and f_i a_i for the columns.
@@ -169,5 +175,5 @@ def rows_kernel(row_part, parts, shift, own_at, row_hits, weight, square, scale,
         for k in range(0, D, WIDTH):
             col = k + tl.arange(0, WIDTH)
             here = ok[:, None] & (col < D)[None, :]
-            value = tl.load(a + at * a_stride + col[None, :], mask=here, other=0.0).to(tl.float32) * f[:, None]
-            tl.store(scaled + at * scaled_stride + col[None, :], value.to(scaled.dtype.element_ty), mask=here)
+            row = tl.load(a + at * row_stride(a, a_stride) + col[None, :], mask=here, other=0.0).to(tl.float32)
+            tl.store(scaled + at * D + col[None, :], (row * f[:, None]).to(scaled.dtype.element_ty), mask=here)

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
 from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
-from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, unit_of, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.options import TileOptions
 
@@ -356,7 +356,8 @@ class Sum:
             "BLOCK": FINISH_ROWS,
             "WIDTH": min(256, triton.next_power_of_2(parent.d)),
         }
-        key = (parent.d, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
+        values["UNIT"] = unit = unit_of(source.stride(0), self.out.stride(0), features.stride(0))
+        key = (parent.d, unit, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
         aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
         parent.call.prepare(backward.finish_kernel, 4, 2, (*key, *aligned)).put(values).launch(programs)
         if dots is not None:

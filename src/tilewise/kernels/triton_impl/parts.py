@@ -27,6 +27,18 @@ MANY = tl.constexpr(3)  # equal keys
 
 
 @triton.jit
+def in_units(stride, UNIT: tl.constexpr):
+    """The stride, in a form in which the compiler sees that it is a multiple of UNIT, and reads as much at once."""
+    return stride // UNIT * UNIT
+
+
+@triton.jit
+def row_stride(features, stride):
+    """That of features whose rows start at 16-byte addresses."""
+    return in_units(stride, 128 // features.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
 def tile_place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
     """Row and column of a tile, GROUP row tiles abreast so that column tiles are found in the cache."""
     in_group = GROUP * col_tiles

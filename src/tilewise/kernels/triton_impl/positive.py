@@ -20,7 +20,7 @@ from tilewise.kernels.triton_impl.backward import (
     side,
     sigmoid,
 )
-from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, tanh
+from tilewise.kernels.triton_impl.parts import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, row_stride, tanh
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
                D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """The score of each row with its own column, in units of log2, anything where key is -1; and the largest score met."""
     acc = tl.zeros((P, P), dtype=tl.float32)
-    row_at = a + rows.to(tl.int64)[:, None] * a_stride
-    col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * b_stride
+    row_at = a + rows.to(tl.int64)[:, None] * row_stride(a, a_stride)
+    col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * row_stride(b, b_stride)
     for k in range(0, (D + K - 1) // K):
         at = k * K + tl.arange(0, K)
         left = tl.load(row_at + at[None, :], mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0)

@@ -37,7 +37,7 @@ TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
 # From WIDE features on the product outweighs the exponentials, and larger tiles pay where no columns are summed.
 WIDE = 1024
 WIDE_TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
-    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 16), Sizes(128, 256, 64, 8, 3, 1, 8)),
+    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 16), Sizes(128, 256, 64, 8, 3, 1, 16)),
 }
 SAFE = {
     2: (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),

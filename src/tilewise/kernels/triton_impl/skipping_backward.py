@@ -18,7 +18,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import backward, skipping
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import FINISH_ROWS, product
-from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, vector
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, unit_of, vector
 from tilewise.kernels.triton_impl.skipping_forward import units
 from tilewise.options import TileOptions
 
@@ -47,7 +47,7 @@ def pair_sizes(device: torch.device, item: int) -> PairSizes:
 def pair_sizes_of(major: int, item: int) -> PairSizes:
     """From a plain table, by the card's major compute capability."""
     if item == 4:
-        return PairSizes(32, 32, 64, 8, 8, 2)
+        return PairSizes(16, 32, 64, 4, 8, 2)
     return PairSizes(64, 64, 128, 8, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
 
 
@@ -217,8 +217,9 @@ class SkipBackward:
             values |= {"factor": self.outside, "out": out, "dots": dots, "rows": self.n, "D": self.d, "stride": self.d}
             values |= {"out_stride": self.d, "feature_stride": self.call.a.stride(0), "WRITE": self.needs.a}
             values |= {"SCALED": True, "DOT": dots is not None, "BLOCK": FINISH_ROWS}
-            values |= {"WIDTH": min(256, triton.next_power_of_2(self.d))}
-            key = ("skipping", self.d, self.needs.a, dots is not None, pair.a.dtype)
+            unit = unit_of(self.d, self.call.a.stride(0))
+            values |= {"UNIT": unit, "WIDTH": min(256, triton.next_power_of_2(self.d))}
+            key = ("skipping", unit, self.d, self.needs.a, dots is not None, pair.a.dtype)
             Prepared(backward.finish_kernel, self.device, 4, 2, key).put(values).launch(programs)
         return Grads(
             a=out,

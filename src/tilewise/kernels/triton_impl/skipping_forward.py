@@ -13,8 +13,9 @@ from tilewise.kernels import filter as plans
 from tilewise.kernels.filter import FilterPlan, row_steps, tile_count
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Pair, PairSpec, Stats
+from tilewise.kernels.told import Told
 from tilewise.kernels.triton_impl import positive, skipping
-from tilewise.kernels.triton_impl.carried import Carried, Told
+from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors

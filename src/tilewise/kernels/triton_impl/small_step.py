@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, unit_of
+from tilewise.kernels.triton_impl.parts import in_units
 from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
 from tilewise.options import TileOptions
@@ -76,9 +77,10 @@ def times(
         sizes = [0 if value is None else value.numel() for value in inputs[:2]]
         values: dict[str, Any] = dict(zip(("a", "b", "scale", "upstream"), inputs, strict=True))
         values |= dict(zip(("a_out", "b_out", "scale_out"), outs, strict=True))
-        values |= {"a_size": sizes[0], "b_size": sizes[1], "BLOCK": TIMES_BLOCK}
+        unit = unit_of(*sizes)
+        values |= {"a_size": sizes[0], "b_size": sizes[1], "UNIT": unit, "BLOCK": TIMES_BLOCK}
         # Addresses that are no multiple of 16 compile to another kernel: an upstream number may lie anywhere.
-        key = (*dtypes, upstream.dtype, upstream.data_ptr() % 16 == 0)
+        key = (*dtypes, unit, upstream.dtype, upstream.data_ptr() % 16 == 0)
         ready = Prepared(times_kernel, upstream.device, 4, 2, key, tape).put(values)
         ready.launch(max(1, sum(cdiv(size, TIMES_BLOCK) for size in sizes)))
         return tuple(outs)
@@ -113,17 +115,19 @@ def times_block(source, target, factor, block, size, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["a_size", "b_size"])
-def times_kernel(a, b, scale, upstream, a_out, b_out, scale_out, a_size, b_size, BLOCK: tl.constexpr):
-    """Every gradient times the upstream number; those that nobody needs are None."""
+def times_kernel(
+    a, b, scale, upstream, a_out, b_out, scale_out, a_size, b_size, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Every gradient times the upstream number; those that nobody needs are None. Sizes are multiples of UNIT."""
     program = tl.program_id(0)
     factor = tl.load(upstream)
     a_blocks = tl.cdiv(a_size, BLOCK)
     if a is not None:
         if program < a_blocks:
-            times_block(a, a_out, factor, program, a_size, BLOCK)
+            times_block(a, a_out, factor, program, in_units(a_size, UNIT), BLOCK)
     if b is not None:
         if program >= a_blocks:
-            times_block(b, b_out, factor, program - a_blocks, b_size, BLOCK)
+            times_block(b, b_out, factor, program - a_blocks, in_units(b_size, UNIT), BLOCK)
     if scale is not None:
         if program == 0:
             tl.store(scale_out, (tl.load(scale) * factor).to(scale_out.dtype.element_ty))
