@@ -103,7 +103,7 @@ def test_processes_share_the_tests_and_one_summary_tells_of_all(processes, tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out" / "it.json").read_text())
     assert (summary["passed"], summary["failed"], summary["skipped"], summary["errors"]) == (8, 1, 1, 0)
-    assert summary["failures"] == ["test_some_of_many::test_some[7]"]
+    assert summary["failures"] == ["test_some_of_many::test_some[7]: assert 7 != 7"]
     assert summary["commit"] == "abc"
     assert summary["processes"] == processes
     assert "assert 7 != 7" in done.stdout

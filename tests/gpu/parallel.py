@@ -25,6 +25,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 ENDED_WELL = (0, 1, 5)  # all passed, some failed, none left to run
 LOG_CHARACTERS = 6000
+MESSAGE_CHARACTERS = 200
 GRACE_S = 20.0  # for a process that was interrupted
 SLOWEST = 8  # tests that are named
 
@@ -38,7 +39,7 @@ def start(index: int, count: int, folder: Path, arguments: list[str]) -> subproc
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
     command += [f"--junitxml={folder / f'{index}.xml'}", *(arguments or ["tests/gpu"])]
     with (folder / f"{index}.log").open("wb") as log:
         return subprocess.Popen(
@@ -72,7 +73,7 @@ def wait_for(running: list[subprocess.Popen[bytes]], seconds: float | None) -> t
 
 
 def count_results(results: Path) -> tuple[dict[str, int], list[str], list[tuple[float, str]]]:
-    """Passed, failed, errors and skipped in one file of results, the names of what failed, and how long each took."""
+    """Passed, failed, errors and skipped in one file of results, what failed and how, and how long each took."""
     counts = {"passed": 0, "failed": 0, "errors": 0, "skipped": 0}
     names, times = [], []
     for case in ElementTree.parse(results).iter("testcase"):
@@ -84,7 +85,8 @@ def count_results(results: Path) -> tuple[dict[str, int], list[str], list[tuple[
         name = f"{case.get('classname')}::{case.get('name')}"
         times.append((float(case.get("time") or 0.0), name))
         if kind in ("failure", "error"):
-            names.append(name)
+            said = (case.find(kind).get("message") or "").strip().splitlines()  # type: ignore[union-attr]
+            names.append(f"{name}: {said[0][:MESSAGE_CHARACTERS]}" if said else name)
     return counts, names, times
 
 

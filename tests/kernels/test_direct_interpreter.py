@@ -607,3 +607,14 @@ def test_an_infinite_score_is_seen_in_the_loss(where):
     weights = kernels.RowWeights(each=torch.full((20,), 0.05))
     loss, _ = kernels.direct(pair, weights, ALL, spec, EARLY)
     assert not loss.isfinite()
+
+
+def test_sigmoid_of_scores_whose_product_is_out_of_range():
+    """(1 + t) (1 + t') is infinite, times 0 it is no number, and the loss is still a finite one."""
+    a, b = torch.ones(2, 1, requires_grad=True), torch.tensor([[-0.84], [0.30]], requires_grad=True)
+    loss = tw.siglip_loss(a, b, 100.0, 0.0, options=EARLY)
+    want = tw.siglip_loss(a.double(), b.double(), 100.0, 0.0, options=tw.TileOptions(backend="torch"))
+    assert_close(loss, want, 1e-6)
+    got, exact = (torch.autograd.grad(value, (a, b)) for value in (loss, want))
+    for one, other in zip(got, exact, strict=True):
+        assert_close(one, other, 1e-6)

@@ -207,6 +207,8 @@ def test_ranks_run_under_the_modes_of_their_caller():
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
     assert run_virtual(2, modes) == [(True, False, torch.float32)] * 2
+    # On CUDA autograd has one thread for a device: a rank's backward would wait there for another's behind it.
+    assert run_virtual(2, lambda group: torch._C._is_multithreading_enabled()) == [False] * 2
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert run_virtual(2, modes) == [(False, False, torch.bfloat16)] * 2
     with torch.inference_mode():

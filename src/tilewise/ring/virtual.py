@@ -230,7 +230,8 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
         name = f"{VIRTUAL}{serial}-{rank}"
         register_exchange(name, VirtualExchange(hub, rank))
         try:
-            with torch.autograd.set_multithreading_enabled(False), modes.entered():
+            # The modes first: torch.inference_mode, also if it is off, switches autograd's own threads on again.
+            with modes.entered(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = work(VirtualGroup(name, rank, world))
             hub.leave(rank, "is done")
         except BaseException as error:

@@ -84,7 +84,8 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
         t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
         logs, largest = log_of_joined(t, R, C)
         loss += w * logs
-        tl.store(doubt + rows * 0, 1, mask=(rows < n) & (largest > LARGEST_JOINED))
+        fits = largest <= LARGEST_JOINED  # not so either if it is no number, after a product of more than all
+        tl.store(doubt + rows * 0, 1, mask=(rows < n) & (fits == 0))
         # 1 / (1 + t) as a square: the root's reciprocal is one instruction, a division is six.
         root = tl.rsqrt(1.0 + t)
         g = (t * (w * f)[:, None]) * (root * root)
