@@ -20,7 +20,7 @@ def encode(spec: PairSpec, options: TileOptions, group_name: str) -> str:
     """One line that `decode` reads back."""
     what = (
         f"{int(spec.row_lse)},{int(spec.col_lse)},{int(spec.softplus)},{int(spec.row_sum)},{spec.positive},"
-        f"{int(spec.itself)},{int(spec.symmetric)},{spec.softcap!r},{int(spec.drop_rows)},{int(spec.local_keys)},"
+        f"{int(spec.itself)},{int(spec.symmetric)},{float(spec.softcap)!r},{int(spec.drop_rows)},{int(spec.local_keys)},"
         f"{int(spec.same_rows)},{int(spec.row_entropy)},{int(spec.row_top)}"
     )
     how = (
