@@ -157,6 +157,8 @@ def draw_runs(axes: Any, report: Report) -> None:
                 *zip(*points, strict=True), color=color, linestyle=line, linewidth=width, marker=".", label=name
             )
     middle.set(xlabel="step of fine-tuning", ylabel="distance from the exact run", yscale="log")
+    if middle.lines:
+        middle.set_ylim(top=10.0 * middle.get_ylim()[1])  # room for the names
     for name in (n for n in STYLES if n in runs and runs[n]["skipping"]):
         color, line, width = STYLES[name]
         points = [
@@ -167,7 +169,7 @@ def draw_runs(axes: Any, report: Report) -> None:
     for one in axes:
         one.grid(alpha=0.3)
         if one.lines:
-            one.legend(frameon=False, fontsize=8)
+            one.legend(frameon=False, fontsize=8, ncols=2 if len(one.lines) > 4 else 1)
 
 
 # Words

@@ -173,30 +173,20 @@ def failure_of(error: Exception) -> Failure:
     return Failure("error", f"{type(error).__name__}: {line}")
 
 
-class PlainProducts:
-    """Square products one after another: what the machine gives. A step that takes turns with others."""
-
-    def __init__(self, device: torch.device) -> None:
-        side, dtype, self.count = (8192, torch.bfloat16, 16) if device.type == "cuda" else (2048, torch.float32, 1)
-        self.a, self.b, self.out = (torch.zeros(side, side, device=device, dtype=dtype).normal_() for _ in range(3))
-        self.flops = 2 * side**3 * self.count
-
-    def __call__(self) -> None:
-        for _ in range(self.count):
-            torch.mm(self.a, self.b, out=self.out)
-
-
 def sustained_rate(device: torch.device, seconds: float = 0.3) -> float:
-    """Operations per second of plain products, kept up for that long."""
-    products = PlainProducts(device)
-    products()
+    """Operations per second of a plain square product, kept up for that long: what the machine gives."""
+    side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b, out = (torch.zeros(side, side, device=device, dtype=dtype).normal_() for _ in range(3))
+    torch.mm(a, b, out=out)
     synchronize(device)
-    turns, start = 0, time.perf_counter()
+    count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        products()
-        turns += 1
-        synchronize(device)
-    return products.flops * turns / (time.perf_counter() - start)
+        torch.mm(a, b, out=out)
+        count += 1
+        if count % 8 == 0 or device.type == "cpu":
+            synchronize(device)
+    synchronize(device)
+    return 2 * side**3 * count / (time.perf_counter() - start)
 
 
 def cuda_peak_bytes(step: Step, device: torch.device) -> int:

@@ -36,7 +36,6 @@ from benchmarks.cases import Case
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORMAT = 1
-PRODUCTS = "plain products"
 ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
 
@@ -121,8 +120,8 @@ def merged(earlier: list[dict[str, Any]], fresh: list[dict[str, Any]], suite: st
 
 
 def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, least: int) -> list[dict[str, Any]]:
-    """One result for each method of the case. Plain products take turns with them: R, under the same clocks."""
-    before, products = measure.sustained_rate(device), measure.PlainProducts(device)
+    """One result for each method of the case."""
+    rate = measure.sustained_rate(device)
     inputs = cases.make_inputs(case, device)
     steps: dict[str, measure.Step] = {}
     outcome: dict[str, measure.Timing | measure.Failure] = {}
@@ -131,16 +130,12 @@ def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, le
             steps[method] = cases.build_step(case, method, inputs)
         except peers.PeerAbsent as absent:
             outcome[method] = measure.Failure("absent", str(absent))
-    turns: dict[str, Any] = {**steps, PRODUCTS: products}
-    outcome |= measure.time_in_turns(turns, device, repeats=repeats, budget_s=budget_s, least=least)
-    plain = outcome.pop(PRODUCTS)
-    rates = before, before if isinstance(plain, measure.Failure) else products.flops / (1e-3 * plain.median_ms)
-    del turns, products
+    outcome |= measure.time_in_turns(steps, device, repeats=repeats, budget_s=budget_s, least=least)
     results = []
     for method in case.methods:
         result = {"case": case.name, "method": method, **asdict(case)}
         del result["methods"]
-        result |= timing_fields(case, outcome[method], *rates)
+        result |= timing_fields(case, outcome[method], rate)
         if result["status"] == "ok":
             result |= memory_fields(case, method, steps[method], device)
         results.append(result)
@@ -151,8 +146,8 @@ def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, le
     return with_ratios(results, case.baseline)
 
 
-def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, before: float, rate: float) -> dict[str, Any]:
-    """What the timing says, and how it compares with the machine's own rate of products, before the case and in it."""
+def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, rate: float) -> dict[str, Any]:
+    """What the timing says, and how it compares with the machine's own rate of products."""
     if isinstance(outcome, measure.Failure):
         return {"status": outcome.status, "reason": outcome.reason}
     per_second = case.flops / (1e-3 * outcome.median_ms)
@@ -161,7 +156,6 @@ def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, before:
         **asdict(outcome),
         "nominal_tflops": per_second / 1e12,  # of 4 products (ranks: 1), whatever the method really does
         "rate_tflops": rate / 1e12,
-        "rate_before_tflops": before / 1e12,
         "share_of_rate": per_second / rate,
     }
 

@@ -44,10 +44,7 @@ def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
     assert ours["peak_bytes"] == 64_000
     assert ours["repeats"] == 2  # least is 3, but no more than were asked for
     assert ours["time_ratio"] == ours["median_ms"] / by_name[64, "dense"]["median_ms"]
-    work = 4 * 2 * 64 * 64 * 16
-    assert ours["share_of_rate"] == pytest.approx(work / (1e-3 * ours["median_ms"]) / (1e12 * ours["rate_tflops"]))
-    assert ours["rate_before_tflops"] == 1.0
-    assert 1e-4 < ours["rate_tflops"] < 100, "measured in turns with the methods"
+    assert ours["share_of_rate"] == pytest.approx(4 * 2 * 64 * 64 * 16 / (1e-3 * ours["median_ms"]) / 1e12)
     assert ours["loss_value"] == pytest.approx(by_name[64, "dense"]["loss_value"], rel=1e-5)
     assert by_name[128, "dense"]["status"] == "oom"
     assert "time_ratio" not in by_name[128, "tilewise"]
