@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import GroupError, RangeError
 from tilewise.kernels.spec import Stats
-from tilewise.ops.over_ring import _merge
+from tilewise.ops.over_slices import _merge
 from tilewise.ring.blocks import Field, go_round
 from tilewise.ring.exchange import find_exchange
 from tilewise.ring.virtual import VirtualGroup, run_virtual

@@ -13,7 +13,7 @@ def column_spread(columns: Tensor, settings: str, group_name: str) -> tuple[int 
     """
     if not group_name:
         return 0, columns.shape[0]
-    from tilewise.ops.over_ring import spread_over_group
+    from tilewise.ops.group_ops import spread_over_group
 
     return spread_over_group(columns, settings, group_name)
 
@@ -22,6 +22,6 @@ def column_sum(values: Tensor, group_name: str) -> Tensor:
     """The sum of each rank's ``values``, without a gradient; in one process the values themselves."""
     if not group_name:
         return values.detach()
-    from tilewise.ops.over_ring import sum_over_group
+    from tilewise.ops.group_ops import sum_over_group
 
     return sum_over_group(values.detach(), group_name)

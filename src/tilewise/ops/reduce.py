@@ -18,7 +18,7 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
     if reduction == "none":
         return loss_n
     if group_name:
-        from tilewise.ops.over_ring import reduce_over_group
+        from tilewise.ops.group_ops import reduce_over_group
 
         return reduce_over_group(loss_n, reduction, group_name)
     return loss_n.sum() if reduction == "sum" else loss_n.mean()
