@@ -80,11 +80,8 @@ def linear_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
     check_z_loss(z_loss)
-    settings = ""
-    if name:  # as plain numbers: a compiler may hold symbols for them, which it cannot write down
-        settings = f"reduction={reduction} label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
-        settings += f" ignore_index={int(ignore_index)} shift={int(shift)}"
-    start, classes = column_spread(c, settings, name)
+    said = _settings(reduction, label_smoothing, z_loss, ignore_index, shift) if name else ""
+    start, classes = column_spread(c, said, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
@@ -105,14 +102,11 @@ def linear_cross_entropy(
     if reduction != "none" and forms_early(a, c, scale, bias, spec=spec, options=options, group_name=name):
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
         total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
-        # Weights that add up to 0 say so: 0 / 0.
-        counts = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
-        early = pair_loss(a, c, scale, bias, weight=counts, square=square, keys=keys, spec=spec, options=options)
-        nothing = total == 0
-        if not _check.can_read(y):  # a negative target that is not ignore_index would be left out like one that is
-            nothing = nothing | (valid & (key < 0)).any()
-        return early + torch.zeros_like(total).masked_fill(nothing, torch.nan)
+        # Weights that add up to 0 say so: 0 / 0.
+        each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
+        early = pair_loss(a, c, scale, bias, weight=each, square=square, keys=keys, spec=spec, options=options)
+        return early + _nan_if_wrong(total, valid, key)
     compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
     stats = compute(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     assert stats.row_lse is not None
@@ -140,11 +134,25 @@ def linear_cross_entropy(
     return loss_n.sum() / counted.sum()
 
 
+def _nan_if_wrong(total: Tensor, valid: Tensor, key: Tensor) -> Tensor:
+    """0, or NaN if no row counts, or if one does with a negative target: that would be left out like an ignored one."""
+    wrong = total == 0
+    if not _check.can_read(key):
+        wrong = wrong | (valid & (key < 0)).any()
+    return torch.zeros_like(total).masked_fill(wrong, torch.nan)
+
+
 def check_z_loss(z_loss: float) -> None:
     """A finite number, not negative."""
     _check.check_number("z_loss", z_loss)
     if z_loss < 0.0:
         raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative one would push the logits apart without end")
+
+
+def _settings(reduction: str, label_smoothing: float, z_loss: float, ignore_index: int, shift: int) -> str:
+    """What ranks compare. As plain numbers: a compiler may hold symbols for them, which it cannot write down."""
+    shares = f"label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
+    return f"reduction={reduction} {shares} ignore_index={int(ignore_index)} shift={int(shift)}"
 
 
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:

@@ -31,9 +31,7 @@ GIB, MIB = 2**30, 2**20
 
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RangeError(
-            f"{name} is a whole number, at least 1, got {value!r}. Write it in digits, without a unit"
-        )
+        raise RangeError(f"{name} is a whole number, at least 1, got {value!r}. Write it in digits, without a unit")
 
 
 @dataclass(frozen=True, kw_only=True)
