@@ -1,0 +1,138 @@
+"""Pairs from shards: all of them, in another order each epoch, shared by ranks; what is damaged is counted; ids."""
+
+import io
+import tarfile
+
+import pytest
+import torch
+import webdataset
+from tests.train.small_pictures import picture, stream
+
+from tilewise.errors import DataError
+from tilewise.train.config import DataConfig
+from tilewise.train.data import Position, SkipLog, open_source
+from tilewise.train.data.files import Preparation
+from tilewise.train.data.records import Draw
+from tilewise.train.data.shards import ShardSource, expand_shards
+
+
+def make_shards(folder, shards=3, records=5):
+    for shard in range(shards):
+        with webdataset.TarWriter(str(folder / f"{shard:05d}.tar")) as writer:
+            for i in range(records):
+                number = shard * records + i
+                text = {"txt": f"caption {number}"} if i % 2 else {"json": {"caption": f"caption {number}"}}
+                writer.write({"__key__": f"{number:06d}", "png": picture((number, 0, 0)), **text})
+    return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
+
+
+def shard_source(pattern, skips, shuffle_shards=2):
+    return ShardSource(
+        expand_shards(pattern), Preparation(8), shuffle_shards=shuffle_shards, records=0, workers=2, skips=skips
+    )
+
+
+def numbers_in(batch):
+    return batch.images[:, 0, 4, 4].tolist()
+
+
+def test_shards_written_by_webdataset_are_read_shuffled_and_complete(tmp_path):
+    pattern = make_shards(tmp_path)
+    source = shard_source(pattern, SkipLog())
+    assert len(source) == 15
+    batches = list(stream(source, 5).batches(Position(), 0, 6))
+    first, second = [n for b in batches[:3] for n in numbers_in(b)], [n for b in batches[3:] for n in numbers_in(b)]
+    assert sorted(first) == sorted(second) == list(range(15))
+    assert first != second
+    assert first != sorted(first)
+    assert batches[0].epoch == 0
+    assert batches[3].epoch == 1
+
+
+def test_a_stream_continues_in_mid_epoch_where_it_was(tmp_path):
+    source = shard_source(make_shards(tmp_path), SkipLog())
+    whole = list(stream(source, 4, prefetch=2).batches(Position(), 0, 7))
+    for cut in (1, 2, 4):
+        fresh = shard_source(str(tmp_path / "*.tar"), SkipLog())
+        rest = list(stream(fresh, 4).batches(whole[cut - 1].after, cut, 7))
+        assert [numbers_in(b) for b in rest] == [numbers_in(b) for b in whole[cut:]]
+        assert all(torch.equal(a.images, b.images) for a, b in zip(rest, whole[cut:], strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_the_global_batch_of_one_process(tmp_path, world):
+    config = DataConfig(source="shards", path=make_shards(tmp_path))
+    alone = stream(open_source(config, 8, SkipLog()), 7).make(Position(), 0)
+    parts = [
+        stream(open_source(config, 8, SkipLog()), 7, rank=r, world=world).make(Position(), 0) for r in range(world)
+    ]
+    assert torch.equal(torch.cat([p.images for p in parts]), alone.images)  # the same random crops, too
+    assert all(p.after == alone.after for p in parts)
+
+
+def test_damaged_shards_and_records_are_skipped_and_counted(tmp_path):
+    pattern = make_shards(tmp_path)
+    with tarfile.open(tmp_path / "00000.tar", "a") as tar:
+        for name, data in {
+            "a.png": picture(),
+            "b.txt": b"words",
+            "c.png": b"no",
+            "c.txt": b"x",
+            "d.png": picture(),
+            "d.txt": b"",
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    cut = (tmp_path / "00002.tar").read_bytes()
+    (tmp_path / "00002.tar").write_bytes(cut[: len(cut) // 2])
+    skips = SkipLog()
+    source = shard_source(pattern, skips, shuffle_shards=3)
+    batch = stream(source, len(source), skips=skips).make(Position(), 0)
+    assert skips.counts["no image"] == 1
+    assert skips.counts["no caption"] == 3  # one without a file, one empty, one cut off
+    assert any("decoded" in reason for reason in skips.counts)
+    assert 10 <= len(batch.ids) < 15
+    assert set(range(10)) <= set(numbers_in(batch))
+
+
+def test_counting_shards_can_be_watched(tmp_path):
+    told = []
+    open_source(
+        DataConfig(source="shards", path=make_shards(tmp_path)), 8, SkipLog(), watch=lambda *now: told.append(now)
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_missing_shards_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"00007\.tar"):
+        shard_source(str(tmp_path / "{00007..00008}.tar"), SkipLog())
+
+
+def test_patterns():
+    assert expand_shards("a-{0..2}-{x,y}.tar::b.tar") == [
+        "a-0-x.tar", "a-0-y.tar", "a-1-x.tar", "a-1-y.tar", "a-2-x.tar", "a-2-y.tar", "b.tar",
+    ]  # fmt: skip
+
+
+def test_a_folder_of_shards_and_other_keys_are_explained(tmp_path):
+    how = Preparation(8)
+    with pytest.raises(DataError, match=r"is a folder; write .*/\*\.tar"):
+        ShardSource([str(tmp_path)], how, shuffle_shards=1, records=0, workers=1, skips=SkipLog())
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("7.picture"), io.BytesIO())
+    with pytest.raises(DataError, match=r"x\.tar:7 \(\.picture\): no image\. A pair is an image"):
+        ShardSource([str(tmp_path / "x.tar")], how, shuffle_shards=1, records=0, workers=1, skips=SkipLog())
+
+
+def test_ids_of_shards_come_from_their_json_and_a_pair_without_is_counted(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for i, about in enumerate([{"sku": "x"}, {"sku": 4}, {"sku": "x"}, {}]):
+            writer.write({"__key__": f"{i}", "png": picture(), "txt": "a", "json": about})
+        writer.write({"__key__": "4", "png": picture(), "txt": "no json"})
+    skips = SkipLog()
+    source = open_source(DataConfig(source="shards", path=str(tmp_path / "0.tar"), id_column="sku"), 8, skips)
+    rows = source.rows(torch.arange(5), Draw(0, 0, 0, 0, 5), skips)
+    assert len(rows.ids) == 3
+    assert rows.ids[0] == rows.ids[2] != rows.ids[1]
+    assert skips.counts == {"no 'sku' in its .json (data.id_column)": 2}
