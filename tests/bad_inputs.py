@@ -1,0 +1,389 @@
+"""Every bad input that the losses and their options refuse: the call, its error, and what the error has to say."""
+
+import math
+
+import torch
+
+import tilewise as tw
+from tilewise.errors import BackendError, ConfigError, DeviceError, DtypeError, GradientError, RangeError, ShapeError
+
+A = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+B = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), dim=1)
+Y = torch.arange(6)
+AWAY = torch.empty(6, 4, device="meta")
+WEIGHT = torch.ones(6, requires_grad=True)
+OPTIONS = tw.TileOptions
+
+
+def cross_entropy(hidden=A, classifier=B, target=Y, **settings):
+    return tw.linear_cross_entropy(hidden, classifier, target, **settings)
+
+
+# name: (call, error, (argument or wish, what came, what to do))
+BAD = {
+    # features
+    "a list": (
+        lambda: tw.clip_loss(A.tolist(), B, 1.0),
+        DtypeError,
+        ("image_features is a tensor", "list", "as_tensor"),
+    ),
+    "integers": (
+        lambda: tw.clip_loss(A.long(), B, 1.0),
+        DtypeError,
+        ("image_features holds floating", "int64", r"\.float\(\)"),
+    ),
+    "complex": (
+        lambda: tw.nt_xent(A.to(torch.complex64)),
+        DtypeError,
+        ("features holds floating", "complex64", r"\.float\(\)"),
+    ),
+    "one dimension": (
+        lambda: tw.clip_loss(A[0], B, 1.0),
+        ShapeError,
+        (r"image_features must be \(rows, features\)", r"\(4,\)", r"Reshape.* \.unsqueeze\(0\)"),
+    ),
+    "sparse": (
+        lambda: tw.clip_loss(A.to_sparse(), B, 1.0),
+        DtypeError,
+        ("image_features is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "a layer for its weight": (
+        lambda: cross_entropy(classifier=torch.nn.Linear(4, 6, device="meta")),
+        DtypeError,
+        ("linear_weight is a tensor", "Linear", r"\.weight"),
+    ),
+    "a module for its output": (
+        lambda: cross_entropy(torch.nn.ReLU()),
+        DtypeError,
+        ("input is a tensor", "ReLU", "what it returns"),
+    ),
+    "classifier transposed": (
+        lambda: cross_entropy(classifier=torch.ones(4, 9)),
+        ShapeError,
+        ("input and linear_weight", r"\(6, 4\) and \(4, 9\)", r"linear_weight\.T"),
+    ),
+    "temperature in third place": (
+        lambda: tw.info_nce(A, B, 0.1),
+        ShapeError,
+        ("negative_keys must be", "float", "temperature="),
+    ),
+    "three dimensions": (
+        lambda: tw.nt_xent(A[None]),
+        ShapeError,
+        (r"features must be \(rows, features\)", r"\(1, 6, 4\)", r"flatten"),
+    ),
+    "other width": (
+        lambda: tw.clip_loss(A, B[:, :3], 1.0),
+        ShapeError,
+        ("same number of features", r"\(6, 4\) and \(6, 3\)", "projection head"),
+    ),
+    "other rows": (
+        lambda: tw.clip_loss(A, B[:5], 1.0),
+        ShapeError,
+        ("same number of rows", r"\(6, 4\) and \(5, 4\)", "filter"),
+    ),
+    "other rows, siglip": (
+        lambda: tw.siglip_loss(A, B[:5], 1.0, 0.0),
+        ShapeError,
+        ("same number of rows", r"\(5, 4\)", "filter"),
+    ),
+    "other rows, info_nce": (lambda: tw.info_nce(A, B[:5]), ShapeError, ("same number of rows", r"\(5, 4\)", "filter")),
+    "other type": (
+        lambda: tw.clip_loss(A, B.double(), 1.0),
+        DtypeError,
+        ("same type", "float32 and torch.float64", "Convert|autocast"),
+    ),
+    "other device": (lambda: tw.clip_loss(A, AWAY, 1.0), DeviceError, ("one device", "cpu and meta", "Move")),
+    "odd views": (lambda: tw.nt_xent(A[:5]), ShapeError, ("even number of rows", r"\(5, 4\)", "torch.cat")),
+    # numbers
+    "scale of two": (
+        lambda: tw.clip_loss(A, B, torch.ones(2)),
+        ShapeError,
+        ("logit_scale is one number", r"\(2,\)", "features"),
+    ),
+    "scale of integers": (
+        lambda: tw.clip_loss(A, B, torch.tensor(3)),
+        DtypeError,
+        ("logit_scale is a floating", "int64", r"\.float\(\)"),
+    ),
+    "scale as text": (lambda: tw.clip_loss(A, B, "14"), DtypeError, ("logit_scale is a number", "str", r"float\(\)")),
+    "scale as bool": (lambda: tw.clip_loss(A, B, True), DtypeError, ("logit_scale is a number", "bool", r"float\(\)")),
+    "scale nan": (lambda: tw.clip_loss(A, B, math.nan), RangeError, ("logit_scale must be finite", "nan", "Check")),
+    "scale tensor inf": (
+        lambda: tw.clip_loss(A, B, torch.tensor(math.inf)),
+        RangeError,
+        ("logit_scale must be finite", "inf", "gradient"),
+    ),
+    "scale elsewhere": (
+        lambda: tw.clip_loss(A, B, torch.empty((), device="meta")),
+        DeviceError,
+        ("logit_scale", "meta and cpu", "Move"),
+    ),
+    "no bias": (
+        lambda: tw.siglip_loss(A, B, 1.0, None),
+        DtypeError,
+        ("logit_bias is a number", "NoneType", r"float\(\)"),
+    ),
+    "temperature 0": (
+        lambda: tw.info_nce(A, B, temperature=0.0),
+        RangeError,
+        ("temperature must be positive", "0.0", "logarithm"),
+    ),
+    "temperature -1": (
+        lambda: tw.nt_xent(A, temperature=-1),
+        RangeError,
+        ("temperature must be positive", "-1", "exp"),
+    ),
+    "temperature nan": (
+        lambda: tw.nt_xent(A, temperature=math.nan),
+        RangeError,
+        ("temperature must be positive", "nan", "exp"),
+    ),
+    "temperature inf": (
+        lambda: tw.nt_xent(A, temperature=math.inf),
+        RangeError,
+        ("temperature must be finite", "inf", "Check"),
+    ),
+    "learned temperature": (
+        lambda: tw.supcon_loss(A, Y, temperature=torch.tensor(-0.1)),
+        RangeError,
+        ("temperature must be positive", "-0.1", r"\.exp\(\)"),
+    ),
+    "smoothing 1.5": (
+        lambda: cross_entropy(label_smoothing=1.5),
+        RangeError,
+        (r"label_smoothing is in \[0, 1\]", "1.5", "share"),
+    ),
+    "smoothing nan": (
+        lambda: cross_entropy(label_smoothing=math.nan),
+        RangeError,
+        ("label_smoothing must be finite", "nan", "Check"),
+    ),
+    "smoothing text": (
+        lambda: cross_entropy(label_smoothing="0.1"),
+        DtypeError,
+        ("label_smoothing is a number", "str", r"float\(\)"),
+    ),
+    "z_loss nan": (lambda: cross_entropy(z_loss=math.nan), RangeError, ("z_loss must be finite", "nan", "Check")),
+    "z_loss None": (lambda: cross_entropy(z_loss=None), DtypeError, ("z_loss is a number", "NoneType", r"float\(\)")),
+    "softcap 0": (lambda: cross_entropy(softcap=0.0), RangeError, ("softcap is a positive number", "0.0", "None")),
+    "softcap text": (
+        lambda: tw.linear_logsumexp(A, B, softcap="30"),
+        DtypeError,
+        ("softcap is a number", "str", r"float\(\)"),
+    ),
+    "shift -1": (
+        lambda: cross_entropy(A[None], B, Y[None], shift=-1),
+        RangeError,
+        ("shift is a whole number", "-1", "shift=1"),
+    ),
+    "shift half": (
+        lambda: cross_entropy(A[None], B, Y[None], shift=0.5),
+        RangeError,
+        ("shift is a whole number", "0.5", "shift=1"),
+    ),
+    "shift bool": (
+        lambda: cross_entropy(A[None], B, Y[None], shift=True),
+        RangeError,
+        ("shift is a whole number", "True", "shift=1"),
+    ),
+    # labels, targets, ids
+    "labels float": (
+        lambda: tw.supcon_loss(A, Y.float()),
+        DtypeError,
+        ("labels holds integers", "float32", r"\.long\(\)"),
+    ),
+    "labels list": (lambda: tw.supcon_loss(A, Y.tolist()), DtypeError, ("labels is a tensor", "list", "as_tensor")),
+    "labels short": (lambda: tw.supcon_loss(A, Y[:5]), ShapeError, (r"labels.* shape is \(6,\)", r"\(5,\)", "repeat")),
+    "labels column": (
+        lambda: tw.supcon_loss(A, Y[:, None]),
+        ShapeError,
+        (r"labels.* shape is \(6,\)", r"\(6, 1\)", "Flatten"),
+    ),
+    "labels elsewhere": (lambda: tw.supcon_loss(A, Y.to("meta")), DeviceError, ("labels", "meta and cpu", "Move")),
+    "target 6 of 6": (
+        lambda: cross_entropy(target=Y + 1),
+        RangeError,
+        (r"class indices in \[0, 6\) or ignore_index=-100", "got 6 .1 out", "ignore_index"),
+    ),
+    "target -1": (
+        lambda: cross_entropy(target=Y - 1),
+        RangeError,
+        (r"class indices in \[0, 6\)", "got -1", "ignore_index"),
+    ),
+    "target probabilities": (
+        lambda: cross_entropy(target=A),
+        DtypeError,
+        ("target holds class indices", "float32", "dense loss"),
+    ),
+    "target list": (
+        lambda: cross_entropy(target=Y.tolist()),
+        DtypeError,
+        ("target holds class indices", "list", "dense loss"),
+    ),
+    "target short": (
+        lambda: cross_entropy(target=Y[:5]),
+        ShapeError,
+        (r"one entry for each hidden state, \(6,\)", r"\(5,\)", "shift=1"),
+    ),
+    "target elsewhere": (
+        lambda: cross_entropy(target=Y.to("meta")),
+        DeviceError,
+        ("target and input", "meta and cpu", "Move"),
+    ),
+    "hidden list": (lambda: cross_entropy(A.tolist()), DtypeError, ("input is a tensor", "list", "as_tensor")),
+    "hidden number": (
+        lambda: cross_entropy(torch.tensor(1.0)),
+        ShapeError,
+        (r"input must be \(\.\.\., features\)", r"\(\)", "Add"),
+    ),
+    "no tokens to shift": (
+        lambda: cross_entropy(A[0], B, torch.tensor(1), shift=1),
+        ShapeError,
+        ("tokens, features", r"\(4,\)", "Add|outside"),
+    ),
+    "classifier width": (
+        lambda: cross_entropy(classifier=B[:, :2]),
+        ShapeError,
+        ("same number of features", r"\(6, 2\)", "projection"),
+    ),
+    "bias length": (
+        lambda: cross_entropy(linear_bias=A[0]),
+        ShapeError,
+        ("linear_bias has one entry for each of 6", r"\(4,\)", "Reshape"),
+    ),
+    "bias integers": (
+        lambda: tw.linear_logsumexp(A, B, bias=Y),
+        DtypeError,
+        ("bias holds floating", "int64", r"\.float\(\)"),
+    ),
+    "bias matrix": (
+        lambda: tw.linear_logsumexp(A, B, bias=A),
+        ShapeError,
+        ("bias must be of 1 dimension,", r"\(6, 4\)", "Reshape"),
+    ),
+    "bias elsewhere": (
+        lambda: cross_entropy(linear_bias=AWAY[:, 0]),
+        DeviceError,
+        ("linear_bias", "meta and cpu", "Move"),
+    ),
+    "weight length": (
+        lambda: cross_entropy(weight=A[0]),
+        ShapeError,
+        ("weight has one entry for each of 6", r"\(4,\)", "Reshape"),
+    ),
+    "weight learned": (
+        lambda: cross_entropy(weight=WEIGHT),
+        GradientError,
+        ("weight is a constant", "requires grad", "detach"),
+    ),
+    # negatives, masks
+    "negatives flat": (
+        lambda: tw.info_nce(A, B, A[0]),
+        ShapeError,
+        (r"negative_keys must be \(M, d\)", r"\(4,\)", "Reshape"),
+    ),
+    "negatives list": (
+        lambda: tw.info_nce(A, B, A.tolist()),
+        ShapeError,
+        (r"negative_keys must be \(M, d\)", "list", "Reshape"),
+    ),
+    "negatives width": (
+        lambda: tw.info_nce(A, B, A[:, :3]),
+        ShapeError,
+        ("query and negative_keys", r"\(6, 3\)", "projection"),
+    ),
+    "own negatives rows": (
+        lambda: tw.info_nce(A, B, A[:5, None]),
+        ShapeError,
+        ("same number of rows", r"\(5, 1, 4\)", "filter"),
+    ),
+    "mask alone": (
+        lambda: tw.info_nce(A, B, negative_mask=Y > 2),
+        ConfigError,
+        ("negative_mask says", "there are none", "pass both"),
+    ),
+    "mask numbers": (
+        lambda: tw.info_nce(A, B, A, negative_mask=Y),
+        DtypeError,
+        ("negative_mask is a bool tensor", "int64", r"\.bool\(\)"),
+    ),
+    "mask list": (
+        lambda: tw.info_nce(A, B, A, negative_mask=[True] * 6),
+        DtypeError,
+        ("negative_mask is a bool tensor", "list", r"\.bool\(\)"),
+    ),
+    "mask short": (
+        lambda: tw.info_nce(A, B, A, negative_mask=Y[:5] > 2),
+        ShapeError,
+        (r"one entry for each negative, \(6,\)", r"\(5,\)", "Reshape"),
+    ),
+    "ids float": (
+        lambda: tw.info_nce(A, B, query_ids=A[:, 0]),
+        DtypeError,
+        ("query_ids holds integers", "float32", r"\.long\(\)"),
+    ),
+    "ids length": (
+        lambda: tw.info_nce(A, B, A[:2], key_ids=Y[:5]),
+        ShapeError,
+        (r"key_ids.* shape is \(6,\) or \(8,\)", r"\(5,\)", "repeat"),
+    ),
+    "nothing to tell apart": (
+        lambda: tw.info_nce(A, B, in_batch=False),
+        ConfigError,
+        ("in_batch=False", "without negative_keys", "pass some"),
+    ),
+    "symmetric alone": (
+        lambda: tw.info_nce(A, B, A, in_batch=False, symmetric=True),
+        ConfigError,
+        ("symmetric=True", "all queries", "in_batch=True"),
+    ),
+    # words and options
+    "reduction": (
+        lambda: tw.clip_loss(A, B, 1.0, reduction="avg"),
+        ConfigError,
+        ("no reduction", "avg", "none, sum, mean"),
+    ),
+    "reduction None": (lambda: cross_entropy(reduction=None), ConfigError, ("no reduction", "None", "none, sum, mean")),
+    "options dict": (
+        lambda: tw.nt_xent(A, options={}),
+        DtypeError,
+        ("options is a TileOptions", "dict", r"tilewise.TileOptions\("),
+    ),
+    "group number": (lambda: tw.nt_xent(A, group=4), DtypeError, ("process group or None", "int", "group.WORLD")),
+    "triton on the CPU": (
+        lambda: tw.nt_xent(A.double(), options=OPTIONS(backend="triton")),
+        BackendError,
+        ("backend 'triton' cannot serve", r"float64 on cpu: it (needs a CUDA|multiplies)", 'backend="auto"'),
+    ),
+    "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
+    "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),
+    "travelling type": (lambda: OPTIONS(ring_gradients="half"), ConfigError, ("no type", "half", "choose one of")),
+    "gradients when": (lambda: OPTIONS(gradients="never"), ConfigError, ("no gradients", "never", "choose one of")),
+    "workspace 0": (
+        lambda: OPTIONS(workspace_mib=0),
+        ConfigError,
+        ("workspace_mib must be at least 1", "0", "default is 256"),
+    ),
+    "workspace negative": (
+        lambda: OPTIONS(workspace_mib=-5),
+        ConfigError,
+        ("workspace_mib must be at least 1", "-5", "256"),
+    ),
+    "workspace half": (
+        lambda: OPTIONS(workspace_mib=1.5),
+        ConfigError,
+        ("workspace_mib is a whole number", "1.5", "Round"),
+    ),
+    "tolerance 1": (
+        lambda: OPTIONS(filter_tolerance=1.0),
+        ConfigError,
+        ("filter_tolerance is a probability", "1.0", "0 is exact"),
+    ),
+    "tolerance nan": (
+        lambda: OPTIONS(filter_tolerance=math.nan),
+        ConfigError,
+        ("filter_tolerance", "nan", "0 is exact"),
+    ),
+    "tolerance text": (lambda: OPTIONS(filter_tolerance="0"), ConfigError, ("filter_tolerance", "'0'", "0 is exact")),
+}
