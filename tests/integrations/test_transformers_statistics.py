@@ -1,0 +1,236 @@
+"""Statistics of tokens beside the loss, and TRL's question for them instead of logits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.integrations.tiny_models import EXPERTS, GPT2, NO_DROPOUT, SMALL, V
+from torch import nn
+
+from tilewise.errors import ConfigError
+from tilewise.integrations.transformers import use_linear_cross_entropy
+
+# A torchvision that does not fit the installed torch breaks the import, and nothing here needs one.
+hidden = "torchvision" not in sys.modules
+if hidden:
+    sys.modules["torchvision"] = None
+try:
+    pytest.importorskip("transformers")
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
+    from transformers.utils import ModelOutput
+finally:
+    if hidden:
+        del sys.modules["torchvision"]
+
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **NO_DROPOUT)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=3.0)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, **EXPERTS)),
+}
+
+
+def made(name: str = "llama") -> nn.Module:
+    torch.manual_seed(0)
+    return FAMILIES[name]().train()
+
+
+def batch(seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, V, (3, 11), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# Statistics beside the loss.
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("items", [None, 17])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_statistics_come_with_the_same_loss(name, items, z_loss):
+    inputs = batch() | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
+    results = []
+    for statistics in (False, True):
+        model = made(name)
+        handle = use_linear_cross_entropy(model, z_loss=z_loss, statistics=statistics)
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    assert_close(results[1][0], results[0][0], 1e-6)
+    assert_close(results[1][1], results[0][1], 2e-5)
+    assert handle.token_stats.log_prob.grad_fn is None
+
+    logits = made(name)(**batch()).logits[:, :-1]
+    labels = inputs["labels"][:, 1:]
+    valid, log_p = labels != -100, logits.detach().log_softmax(-1)
+    stats = handle.token_stats
+    assert stats.valid.sum() == valid.sum()
+    assert_close(stats.entropy[stats.valid], -(log_p.exp() * log_p).sum(-1)[valid], 1e-5)
+    assert torch.equal(stats.correct[stats.valid], (logits.argmax(-1) == labels)[valid])
+    assert stats.accuracy == (logits.argmax(-1) == labels)[valid].float().mean()
+
+
+def test_statistics_are_kept_only_if_wanted():
+    model = made()
+    handle = use_linear_cross_entropy(model)
+    model(**batch())
+    assert handle.token_stats is None
+
+
+def test_copies_with_statistics_have_their_own():
+    model = made()
+    handle = use_linear_cross_entropy(model, statistics=True)
+    model(**batch())
+    twin = copy.deepcopy(model)
+    twin.forward.token_stats = None
+    twin(**batch())
+    assert_close(twin.forward.token_stats.log_prob, handle.token_stats.log_prob, 1e-6)
+    assert twin.forward.token_stats is not handle.token_stats
+
+
+# A trainer's own head, by its interface.
+
+
+@dataclass
+class HeadOutput(ModelOutput):
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = False) -> None:
+    """The interface of TRL's add_fused_lm_head; here with all logits."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, **kwargs):
+        if not fused_lm_head:
+            names = {"labels": labels, "shift_labels": shift_labels}
+            return original(*args, **kwargs | {name: value for name, value in names.items() if value is not None})
+        output = original(*args, **kwargs)
+        logits = output.logits / temperature
+        targets = labels if shift_labels is None else shift_labels
+        if shift_labels is None:
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        mask = targets != -100
+        log_p = logits.log_softmax(-1)
+        log_probs = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * mask
+        return HeadOutput(
+            loss=-log_probs.sum() / mask.sum(),
+            log_probs=log_probs,
+            entropy=-(log_p.exp() * log_p).sum(-1) * mask,
+            mean_logits=logits.mean(-1) if mean_logits else None,
+            is_top1=(logits.argmax(-1) == targets) & mask,
+            label_mask=mask,
+            aux_loss=getattr(output, "aux_loss", None),
+        )
+
+    model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trainer_that_asks_for_log_probabilities_gets_them(name, shifted):
+    inputs = batch()
+    if shifted:
+        labels = inputs.pop("labels")
+        inputs["shift_labels"] = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    results, seen = [], []
+    for use in (False, True):
+        model = made(name)
+        give_head(model)
+        if use:
+            use_linear_cross_entropy(model)
+            model.get_output_embeddings().register_forward_hook(lambda head, args, output: seen.append(output))
+        output = model(**inputs, fused_lm_head=True)
+        (-output.log_probs * output.log_probs.exp().detach()).sum().backward()  # any loss of them
+        results.append((output, gradients(model)))
+    assert [type(value).__name__ for value in seen] == ["UnbuiltLogits"]
+    (want, want_gradient), (got, got_gradient) = results
+    assert type(got) is HeadOutput
+    assert got.keys() == want.keys()
+    assert_close(got.log_probs, want.log_probs, 1e-5)
+    assert_close(got.entropy, want.entropy, 1e-5)
+    assert torch.equal(got.is_top1, want.is_top1)
+    assert torch.equal(got.label_mask, want.label_mask)
+    assert_close(got_gradient, want_gradient, 2e-5)
+    if name == "mixtral":
+        assert_close(got.aux_loss, want.aux_loss, 1e-6)
+
+
+def test_a_batch_without_labels_that_count_has_a_gradient_of_zero():
+    model, inputs = made(), batch()
+    give_head(model)
+    use_linear_cross_entropy(model)
+    inputs["labels"].fill_(-100)
+    output = model(**inputs, fused_lm_head=True)
+    assert not output.label_mask.any()
+    (-output.log_probs.sum()).backward()
+    assert not gradients(model).any()
+
+
+def test_evaluation_is_left_to_the_trainer():
+    model, inputs = made(), batch()
+    give_head(model)
+    use_linear_cross_entropy(model)
+    model.eval()
+    assert torch.equal(model(**inputs, fused_lm_head=True).label_mask, inputs["labels"][:, 1:] != -100)
+    assert model(**inputs).logits is not None
+    model.train()
+    assert model(**inputs).logits is None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "head, message", [({"temperature": 0.7}, "a temperature"), ({"mean_logits": True}, "also computes mean_logits")]
+)
+def test_a_head_that_means_something_else_is_refused(head, message, verify):
+    model = made()
+    give_head(model, **head)
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - at once, or when it is asked
+        use_linear_cross_entropy(model, verify=verify)
+        model(**batch(), fused_lm_head=True)
+
+
+@pytest.mark.parametrize("lost", [{"z_loss": 0.1}, {"label_smoothing": 0.1}])
+def test_what_the_trainers_loss_would_lose_is_refused(lost):
+    model = made()
+    give_head(model)
+    use_linear_cross_entropy(model, **lost)
+    with pytest.raises(ConfigError, match="z_loss, label_smoothing and group have no place"):
+        model(**batch(), fused_lm_head=True)
+
+
+def test_a_head_around_us_is_an_error_and_not_a_silence():
+    model = made()
+    handle = use_linear_cross_entropy(model)
+    give_head(model)
+    with pytest.raises(ConfigError, match="therefore not used"):
+        model(**batch(), fused_lm_head=True)
+    handle.remove()
+    assert model(**batch(), fused_lm_head=True).log_probs is not None
