@@ -1,0 +1,284 @@
+"""Backward that leaves out what carries no probability: when nothing is left out, and what it is as an operator."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tests.compare import assert_close
+from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, random, solve, worst
+
+import tilewise as tw
+from tilewise.errors import GradientError
+from tilewise.kernels import filter as plans
+from tilewise.kernels.filter_tiled import TorchFilter, _order_and_sample
+from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.ops import filtered
+from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.options import TileOptions
+
+# When nothing is left out -------------------------------------------------------------------------------------------
+
+
+def test_tolerance_zero_takes_the_exact_operator(monkeypatch):
+    head = Head(torch.float32)
+    default = head.grads(options=TileOptions())
+    monkeypatch.setattr(TorchFilter, "forward", None)  # would fail if called
+    zero = head.grads(0.0)
+    assert all(torch.equal(zero[name], default[name]) for name in zero)
+    smooth = {"label_smoothing": 0.1}
+    assert worst(head.grads(1e-2, **smooth), head.grads(0.0, **smooth)) == 0.0
+    with torch.no_grad():
+        assert head.loss(1e-2).item() == head.loss(0.0).item()
+    detached = {name: value.detach() for name, value in head.leaves.items()}
+    assert head.loss(1e-2, leaves=detached).item() == head.loss(0.0).item()
+
+
+@pytest.mark.parametrize(
+    "n, m, spec, options",
+    [
+        (0, COLS, {}, {}),
+        (10, 20, {}, {}),
+        (10, COLS, {"row_sum": True}, {}),
+        (10, COLS, {"col_lse": True}, {}),
+        (10, COLS, {"positive": "many"}, {}),
+        (10, COLS, {"itself": True}, {}),
+        (10**6, 10**6, {}, {"workspace_mib": 1}),
+        (10, COLS, {}, {"filter_tolerance": 0.0}),
+    ],
+)
+def test_reasons_to_be_exact(n, m, spec, options):
+    how = TileOptions(**{"filter_tolerance": 1e-2, **options})
+    what = PairSpec(**{"row_lse": True, "positive": "one", **spec})
+    assert plans.why_exact(n, m, torch.float32, what, how)
+    assert (
+        plans.why_exact(
+            10, COLS, torch.float32, PairSpec(row_lse=True, positive="one"), TileOptions(filter_tolerance=0.1)
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PairSpec)])
+def test_what_the_filter_does_not_know_is_exact(name):
+    """A statistic that is added to the spec is refused until the filter learns it."""
+    plain = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    value = getattr(plain, name)
+    other = {"positive": "many", "softcap": 3.0}.get(name, not value)
+    reason = plans.why_exact(
+        10, COLS, torch.float32, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1)
+    )
+    assert (reason is None) == (name in ("softcap", "drop_rows"))
+
+
+def test_flat_rows_take_the_dense_path(monkeypatch):
+    """They drop nothing, and their gradients are bitwise those of the exact operator."""
+    x = random(40, 24, seed=1).float().requires_grad_()
+    c = 0.1 * random(COLS, 24).float()
+    target, options = torch.arange(40), TileOptions(filter_tolerance=1e-2)
+    with tw.record_filtering() as report:
+        (got,) = torch.autograd.grad(tw.linear_cross_entropy(x, c, target, options=options), [x])
+    assert report.dense == [True]
+    assert report.largest_dropped == [0.0]
+    assert report.kept_share[0] > 0.9
+    # The log-sum-exps were added up in another order: equal up to the last digit.
+    (want,) = torch.autograd.grad(tw.linear_cross_entropy(x, c, target), [x])
+    assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("share, dense", [(-1.0, True), (10.0, False)], ids=["dense", "skip"])
+@pytest.mark.parametrize("name", ["very peaked", "flat"])
+def test_whatever_a_sample_of_the_rows_says_the_loss_is_right(name, share, dense, monkeypatch):
+    """And where it expected too few pairs, too many are noticed when they are counted."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr(plans, "PROBED_SHARE", share)
+    scores, target = SCORES[name](80), torch.arange(80)
+    target[::7] = -100
+    got, report = solve(scores, target, 1e-2)
+    dense = dense or name == "flat"
+    assert report.dense == [dense]
+    valid = target >= 0
+    assert (got[~valid] == 0).all()
+    assert_close(got[valid], dense_g(scores[valid], target[valid]), 1e-12 if dense else 1e-2)
+    if share < 0:
+        assert report.kept_share == [1.0]
+
+
+def test_rows_that_a_sample_does_not_meet(monkeypatch):
+    """Its rows are peaked, all others are flat."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    scores = SCORES["flat"](200)
+    index = torch.arange(200)[plans.sample_of(200, plans.sample_size(200, COLS, 32, TileOptions()))]
+    scores[index] = SCORES["very peaked"](len(index))
+    got, report = solve(scores, torch.arange(200), 1e-2)
+    assert report.dense == [True]
+    assert report.kept_share[0] < 1.0, "it was counted, not guessed"
+    assert_close(got, dense_g(scores, torch.arange(200)), 1e-12)
+
+
+@pytest.mark.parametrize("tolerance", [1e-46, 5e-324])
+def test_a_tolerance_that_float32_cannot_hold_is_none(tolerance):
+    """The one is 0 in float32, the other has no logarithm when some of it is kept in reserve."""
+    scores = (1000.0 * SCORES["very peaked"](40)).float()
+    scores.requires_grad_()
+    classes, target, options = torch.eye(COLS), torch.arange(40), TileOptions(filter_tolerance=tolerance)
+    with tw.record_filtering() as report:
+        (got,) = torch.autograd.grad(tw.linear_cross_entropy(scores, classes, target, options=options), [scores])
+    assert len(report) == 0
+    exact = TileOptions(gradients="backward")
+    assert torch.equal(
+        got, torch.autograd.grad(tw.linear_cross_entropy(scores, classes, target, options=exact), [scores])[0]
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("peaked", [False, True])
+def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, monkeypatch):
+    """The mean row is one of the sample. A bias may be all that makes scores peaked."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    bias = (torch.linspace(20.0, -180.0, COLS, dtype=torch.float64) * peaked).roll(99)
+    a, b, key = 0.1 * random(80, 24), 0.1 * random(COLS, 24, seed=1), torch.arange(80)
+    pair = Pair(a=a, b=b, scale=torch.tensor(-2.0, dtype=torch.float64), bias=bias, row_key=key)
+    spec, options = PairSpec(row_lse=True, positive="one", softcap=softcap), TileOptions(filter_tolerance=1e-2)
+    want = plans.order_columns(pair)
+    with monkeypatch.context() as once:
+        once.setattr(torch, "mv", None)
+        order, too_many = _order_and_sample(pair, spec, options)
+    assert torch.equal(order, want)
+    assert too_many != peaked
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", math.inf)
+    assert bool(TorchFilter().forward(pair, spec, options)[1].dense) == too_many, "and that is what counting says"
+
+
+def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):
+    """`torch.set_default_device` says where a program makes its tensors; a sample belongs where the features are."""
+    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    scores, target = SCORES["flat"](80), torch.arange(80)
+    want, _ = solve(scores, target, 1e-2)
+    hidden, head = scores.clone().requires_grad_(), torch.eye(scores.shape[1], dtype=scores.dtype)
+    options = TileOptions(filter_tolerance=1e-2)
+    with torch.device("meta"):
+        loss = tw.linear_cross_entropy(hidden, head, target, reduction="sum", options=options)
+    loss.backward()
+    assert_close(hidden.grad, want, 1e-12)
+
+
+def test_the_rows_that_count_decide():
+    """Nine tokens of ten are ignored, and the others keep all their tiles."""
+    head = Head(torch.float32, n=200)
+    with torch.no_grad():
+        head.leaves["input"] *= 0.05
+    target = head.target.clone()
+    target[torch.arange(200) % 10 != 0] = -100
+    with tw.record_filtering() as report:
+        got = head.grads(1e-2, target=target)
+    assert report.dense == [True]
+    assert worst(got, head.grads(0.0, target=target)) < 1e-5
+
+
+def test_reports_are_only_written_inside():
+    head = Head()
+    with tw.record_filtering() as outer:
+        head.loss(1e-2)
+        with tw.record_filtering() as inner:
+            head.loss(1e-2)
+    head.loss(1e-2)
+    assert (len(outer), len(inner)) == (2, 1)
+    assert repr(inner).startswith(f"FilterReport(kept_share={inner.kept_share}, mean_dropped=[")
+    assert "tensor" not in repr(outer)
+    assert not filtered._reports
+
+
+def test_empty_input():
+    x = torch.empty(0, 8, requires_grad=True)
+    loss = tw.linear_cross_entropy(
+        x,
+        torch.randn(COLS, 8),
+        torch.empty(0, dtype=torch.long),
+        reduction="sum",
+        options=TileOptions(filter_tolerance=0.1),
+    )
+    loss.backward()
+    assert x.grad.shape == (0, 8)
+
+
+# As an operator -----------------------------------------------------------------------------------------------------
+
+
+def test_compiled():
+    head = Head(torch.float32)
+
+    def step(hidden, weight, bias, scale, target):
+        leaves = {"input": hidden, "weight": weight, "bias": bias, "scale": scale}
+        return head.loss(1e-2, leaves=leaves, target=target)
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    loss = whole(*head.leaves.values(), head.target)
+    got = dict(zip(head.leaves, torch.autograd.grad(loss, list(head.leaves.values())), strict=True))
+    assert loss.item() == head.loss(1e-2).item()
+    assert worst(got, head.grads(1e-2)) < 1e-6
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_with_one_tolerance_after_another(dynamic):
+    torch._dynamo.reset()
+    head = Head(torch.float32)
+    x = head.leaves
+
+    def step(options):
+        return tw.linear_cross_entropy(x["input"], x["weight"], head.target, options=options)
+
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    tolerances = 1e-2, 1e-3, 0.3
+    with tw.record_filtering() as report:
+        for tolerance in tolerances:
+            for mib in (64, 32):
+                whole(TileOptions(filter_tolerance=tolerance, workspace_mib=mib)).backward()
+    assert [tolerance for _, _, tolerance in report._plans] == [value for value in tolerances for _ in range(2)]
+
+
+def test_the_registered_operators_are_sound():
+    head = Head(torch.float32, n=20, classes=100)
+    x = head.leaves
+    plan = filtered.encode(
+        PairSpec(row_lse=True, positive="one", drop_rows=True), TileOptions(filter_tolerance=1e-2), ""
+    )
+    key, zero = head.target % 100, torch.zeros(20)
+    inputs = (x["input"], x["weight"], x["scale"], x["bias"], key, zero, plan)
+    torch.library.opcheck(
+        torch.ops.tilewise.filtered_stats.default, inputs, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_a_second_derivative_is_refused():
+    head = Head()
+    (grad,) = torch.autograd.grad(head.loss(1e-2), [head.leaves["input"]], create_graph=True)
+    with pytest.raises(GradientError, match="first derivatives"):
+        grad.sum().backward()
+
+
+@pytest.mark.usefixtures("never_dense")
+def test_autocast_does_not_reach_the_products():
+    head = Head(torch.bfloat16)
+    want = head.grads(1e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = head.grads(1e-2)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_over_a_group_it_is_the_exact_operator(monkeypatch):
+    asked = []
+
+    def stand_in(*args, **kwargs):
+        asked.append(kwargs["group_name"])
+        return pair_stats(*args, **{**kwargs, "group_name": ""})
+
+    monkeypatch.setattr(filtered, "pair_stats", stand_in)
+    head = Head()
+    x = head.leaves
+    keys, options = PairKeys(row_key=head.target), TileOptions(filter_tolerance=1e-2)
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    filtered.filtered_stats(
+        x["input"], x["weight"], x["scale"], keys=keys, spec=spec, options=options, group_name="a group"
+    )
+    assert asked == ["a group"]
