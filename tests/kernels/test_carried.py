@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse
-from tests.kernels.pair_cases import incoming_gradients
+from tests.kernels.pair_checks import incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from tests.kernels.pair_cases import all_needs, incoming_gradients
+from tests.kernels.pair_checks import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec

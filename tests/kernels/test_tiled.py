@@ -5,16 +5,14 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.kernels.pair_cases import (
-    CASES,
-    HARD,
+from tests.kernels.pair_cases import CASES, HARD, make_case
+from tests.kernels.pair_checks import (
     all_needs,
     check_backward,
     check_forward,
     finite,
     grads_asked,
     incoming_gradients,
-    make_case,
     stats_asked,
 )
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.kernels.pair_cases import check_backward, check_forward
+from tests.kernels.pair_checks import check_backward, check_forward
 
 from tilewise.kernels import tiles
 from tilewise.kernels.spec import Pair, PairSpec, stat_dtype

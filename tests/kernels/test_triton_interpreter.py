@@ -9,10 +9,8 @@ import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse, relative_error
 from tests.gpu.checks import Place, check_tokens
-from tests.kernels.pair_cases import (
-    CASES,
-    HARD,
-    Maker,
+from tests.kernels.pair_cases import CASES, HARD, make_case
+from tests.kernels.pair_checks import (
     all_needs,
     check_backward,
     check_forward,
@@ -20,9 +18,9 @@ from tests.kernels.pair_cases import (
     grads_asked,
     incoming_gradients,
     leaves_of,
-    make_case,
     stats_asked,
 )
+from tests.kernels.pair_maker import Maker
 from tests.kernels.quick_interpreter import make_quick
 from tests.losses.loss_cases import converted, problem, solve
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.compare import assert_close
-from tests.kernels.pair_cases import CASES, dense_grads, incoming_gradients, leaves_of, make_case, stats_asked
+from tests.kernels.pair_cases import CASES, make_case
+from tests.kernels.pair_checks import dense_grads, incoming_gradients, leaves_of, stats_asked
 from tests.losses import loss_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
