@@ -7,7 +7,7 @@ import torch
 from benchmarks.measure import cpu_peak_bytes
 from tests.compare import assert_close, assert_no_worse
 from tests.losses.loss_cases import converted, problem, solve
-from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED
+from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
 from torch.nn.functional import normalize
 
 import tilewise as tw
@@ -24,6 +24,12 @@ NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_
 def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the kernels, and what they gave."""
+    return count_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.compare import assert_close, relative_error
 from tests.losses.loss_cases import converted, problem, solve
-from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED
+from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
 from torch._dynamo import compiled_autograd
 
 import tilewise as tw
@@ -19,6 +19,12 @@ from tilewise.kernels import direct as kernels
 def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the kernels, and what they gave."""
+    return count_calls(monkeypatch)
 
 
 @pytest.mark.parametrize("name", FEW)
