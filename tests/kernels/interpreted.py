@@ -1,0 +1,32 @@
+"""What the tests of Triton kernels in Triton's interpreter share: their marks, the backend, and one check of a pair."""
+
+import pytest
+import torch
+from tests.kernels.pair_checks import check_backward, check_forward
+
+from tilewise.kernels.triton_impl import gradients
+from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.options import TileOptions
+
+IN_THE_INTERPRETER = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),  # NumPy speaks where a GPU is silent: log2(0)
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.usefixtures("nan_filled_empty", "quick"),
+]
+BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest")
+TYPES = {"float32": torch.float32, "float16": torch.float16}
+FLOOR = 5e-4  # float16 rounds an entry of G by up to 2**-11
+
+
+def check(pair, spec, *, hard=False):
+    check_forward(BACKEND, pair, spec, OPTIONS, hard=hard)
+    check_backward(BACKEND, pair, spec, OPTIONS, hard=hard, floor=FLOOR)
+
+
+def take_tiny_workspace(monkeypatch):
+    """So little that a hundred rows need several macro-tiles in both axes, until the test ends."""
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
+    monkeypatch.setattr(gradients, "ONE_MACRO", 50)
+    monkeypatch.setattr(Forward, "_macro", lambda self: (64, 64))  # left alone it takes 256 at the least
