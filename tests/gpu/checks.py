@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close, relative_error
-from tests.kernels.pair_cases import (
-    CASES,
-    HARD,
-    Maker,
+from tests.kernels.pair_cases import CASES, HARD
+from tests.kernels.pair_checks import (
     all_needs,
     check_backward,
     check_forward,
@@ -27,6 +25,7 @@ from tests.kernels.pair_cases import (
     incoming_gradients,
     stats_asked,
 )
+from tests.kernels.pair_maker import Maker
 from tests.losses.loss_cases import Problem, converted, problem, solve
 from torch import Tensor
 

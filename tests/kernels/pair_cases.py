@@ -12,14 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-from tests.kernels.pair_checks import (  # noqa: F401 (tests/gpu takes them together with the cases)
-    all_needs,
-    check_backward,
-    check_forward,
-    grads_asked,
-    incoming_gradients,
-    stats_asked,
-)
 from tests.kernels.pair_maker import Maker
 from torch import Tensor
 
