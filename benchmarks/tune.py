@@ -15,16 +15,17 @@ import sys
 import torch
 import torch.nn.functional as F
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.launch import Call
+from tilewise.kernels.triton_impl.launch import Call, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.options import TileOptions
 
 FORWARD = [
+    Sizes(128, 128, 64, 4, 3, 2, 16, strip=8),
+    Sizes(128, 128, 64, 4, 3, 2, 16, strip=4),
     Sizes(128, 128, 64, 4, 3, 2, 16),
     Sizes(128, 128, 64, 4, 3, 2, 8),
     Sizes(128, 128, 64, 4, 2, 3, 16),
@@ -39,9 +40,14 @@ GRADIENT = [
     Sizes(128, 256, 64, 8, 3, 1, 16),
     Sizes(128, 256, 64, 8, 3, 1, 8),
     Sizes(256, 128, 64, 8, 3, 1, 16),
+    Sizes(128, 256, 64, 8, 4, 1, 16, 2),
     Sizes(128, 128, 32, 4, 4, 2, 16),
     Sizes(128, 128, 32, 4, 4, 2, 8),
+    Sizes(128, 128, 32, 4, 6, 2, 16, 2),
     Sizes(128, 128, 64, 4, 2, 2, 16),
+    Sizes(128, 128, 64, 4, 3, 2, 16, 2),
+    Sizes(128, 128, 64, 4, 3, 2, 16, 4),
+    Sizes(128, 128, 64, 4, 3, 2, 8, 2),
     Sizes(128, 256, 32, 8, 5, 1, 16),
     Sizes(128, 256, 32, 8, 6, 1, 8),
 ]
@@ -86,7 +92,7 @@ def gradient_call(launch: Call, spec: PairSpec):
     work = Backward(launch, stats, grad, Needs(), pair.a.dtype)
     i, j = slice(0, min(n, work.row_step)), slice(0, min(n, work.col_step))
     g = pair.a.new_empty((i.stop, j.stop))
-    desc = TensorDescriptor.from_tensor(g, [work.sizes.rows, work.sizes.cols])
+    desc = tile_descriptor(g, work.sizes)
     return lambda: work._gradient(g, desc, i, j, None), i.stop * j.stop
 
 

@@ -67,7 +67,7 @@ def compiled(kernel, constants, dtype, sizes: Sizes | None, capability):
     blocks = {}
     if sizes is not None:
         blocks = {"a_desc": (sizes.rows, sizes.depth), "b_desc": (sizes.cols, sizes.depth)}
-        blocks["g_desc"] = (sizes.rows, sizes.cols)
+        blocks["g_desc"] = (sizes.rows, sizes.cols // sizes.pieces)
     signature, values = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:

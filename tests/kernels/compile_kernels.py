@@ -86,8 +86,8 @@ def compiled(kernel, constants, present, dtype, sizes, capability):
         blocks = {
             "a_desc": (sizes.rows, sizes.depth),
             "b_desc": (sizes.cols, sizes.depth),
-            "g_desc": (sizes.rows, sizes.cols),
-            "e_desc": (sizes.rows, sizes.cols),
+            "g_desc": (sizes.rows, sizes.cols // sizes.pieces),
+            "e_desc": (sizes.rows, sizes.cols // sizes.pieces),
         }
     signature, values = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -116,11 +116,11 @@ def main() -> None:
             stats, terms, score, kind, wide, present = LOSSES[loss]
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": FULL, "WIDE": wide, "PROGRAMS": 264}
             shared["CARRY"] = "e_desc" in present
-            masks = kind == MANY or bool(score & 4)
+            shared["STRIP"] = forward_sizes.strip if "peaks" in present and stats & 2 else 1
             for kernel, sizes, bits in (
                 (tokens.token_kernel if loss == "tokens" else forward.forward_kernel, forward_sizes, {"STATS": stats}),
                 (forward.repair_kernel, forward_sizes, {"STATS": stats}),
-                (backward.gradient_kernel, forward_sizes if masks else gradient_sizes, {"TERMS": terms}),
+                (backward.gradient_kernel, gradient_sizes, {"TERMS": terms}),
                 (positive.positive_kernel, None, {}),
                 (positive.positive_gradient_kernel, None, {"TERMS": terms}),
                 (tokens.merge_tokens_kernel, None, {"STATS": stats} | MERGE),

@@ -24,7 +24,7 @@ NUMBERS = {"softcap", "tolerance", "usable"}
 POINTERS = dict.fromkeys(("order", "place", "rows", "starts", "firsts", "table", "dense"), "*i32")
 POINTERS |= dict.fromkeys(("row_key", "pairs"), "*i64")
 FEATURES = {"a", "b", "out", "mean", "mass", "g", "product"}
-MERGE = {"ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": 16, "BLOCK": 64}
+MERGE = {"STRIP": 1, "ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": 16, "BLOCK": 64}
 CARDS = {
     "hopper": (90, "bf16", 2304, 256),
     "hopper, fewer columns": (90, "bf16", 2304, 128),

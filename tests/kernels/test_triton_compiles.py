@@ -25,7 +25,7 @@ SCRIPTS = {
     },
     "compile_direct": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
 }
-SELDOM = {"softplus in doubt"}
+SELDOM = {"softplus in doubt", "repair_kernel"}
 MOST_STACK = 512  # bytes of a thread: more in a loop over tiles makes it many times slower
 
 
@@ -42,8 +42,5 @@ def test_kernels_compile_and_fit(script):
     for line in lines:
         most, together = LIMITS[line["capability"]]
         assert line["shared"] <= most, line
-        masked = line["kernel"] == "gradient_kernel" and line.get("loss") in ("supcon", "info_nce with ids")
-        if masked:  # masks of a tile's size leave room for one program only, and registers spill
-            continue
         assert line["stack"] <= MOST_STACK or line["kernel"] in SELDOM, line
         assert line["programs"] * (line["shared"] + 1024) <= together, line

@@ -2,10 +2,10 @@
 
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
            + g_entropy_i p_ij (row_lse_i - x_ij - entropy_i),   p_ij = exp(x_ij - row_lse_i)
-    u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of the tile
+    u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
-so that one exponential serves both directions; if the log-sum-exps of the whole call span too much for that (``span``),
-each direction takes its own. All of it is float32 until G is rounded at the very end. An only positive of a row is not
+so that one exponential serves both directions; if the log-sum-exps span too much for that (``span``), each direction
+takes its own. u and v are there before the first tile. All of it is float32 until G is rounded at the very end. An only positive of a row is not
 looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the same rounding. The
 products with G are cuBLAS's.
 """
@@ -21,6 +21,7 @@ from tilewise.kernels.triton_impl.parts import (
     in_units,
     positives,
     score_tile,
+    store_tile,
     tile_dot,
     tile_place,
 )
@@ -78,10 +79,10 @@ def sigmoid(x):
 
 
 @triton.jit
-def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, row_entropy,
-                  grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
+def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse, row_entropy,
+                  row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
                   TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """G of one tile, float32; an only positive left out."""
+    """G of one tile, float32; an only positive left out. x lies t below the scores, u and v are the shares."""
     ok_rows, ok_cols = rows < n, cols < m
     if SOFTPLUS & TERMS:
         g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
@@ -92,19 +93,15 @@ def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, 
         below = (x - row_from[:, None]) - row_level[:, None]
         g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
     elif (ROWS & TERMS) and (COLS & TERMS):
-        row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
-        col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
         if WIDE:
+            row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
+            col_level, col_from, col_in = side(col_lse, col_zero, grad_col, cols, ok_cols, f)
             g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
             g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
         else:
-            row_at = tl.where(row_level == float("inf"), float("-inf"), row_level + row_from)
-            col_at = tl.where(col_level == float("inf"), float("-inf"), col_level + col_from)
-            t = tl.maximum(tl.max(row_at, 0), tl.max(col_at, 0))
-            t = tl.where(t == float("-inf"), 0.0, t)
-            u = row_in * tl.exp2((t - row_from) - row_level)
-            v = col_in * tl.exp2((t - col_from) - col_level)
-            g = tl.exp2(x - t) * (u[:, None] + v[None, :])
+            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
+            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
+            g = tl.exp2(x) * (u[:, None] + v[None, :])
     elif ROWS & TERMS:
         row_level, row_from, row_in = side(row_lse, row_zero, grad_row, rows, ok_rows, f)
         if row_zero is not None:
@@ -123,19 +120,19 @@ def gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, 
         value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
         if MIRROR & TERMS:
             value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-        g += tl.where(hit, value, 0.0)
+        g = tl.where(hit, g + value, g)  # not g + where(..): that tile would travel through shared memory
     if ROW_SUM & TERMS:
         weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
         g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
     if SOFTCAP & SCORE:
-        ratio = x * (1.0 / (softcap * LOG2E))
+        ratio = (x + t) * (1.0 / (softcap * LOG2E))
         g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
     return g
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
 def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, row_key, col_key, row_skip, col_skip, row_zero,
-                    col_zero, col_weight, row_lse, col_lse, row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum,
+                    col_zero, col_weight, row_lse, col_lse, row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum,
                     grad_entropy, bias_part, n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -153,22 +150,41 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
         tiles = tl.where(suits, tiles, 0)
     s = tl.load(scale)
     f = outer_factor(factor)
+    t = 0.0
+    if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
+        t = tl.load(span + 1)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
         x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+            acc,
+            rows,
+            cols,
+            n,
+            m,
+            s,
+            bias,
+            softcap,
+            row_skip,
+            col_skip,
+            row_key,
+            col_key,
+            first,
+            ahead,
+            SCORE,
+            POSITIVE,
+            t,
         )
-        g = gradient_tile(x, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse,
-                          row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse,
+                          row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
         if BIAS_COLS & TERMS:
             inside = tl.where((rows < n)[:, None], g, 0.0)
             tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=cols < m)
-        g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
+        store_tile(g_desc, tile_row * R, tile_col * C, g)
 
 
 @triton.jit
@@ -189,10 +205,28 @@ def extremes(values, zero, size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "m"])
 def span_kernel(row_lse, row_zero, col_lse, col_zero, out, n, m, BLOCK: tl.constexpr):
-    """How far apart the log-sum-exps of all rows and columns are, in units of log2."""
+    """How far apart the log-sum-exps of all rows and columns are, and t, the largest; in units of log2."""
     row_high, row_low = extremes(row_lse, row_zero, n, BLOCK)
     col_high, col_low = extremes(col_lse, col_zero, m, BLOCK)
-    tl.store(out, (tl.maximum(row_high, col_high) - tl.minimum(row_low, col_low)) * LOG2E)
+    high = tl.maximum(row_high, col_high)
+    tl.store(out, (high - tl.minimum(row_low, col_low)) * LOG2E)
+    tl.store(out + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def share_kernel(row_lse, row_zero, grad_row, row_share, col_lse, col_zero, grad_col, col_share, factor, span, n, m,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """u of all rows, and behind them v of all columns."""
+    program, row_blocks = tl.program_id(0), tl.cdiv(n, BLOCK)
+    f, t = outer_factor(factor), tl.load(span + 1)
+    if program < row_blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        level, start, coming = side(row_lse, row_zero, grad_row, at, at < n, f)
+        tl.store(row_share + at, coming * tl.exp2((t - start) - level), mask=at < n)
+    else:
+        at = (program - row_blocks) * BLOCK + tl.arange(0, BLOCK)
+        level, start, coming = side(col_lse, col_zero, grad_col, at, at < m, f)
+        tl.store(col_share + at, coming * tl.exp2((t - start) - level), mask=at < m)
 
 
 @triton.jit(do_not_specialize=["rows", "stride", "out_stride", "feature_stride"])

@@ -21,7 +21,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax, positive
 from tilewise.kernels.triton_impl.backend import how, on_device, tensors_of
 from tilewise.kernels.triton_impl.gradients import Backward, Bias, product
-from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, unit_of, vector
+from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, tile_descriptor, unit_of, vector
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
 from tilewise.options import TileOptions
@@ -179,7 +179,7 @@ class Softmax:
     def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Exponentials:
         """Of the rows i, with E in ``e``; and into ``scaled``, if it is there, scale f_i a_i."""
         call, n = self.call, i.stop - i.start
-        desc = TensorDescriptor.from_tensor(e, [self.sizes.rows, self.sizes.cols])
+        desc = tile_descriptor(e, self.sizes)
         shared = {"g_desc": desc, "row_part": row_part, "doubt": self.doubt, "only_if": self.only_if}
         gated, maxima = direct_softmax.GATED.value, direct_softmax.MAXIMA.value
         for terms in (0, gated + maxima, gated):

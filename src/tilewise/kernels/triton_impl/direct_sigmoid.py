@@ -17,6 +17,7 @@ from tilewise.kernels.triton_impl.parts import (
     any_here,
     own_column,
     score_tile,
+    store_tile,
     tile_dot,
     tile_place,
 )
@@ -99,7 +100,7 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
         if BIAS_COLS & TERMS:
             whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
             tl.store(bias_part + tile_row * m + cols, tl.sum(whole, 0), mask=cols < m)
-        g_desc.store([tile_row * R, tile_col * C], g.to(g_desc.dtype))
+        store_tile(g_desc, tile_row * R, tile_col * C, g)
     tl.store(mine, loss)
 
 

@@ -27,6 +27,7 @@ from tilewise.kernels.triton_impl.parts import (
     own_column,
     row_stride,
     score_tile,
+    store_tile,
     tile_dot,
     tile_place,
 )
@@ -94,7 +95,7 @@ def exponent_kernel(a_desc, b_desc, g_desc, scale, bias, softcap, row_key, col_k
             if SOFTCAP & SCORE:
                 ratio = x * (1.0 / (softcap * LOG2E))
                 e = e * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
-            g_desc.store([tile_row * R, tile_col * C], e.to(g_desc.dtype))
+            store_tile(g_desc, tile_row * R, tile_col * C, e)
 
 
 @triton.jit(do_not_specialize=["n", "parts"])

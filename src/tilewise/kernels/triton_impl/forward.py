@@ -3,11 +3,11 @@
     x_ij = scale <a_i, b_j> + bias_j,   e_ij = exp(x_ij - t),   t = max over the tile, or a guess for all tiles
     row part: sum_j e_ij        column part: sum_i e_ij        both stand for log(part) + t
 
-Each tile writes t and its part of each row and column to a place of its own (no atomics); `merge_kernel` folds the parts
-in a fixed order into the running statistics, less the zeros. The maximum costs a tenth of the time; a guess does as well,
-since sums from 2**-80 to 2**120 are ordinary float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is
-too far from a row for that, the tile casts doubt, and `repair_kernel` does that tile again with the maximum of each row and column, and writes logarithms
-instead of sums, with t = +inf as the sign of it.
+Each tile writes t and its part of each row, each strip of tiles its part of each column, to a place of its own (no
+atomics); `merge_kernel` folds the parts in a fixed order into the running statistics, less the zeros. The maximum costs a
+tenth of the time; a guess does as well, since sums from 2**-80 to 2**120 are ordinary float32 numbers: the largest score
+of a sample, less BELOW_PEAK. Where t is too far from a row for that, the tile casts doubt, and `repair_kernel` does its
+strip again with the maximum of each row and column, and writes logarithms instead of sums, with t = +inf as the sign of it.
 """
 
 import triton
@@ -20,9 +20,10 @@ from tilewise.kernels.triton_impl.parts import (
     MANY,
     SMALLEST_SUM,
     any_here,
-    column_sums,
+    near_sums,
     positives,
     score_tile,
+    store_tile,
     tile_dot,
     tile_place,
 )
@@ -57,6 +58,12 @@ def untrusted(total):
 
 
 @triton.jit
+def untrusted_column(total):
+    """The same, or NaN: a row past the end counts 0 times its exponential, which may be infinite."""
+    return ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)) == 0
+
+
+@triton.jit
 def guess_top(peaks, count):
     """A shift for all tiles: the largest score of a sample, less BELOW_PEAK; 0 if that is no number."""
     high = tl.full((1024,), float("-inf"), tl.float32)
@@ -72,28 +79,32 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
                    col_weight, row_part, col_part, pos_part, pos_col_part, sum_part, tops, doubt, peaks, peak_count, e_desc, dense, n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                   EXACT: tl.constexpr, CARRY: tl.constexpr):  # fmt: skip
-    """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (row tiles, m).
+                   EXACT: tl.constexpr, CARRY: tl.constexpr, STRIP: tl.constexpr):  # fmt: skip
+    """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (strips, m).
 
-    With CARRY the exponentials are stored too, measured from the sample's largest score. If dense is 0, nobody wants them.
+    A program walks down a strip of STRIP tiles, and adds up their columns before threads exchange anything. With CARRY the
+    exponentials are stored too, measured from the sample's largest score. If dense is 0, nobody wants them.
     """
-    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
-    tiles = row_tiles * col_tiles
+    strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
+    steps = tl.cdiv(strips * col_tiles - tl.program_id(0), PROGRAMS) * STRIP
     if dense is not None:
-        tiles = tl.where(tl.load(dense) != 0, tiles, 0)
+        steps = tl.where(tl.load(dense) != 0, steps, 0)
     s = tl.load(scale)
     top = 0.0
     if peaks is not None:
         top = guess_top(peaks, peak_count)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+    BELOW: tl.constexpr = (peaks is not None) and not (ROW_SUM & STATS)  # whether scores are wanted from top only
+    ABREAST: tl.constexpr = max(1, GROUP // STRIP)
+    near = tl.zeros((32 if R >= 64 else R, C), tl.float32)
+    for step in tl.range(0, steps, flatten=True):
+        strip, tile_col = tile_place(tl.program_id(0) + step // STRIP * PROGRAMS, strips, col_tiles, ABREAST)
+        tile_row = strip * STRIP + step % STRIP
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
         ok_rows, ok_cols = rows < n, cols < m
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
+        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
+                       top if BELOW else 0.0)  # fmt: skip
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
             zero = tl.zeros((R,), tl.float32)
@@ -124,19 +135,34 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_s
             if peaks is None:
                 top = tl.max(tl.max(x, 1), 0)
                 top = tl.where(top == float("-inf"), 0.0, top)
-            # Rows past the end take part in column sums unless their shift is -inf.
-            e = tl.exp2(x + tl.where(ok_rows, -top, float("-inf"))[:, None])
+            if not BELOW:
+                x = x - top
+            e = tl.exp2(x)
             if ROWS & STATS:
                 total = tl.sum(e, 1)
                 tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
                 tl.store(doubt + rows * 0, 1, mask=ok_rows & untrusted(total))
             if CARRY:
-                e_desc.store([tile_row * R, tile_col * C], (e * 2.0**-BELOW_PEAK).to(e_desc.dtype))
+                store_tile(e_desc, tile_row * R, tile_col * C, e * 2.0**-BELOW_PEAK)
             if COLS & STATS:
-                total = column_sums(e, R, C)
-                tl.store(col_part + tile_row * m + cols, total, mask=ok_cols)
-                tl.store(doubt + cols * 0, 1, mask=ok_cols & untrusted(total))
-            tl.store(tops + tile_row * col_tiles + tile_col, top)
+                here = near_sums(e * ok_rows.to(tl.float32)[:, None])  # the factor rides on the additions
+                if STRIP == 1:
+                    near = here
+                else:
+                    near = tl.where(step % STRIP == 0, here, near + here)
+                if step % STRIP == STRIP - 1:
+                    below = tl.sum(near, 0)
+                    tl.store(col_part + strip * m + cols, below, mask=ok_cols)
+                    tl.store(doubt + cols * 0, 1, mask=ok_cols & untrusted_column(below))
+            tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
+
+
+@triton.jit
+def raised(high, total, x, axis: tl.constexpr):
+    """A running log-sum-exp, high + log2(total), with the scores x along an axis added."""
+    higher = tl.maximum(high, tl.max(x, axis))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp2(high - safe) + tl.sum(tl.exp2(x - tl.expand_dims(safe, axis)), axis)
 
 
 @triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
@@ -144,46 +170,35 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_sk
                   row_part, col_part, tops, doubt, n, m, first, ahead,
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                  EXACT: tl.constexpr):  # fmt: skip
-    """Tiles whose sums cannot be trusted, again, each row and column with a maximum of its own. Mostly there are none."""
-    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+                  EXACT: tl.constexpr, STRIP: tl.constexpr):  # fmt: skip
+    """Strips whose sums cannot be trusted, again, each row and column with a maximum of its own. Mostly there are none."""
+    strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
+    ABREAST: tl.constexpr = max(1, GROUP // STRIP)
     s = tl.load(scale)
-    tiles = tl.where(tl.load(doubt) != 0, row_tiles * col_tiles, 0)
-    for tile in range(tl.program_id(0), tiles, PROGRAMS):
-        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows = tile_row * R + tl.arange(0, R)
+    work = tl.where(tl.load(doubt) != 0, strips * col_tiles, 0)
+    for unit in range(tl.program_id(0), work, PROGRAMS):
+        strip, tile_col = tile_place(unit, strips, col_tiles, ABREAST)
         cols = tile_col * C + tl.arange(0, C)
-        ok_rows, ok_cols = rows < n, cols < m
+        ok_cols = cols < m
         again = 0
-        if ROWS & STATS:
-            total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=1.0)
-            again = tl.max(untrusted(total).to(tl.int32), 0)
+        if (ROWS + SOFTPLUS) & STATS:
+            of_strip = strip * STRIP * R + tl.arange(0, STRIP * R)
+            across = tl.load(row_part + tile_col * n + of_strip, mask=of_strip < n, other=1.0)
+            if SOFTPLUS & STATS:
+                again = tl.max((across == float("inf")).to(tl.int32), 0)
+            else:
+                again = tl.max(untrusted(across).to(tl.int32), 0)
+        high, below = tl.full((C,), float("-inf"), tl.float32), tl.zeros((C,), tl.float32)
         if COLS & STATS:
-            total = tl.load(col_part + tile_row * m + cols, mask=ok_cols, other=1.0)
-            again = tl.maximum(again, tl.max(untrusted(total).to(tl.int32), 0))
-        if SOFTPLUS & STATS:
-            total = tl.load(row_part + tile_col * n + rows, mask=ok_rows, other=0.0)
-            again = tl.max((total == float("inf")).to(tl.int32), 0)
-        if again != 0:
+            down = tl.load(col_part + strip * m + cols, mask=ok_cols, other=1.0)
+            again = tl.maximum(again, tl.max(untrusted_column(down).to(tl.int32), 0))
+        for step in range(0, tl.where(again != 0, STRIP, 0)):
+            tile_row = strip * STRIP + step
+            rows = tile_row * R + tl.arange(0, R)
+            ok_rows = rows < n
             acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-            x = score_tile(
-                acc,
-                rows,
-                cols,
-                n,
-                m,
-                s,
-                bias,
-                softcap,
-                row_skip,
-                col_skip,
-                row_key,
-                col_key,
-                first,
-                ahead,
-                SCORE,
-                POSITIVE,
-            )
+            x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE,
+                           POSITIVE)  # fmt: skip
             if SOFTPLUS & STATS:
                 if POSITIVE != 0:
                     hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
@@ -191,18 +206,13 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_sk
                 total = tl.sum(tl.maximum(x, 0.0) * LN2 + log1p(tl.exp2(-tl.abs(x))), 1)
                 tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
             if ROWS & STATS:
-                top = tl.max(x, 1)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                part = tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1)) + safe
-                tl.store(row_part + tile_col * n + rows, part, mask=ok_rows)
+                top, total = raised(tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.float32), x, 1)
+                tl.store(row_part + tile_col * n + rows, top + tl.log2(total), mask=ok_rows)
             if COLS & STATS:
-                x = tl.where(ok_rows[:, None], x, float("-inf"))
-                top = tl.max(x, 0)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                part = tl.log2(tl.sum(tl.exp2(x - safe[None, :]), 0)) + safe
-                tl.store(col_part + tile_row * m + cols, part, mask=ok_cols)
+                high, below = raised(high, below, tl.where(ok_rows[:, None], x, float("-inf")), 0)
+                tl.store(col_part + strip * m + cols, high + tl.log2(below), mask=ok_cols)
             if (ROWS + COLS) & STATS:
-                tl.store(tops + tile_row * col_tiles + tile_col, float("inf"))
+                tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
 
 
 @triton.jit
@@ -244,7 +254,7 @@ def fold(part, tops, top_step, zero, out, at, ok, size, parts, FIRST: tl.constex
 @triton.jit(do_not_specialize=["n", "row_parts", "m", "col_parts"])
 def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, col_out, m, col_parts, tops, dense,
                  ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                 MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 STRIP: tl.constexpr, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold the parts of the rows, and behind them those of the columns, into the running statistics.
 
     If dense is 0, there are no parts; it is asked only where no columns are summed.
@@ -266,7 +276,7 @@ def merge_kernel(row_part, row_zero, row_out, n, row_parts, col_part, col_zero, 
             fold(
                 col_part,
                 tops + first // C,
-                row_parts,
+                row_parts * STRIP,
                 col_zero,
                 col_out,
                 at,

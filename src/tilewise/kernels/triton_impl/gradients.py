@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -10,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, incoming_size
 from tilewise.kernels.triton_impl import backward, parts, positive
 from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
-from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, unit_of, vector
+from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces, tile_descriptor, unit_of, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.options import TileOptions
 
@@ -95,6 +97,8 @@ class Backward:
         bits += backward.BIAS_COLS.value * (needs.bias and not self.shared_bias)
         self.bits = bits
         self.span = self._span()
+        if self.span is not None:
+            self._shares(self.span)
         if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
             own = vector(stats.row_pos)
             if own is None:
@@ -108,15 +112,27 @@ class Backward:
         return macro_tile(self.pair, self.spec, self.sizes, self.call.options)
 
     def _span(self) -> Tensor | None:
-        """How far apart the log-sum-exps are, when both directions share an exponential."""
+        """How far apart the log-sum-exps are, and the largest, when both directions share an exponential."""
         call = self.call
         if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
             return None
-        out = call.empty(1)
+        out = call.empty(2)
         values = {"row_lse": call.by_row["row_lse"], "row_zero": call.by_row["row_zero"], "out": out, "n": self.n}
         values |= {"col_lse": call.by_col["col_lse"], "col_zero": call.by_col["col_zero"], "m": self.m}
         call.prepare(backward.span_kernel, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
         return out
+
+    def _shares(self, span: Tensor) -> None:
+        """u of each row and v of each column."""
+        call, sym = self.call, self.spec.symmetric
+        u = call.empty(self.n)
+        v = u if sym else call.empty(self.m)
+        values: dict[str, Any] = {"row_share": u, "col_share": v, "factor": self.inside, "span": span}
+        values |= {"n": self.n, "m": 0 if sym else self.m, "BLOCK": SPAN_BLOCK}
+        programs = cdiv(self.n, SPAN_BLOCK) + (0 if sym else cdiv(self.m, SPAN_BLOCK))
+        ready = call.prepare(backward.share_kernel, 4, 2, ()).put(call.by_row).put(call.by_col)
+        ready.put(values).launch(programs)
+        call.by_row["row_share"], call.by_col["col_share"] = u, v
 
     def run(self) -> Grads:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
@@ -147,7 +163,7 @@ class Backward:
                 ready = None if self.carried is None else self.carried.chunk(j)
                 if ready is not None or shape not in views:
                     g = g_all[: shape[0], : shape[1]] if ready is None else ready
-                    views[shape] = g, g.T, TensorDescriptor.from_tensor(g, [self.sizes.rows, self.sizes.cols])
+                    views[shape] = g, g.T, tile_descriptor(g, self.sizes)
                 g, g_t, desc = views[shape]
                 a = call.rows(i, self.sizes)["a"]
                 if ready is not None:

@@ -108,6 +108,11 @@ def readable(features: Tensor) -> Tensor:
     return copy.copy_(features)
 
 
+def tile_descriptor(g: Tensor, sizes: Sizes) -> TensorDescriptor:
+    """Where `store_tile` writes."""
+    return TensorDescriptor.from_tensor(g, [sizes.rows, sizes.cols // sizes.pieces])
+
+
 def vector(values: Tensor | None) -> Tensor | None:
     """Contiguous and at a 16-byte address, as every compiled kernel assumes."""
     if values is None:
@@ -178,11 +183,10 @@ class Call:
         b = a if spec.symmetric else readable(pair.b)
         precision = float32_precision() if options.precision == "torch" else options.precision
         forward_sizes, gradient_sizes = sizes_for(
-            pair.a.device, pair.a.dtype, a.shape[1], columns=spec.col_lse or spec.symmetric
+            *(pair.a.device, pair.a.dtype, a.shape[1]),
+            columns=spec.col_lse or spec.symmetric,
+            masks=spec.positive == "many" or skipping,
         )
-        if spec.positive == "many" or skipping:
-            # Masks of a tile's size need room of their own. Tiles of 128 x 64 spill no register, and take 10 to 20 % longer.
-            gradient_sizes = forward_sizes
         col_zero = pair.row_zero if spec.symmetric else pair.col_zero
         return Call(
             pair=pair,
@@ -232,7 +236,7 @@ class Call:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
         score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~parts.ITSELF.value
-        switches = kernel, score, values.get("STATS"), values.get("TERMS"), values.get("WIDE"), values.get("CARRY")
+        switches = kernel, score, *(values.get(name) for name in ("STATS", "TERMS", "WIDE", "CARRY", "STRIP"))
         prepared = self.prepared.get(switches)
         if prepared is None:
             key = (*switches[1:], self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)

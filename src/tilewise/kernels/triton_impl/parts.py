@@ -92,11 +92,11 @@ def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.conste
     if MANY == POSITIVE:
         key = tl.load(row_key + rows, mask=rows < n, other=-1)
         other = tl.load(col_key + cols, mask=cols < m, other=-3)
-        hit = (key[:, None] == other[None, :]) & (key >= 0)[:, None]
+        hit = key[:, None] == other[None, :]  # ranks: -1 is a row that matches nothing, and no column
     else:
         hit = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)[:, None] == cols[None, :]
     if ITSELF & SCORE:
-        hit = hit & (same_sample(rows, cols, ahead) == 0)
+        hit = hit & ((rows[:, None] + ahead) != cols[None, :])
     return hit
 
 
@@ -113,8 +113,8 @@ def any_here(
 
 @triton.jit
 def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-               SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
-    """Scores in units of log2, -inf in columns past the end and where a pair never meets."""
+               SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0):  # fmt: skip
+    """Scores less ``shift``, in units of log2, -inf in columns past the end and where a pair never meets."""
     inside = cols < m
     # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
     if BIAS & SCORE:
@@ -126,9 +126,9 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     if SOFTCAP & SCORE:
         # The cap lifts a bias of -inf to -softcap, as its equation says; only columns past the end stay out.
         x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
-        x = tl.where(inside[None, :], x, float("-inf"))
+        x = tl.where(inside[None, :], x, float("-inf")) - shift
     else:
-        x = acc * (scale * LOG2E) + (offset * LOG2E)[None, :]
+        x = acc * (scale * LOG2E) + (offset * LOG2E - shift)[None, :]
     if SKIP & SCORE:
         one = tl.load(row_skip + rows, mask=rows < n, other=-2)
         apart = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
@@ -142,14 +142,41 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
 
 
 @triton.jit
-def column_sums(e, R: tl.constexpr, C: tl.constexpr):
-    """Sums over the rows of a tile: (C,). First over the rows that one thread holds, then over the rest.
-
-    On Hopper a thread holds rows 8 and 64 apart; adding those first leaves a quarter of the values to exchange.
-    """
+def near_sums(e):
+    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper they are 8 and 64 apart."""
+    R: tl.constexpr = e.shape[0]
+    C: tl.constexpr = e.shape[1]
     if R >= 64:
-        near = tl.sum(tl.sum(tl.reshape(e, (R // 64, 4, 2, 8, C)), 2), 0)
-        total = tl.sum(tl.reshape(near, (32, C)), 0)
+        near = tl.reshape(tl.sum(tl.sum(tl.reshape(e, (R // 64, 4, 2, 8, C)), 2), 0), (32, C))
     else:
-        total = tl.sum(e, 0)
-    return total
+        near = e
+    return near
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a tile's columns; each thread holds some of both."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_tile(desc, row, col, tile):
+    """Write a tile, at once or in 2 or 4 pieces of as many columns as ``desc`` has: those on their way take shared memory."""
+    C: tl.constexpr = tile.shape[1]
+    W: tl.constexpr = desc.block_shape[1]
+    tile = tile.to(desc.dtype)
+    if C == W:
+        desc.store([row, col], tile)
+    else:
+        left, right = halves(tile)
+        if C == 2 * W:
+            desc.store([row, col], left)
+            desc.store([row, col + W], right)
+        else:
+            tl.static_assert(C == 4 * W)
+            first, second = halves(left)
+            desc.store([row, col], first)
+            desc.store([row, col + W], second)
+            third, fourth = halves(right)
+            desc.store([row, col + 2 * W], third)
+            desc.store([row, col + 3 * W], fourth)

@@ -23,13 +23,15 @@ class Sizes:
     stages: int
     programs: int  # resident programs per multiprocessor
     group: int  # row tiles that share their column tiles in the cache
+    pieces: int = 1  # in which a tile is written: less shared memory
+    strip: int = 1  # row tiles whose columns one program adds up
 
 
 # (major compute capability, bytes of the type) -> (forward, gradient)
 TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
     (8, 2): (Sizes(128, 128, 32, 4, 3, 2, 8), Sizes(128, 128, 32, 8, 3, 1, 8)),
     (8, 4): (Sizes(64, 64, 32, 4, 3, 2, 8), Sizes(64, 64, 32, 4, 3, 2, 8)),
-    (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16), Sizes(128, 128, 32, 4, 4, 2, 8)),
+    (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16, strip=8), Sizes(128, 128, 64, 4, 3, 2, 16, pieces=4)),
     (9, 4): (Sizes(128, 64, 32, 4, 3, 2, 8), Sizes(128, 64, 32, 4, 3, 2, 8)),
     (10, 2): (Sizes(128, 128, 64, 4, 2, 2, 16), Sizes(128, 128, 32, 4, 2, 2, 8)),
     (10, 4): (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
@@ -51,8 +53,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def sizes_for(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> tuple[Sizes, Sizes]:
-    """The sizes of the forward and of the gradient kernel; ``columns``: whether statistics of columns are wanted."""
+def sizes_for(
+    device: torch.device, dtype: torch.dtype, width: int, *, columns: bool, masks: bool = False
+) -> tuple[Sizes, Sizes]:
+    """The sizes of the forward and of the gradient kernel.
+
+    Args:
+        device, dtype, width: of the features.
+        columns: whether statistics of columns are wanted.
+        masks: whether the gradient kernel has masks of a tile's size, which need room of their own.
+    """
     if device.type != "cuda":
         return INTERPRETED, INTERPRETED
     major, minor = torch.cuda.get_device_capability(device)
@@ -62,8 +72,9 @@ def sizes_for(device: torch.device, dtype: torch.dtype, width: int, *, columns: 
     key = major, dtype.itemsize
     forward, gradient = TABLE.get(key, SAFE[dtype.itemsize])
     if width >= WIDE and key in WIDE_TABLE:
-        wide_forward, gradient = WIDE_TABLE[key]
+        wide_forward, wide_gradient = WIDE_TABLE[key]
         forward = forward if columns else wide_forward
+        gradient = gradient if masks else wide_gradient
     return forward, gradient
 
 

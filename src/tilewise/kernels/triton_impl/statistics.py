@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
 from tilewise.kernels.triton_impl.carried import Carried, column_pieces
 from tilewise.kernels.triton_impl.gradients import macro_tile
-from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces
+from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces, tile_descriptor
+from tilewise.kernels.triton_impl.sizes import multiprocessors
 
 MERGE_BLOCK = 64  # rows of one program; divides every tile
 MERGE_PARTS = 16  # parts that it reads at once
@@ -110,10 +110,10 @@ class Forward:
                 if spec.symmetric and j.start < i.start:
                     continue
                 mirrored = spec.symmetric and i != j
-                self._tiles(i, j, mirrored)
+                strip = self._tiles(i, j, mirrored)
                 below = row if mirrored else col
                 across = self.col_part if below is not None else None
-                self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus)
+                self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus, strip=strip)
                 if spec.positive == "many":
                     across = self.pos_col_part if mirrored else None
                     self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
@@ -121,7 +121,15 @@ class Forward:
                     self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
                 yield
 
-    def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
+    def _strip(self, i: slice, j: slice, columns: bool) -> int:
+        """How many row tiles of a macro-tile one program takes after another. Their columns must have one shift."""
+        rows, cols = cdiv(i.stop - i.start, self.sizes.rows), cdiv(j.stop - j.start, self.sizes.cols)
+        programs = multiprocessors(self.call.a.device) * self.sizes.programs
+        long = self.sizes.strip
+        steps = long * cdiv(cdiv(rows, long) * cols, programs)  # of the program that has most to do
+        return long if columns and self.peaks is not None and steps <= 1.05 * cdiv(rows * cols, programs) else 1
+
+    def _tiles(self, i: slice, j: slice, mirrored: bool) -> int:
         spec = self.spec
         bits = forward.ROWS.value * spec.row_lse + forward.COLS.value * (spec.col_lse or mirrored)
         bits += forward.SOFTPLUS.value * spec.softplus + forward.ROW_SUM.value * spec.row_sum
@@ -132,9 +140,12 @@ class Forward:
         more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
         e = None if self.carried is None else self.carried.chunk(j)
         more["dense"] = self.dense
-        more["e_desc"] = None if e is None else TensorDescriptor.from_tensor(e[i], [self.sizes.rows, self.sizes.cols])
-        self.call.run(forward.forward_kernel, i, j, self.sizes, STATS=bits, CARRY=e is not None, **parts, **more)
-        self.call.run(forward.repair_kernel, i, j, self.sizes, STATS=bits, **parts)
+        more["e_desc"] = None if e is None else tile_descriptor(e[i], self.sizes)
+        strip = self._strip(i, j, spec.col_lse or mirrored)
+        shared = parts | {"STATS": bits, "STRIP": strip}
+        self.call.run(forward.forward_kernel, i, j, self.sizes, CARRY=e is not None, **shared, **more)
+        self.call.run(forward.repair_kernel, i, j, self.sizes, **shared)
+        return strip
 
     def _positives(self, pos: Tensor | None) -> Tensor | None:
         """How many positives each row has; an only one's score is written to ``pos``."""
@@ -164,6 +175,7 @@ class Forward:
         col_out: Tensor | None,
         *,
         log: bool,
+        strip: int = 1,
     ) -> None:
         """Fold the parts of the macro-tile (i, j) into the statistics of its rows and columns."""
         n, m = i.stop - i.start, j.stop - j.start
@@ -172,11 +184,12 @@ class Forward:
         seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
         block = min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
         blocks = cdiv(n, block) * (row_part is not None) + cdiv(m, block) * (col_part is not None)
-        key = row_first, col_first, log, row_part is None, col_part is None
+        key = row_first, col_first, log, strip, row_part is None, col_part is None
         merge = self.merges.get(key)
         if merge is None:
             fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
             fixed |= {"MANY_PARTS": MERGE_PARTS, "ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
+            fixed["STRIP"] = strip
             fixed["dense"] = self.dense
             merge = self.call.prepare(forward.merge_kernel, 2, 2, (*key, self.sizes)).put(fixed)
             self.merges[key] = merge
@@ -191,6 +204,6 @@ class Forward:
             "col_zero": cols["col_zero"] if log and col_part is not None else None,
             "col_out": None if col_part is None or col_out is None else col_out[j],
             "m": m,
-            "col_parts": cdiv(n, self.sizes.rows),
+            "col_parts": cdiv(n, self.sizes.rows * strip),
         }
         merge.put(values).launch(blocks)
