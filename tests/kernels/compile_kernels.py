@@ -67,7 +67,10 @@ CARDS = {
         90,
         WIDE_TABLE[9, 2],
         "bf16",
-        ("cross entropy", "cross entropy, bias", "cross entropy, carried", "cross entropy, if not skipped", "tokens"),
+        (
+            *("cross entropy", "cross entropy, bias", "cross entropy, carried", "cross entropy, if not skipped"),
+            *("tokens", "supcon", "info_nce with ids"),
+        ),
     ),
     "hopper, float32": (90, TABLE[9, 4], "fp32", ("clip",)),
     "ampere": (80, TABLE[8, 2], "bf16", ("clip", "supcon")),

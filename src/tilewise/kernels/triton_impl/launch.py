@@ -183,9 +183,7 @@ class Call:
         b = a if spec.symmetric else readable(pair.b)
         precision = float32_precision() if options.precision == "torch" else options.precision
         forward_sizes, gradient_sizes = sizes_for(
-            *(pair.a.device, pair.a.dtype, a.shape[1]),
-            columns=spec.col_lse or spec.symmetric,
-            masks=spec.positive == "many" or skipping,
+            pair.a.device, pair.a.dtype, a.shape[1], columns=spec.col_lse or spec.symmetric
         )
         col_zero = pair.row_zero if spec.symmetric else pair.col_zero
         return Call(

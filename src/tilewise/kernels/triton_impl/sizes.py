@@ -53,16 +53,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def sizes_for(
-    device: torch.device, dtype: torch.dtype, width: int, *, columns: bool, masks: bool = False
-) -> tuple[Sizes, Sizes]:
-    """The sizes of the forward and of the gradient kernel.
-
-    Args:
-        device, dtype, width: of the features.
-        columns: whether statistics of columns are wanted.
-        masks: whether the gradient kernel has masks of a tile's size, which need room of their own.
-    """
+def sizes_for(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> tuple[Sizes, Sizes]:
+    """The sizes of the forward and of the gradient kernel; ``columns``: whether statistics of columns are wanted."""
     if device.type != "cuda":
         return INTERPRETED, INTERPRETED
     major, minor = torch.cuda.get_device_capability(device)
@@ -72,9 +64,8 @@ def sizes_for(
     key = major, dtype.itemsize
     forward, gradient = TABLE.get(key, SAFE[dtype.itemsize])
     if width >= WIDE and key in WIDE_TABLE:
-        wide_forward, wide_gradient = WIDE_TABLE[key]
+        wide_forward, gradient = WIDE_TABLE[key]
         forward = forward if columns else wide_forward
-        gradient = gradient if masks else wide_gradient
     return forward, gradient
 
 
