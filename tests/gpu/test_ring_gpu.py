@@ -78,7 +78,8 @@ def test_memory_of_a_virtual_rank_does_not_grow_with_their_number():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run_virtual(world, work)
+        for _ in range(6):  # ranks are threads: in one run their peaks need not meet
+            run_virtual(world, work)
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / world
 
