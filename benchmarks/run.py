@@ -121,7 +121,7 @@ def merged(earlier: list[dict[str, Any]], fresh: list[dict[str, Any]], suite: st
 
 def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, least: int) -> list[dict[str, Any]]:
     """One result for each method of the case."""
-    rate = measure.sustained_rate(device)
+    before = measure.sustained_rate(device)
     inputs = cases.make_inputs(case, device)
     steps: dict[str, measure.Step] = {}
     outcome: dict[str, measure.Timing | measure.Failure] = {}
@@ -131,11 +131,12 @@ def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, le
         except peers.PeerAbsent as absent:
             outcome[method] = measure.Failure("absent", str(absent))
     outcome |= measure.time_in_turns(steps, device, repeats=repeats, budget_s=budget_s, least=least)
+    rates = before, measure.sustained_rate(device)
     results = []
     for method in case.methods:
         result = {"case": case.name, "method": method, **asdict(case)}
         del result["methods"]
-        result |= timing_fields(case, outcome[method], rate)
+        result |= timing_fields(case, outcome[method], rates)
         if result["status"] == "ok":
             result |= memory_fields(case, method, steps[method], device)
         results.append(result)
@@ -146,16 +147,18 @@ def run_case(case: Case, device: torch.device, repeats: int, budget_s: float, le
     return with_ratios(results, case.baseline)
 
 
-def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, rate: float) -> dict[str, Any]:
-    """What the timing says, and how it compares with the machine's own rate of products."""
+def timing_fields(case: Case, outcome: measure.Timing | measure.Failure, rates: tuple[float, float]) -> dict[str, Any]:
+    """What the timing says, and how it compares with the machine's own rate of products, before and after the case."""
     if isinstance(outcome, measure.Failure):
         return {"status": outcome.status, "reason": outcome.reason}
-    per_second = case.flops / (1e-3 * outcome.median_ms)
+    per_second, rate = case.flops / (1e-3 * outcome.median_ms), sum(rates) / 2
     return {
         "status": "ok",
         **asdict(outcome),
         "nominal_tflops": per_second / 1e12,  # of 4 products (ranks: 1), whatever the method really does
         "rate_tflops": rate / 1e12,
+        "rate_before_tflops": rates[0] / 1e12,
+        "rate_after_tflops": rates[1] / 1e12,
         "share_of_rate": per_second / rate,
     }
 

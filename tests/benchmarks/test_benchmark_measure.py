@@ -76,7 +76,7 @@ def test_methods_take_turns():
     order.clear()
     slow = {name: (lambda name=name: (order.append(name), time.sleep(0.002))) for name in "ab"}
     timings = measure.time_in_turns(slow, CPU, repeats=4, budget_s=10.0)
-    assert order[-8:] == ["a", "b"] * 4
+    assert order[-8:] == ["a", "b", "b", "a"] * 2  # forth and back
     assert all(timing.repeats == 4 for timing in timings.values())
 
 

@@ -88,3 +88,21 @@ def test_strips_leave_no_program_without_work(monkeypatch):
 def test_tiles_written_in_pieces(pieces, dtype, name, monkeypatch):
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(64, 64, 64, 1, 1, 1, 2, pieces))
     check(*make_case(name, dtype), hard=name in HARD)
+
+
+@pytest.mark.parametrize("rows", [64, 100, 128, 320, 350])
+def test_symmetric_scores_are_computed_once(rows, monkeypatch):
+    """Every tile on the diagonal, and one of each two that mirror each other, but for small blocks on the diagonal."""
+    monkeypatch.setattr(sizes, "INTERPRETED", Sizes(16, 16, 64, 1, 1, 1, 2))
+    monkeypatch.setattr(Forward, "_macro", lambda self: (128, 128))
+    a = Maker(torch.float32).features(rows, 8)
+    work = Forward(Call.of(Pair(a=a, b=a, scale=torch.tensor(3.0)), PairSpec(row_lse=True, symmetric=True), OPTIONS))
+    times = torch.zeros(rows, rows, dtype=torch.int64)
+    for i, j in work._macro_tiles():
+        times[i, j] += 1
+        if i != j:
+            times[j, i] += 1
+    assert (times == 1).all()
+    work.run()
+    want = torch.logsumexp(3.0 * (a.double() @ a.double().T), dim=1)
+    assert (work.stats.row_lse - want).abs().max() < 1e-5

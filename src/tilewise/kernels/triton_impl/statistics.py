@@ -105,21 +105,31 @@ class Forward:
             row_sum=total,
         )
         seen: set[tuple[str, int]] = set()
-        for i in pieces(self.n, self.row_step):
-            for j in column_pieces(self.m, self.col_step, self.carried):
-                if spec.symmetric and j.start < i.start:
-                    continue
-                mirrored = spec.symmetric and i != j
-                strip = self._tiles(i, j, mirrored)
-                below = row if mirrored else col
-                across = self.col_part if below is not None else None
-                self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus, strip=strip)
-                if spec.positive == "many":
-                    across = self.pos_col_part if mirrored else None
-                    self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
-                if spec.row_sum:
-                    self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
-                yield
+        for i, j in self._macro_tiles():
+            mirrored = spec.symmetric and i != j
+            self._tiles(i, j, mirrored)
+            below = row if mirrored else col
+            across = self.col_part if below is not None else None
+            self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus)
+            if spec.positive == "many":
+                across = self.pos_col_part if mirrored else None
+                self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
+            if spec.row_sum:
+                self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+            yield
+
+    def _macro_tiles(self) -> list[tuple[slice, slice]]:
+        """The rows and columns of each. Of symmetric scores those above the diagonal; on it, where half of the work would be
+        done twice, smaller ones, and first: the others find every row begun."""
+        rows, cols = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.carried)
+        if not self.spec.symmetric:
+            return [(i, j) for i in rows for j in cols]
+        half = cdiv(self.row_step // 2, self.sizes.rows) * self.sizes.rows if len(rows) > 1 else self.row_step
+        found = []
+        for i in rows:
+            parts = [slice(i.start + part.start, i.start + part.stop) for part in pieces(i.stop - i.start, half)]
+            found += [(left, right) for left in parts for right in parts if left.start <= right.start]
+        return found + [(i, j) for i in rows for j in rows if i.start < j.start]
 
     def _strip(self, i: slice, j: slice, columns: bool) -> int:
         """How many row tiles of a macro-tile one program takes after another. Their columns must have one shift."""
@@ -129,7 +139,7 @@ class Forward:
         steps = long * cdiv(cdiv(rows, long) * cols, programs)  # of the program that has most to do
         return long if columns and self.peaks is not None and steps <= 1.05 * cdiv(rows * cols, programs) else 1
 
-    def _tiles(self, i: slice, j: slice, mirrored: bool) -> int:
+    def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
         spec = self.spec
         bits = forward.ROWS.value * spec.row_lse + forward.COLS.value * (spec.col_lse or mirrored)
         bits += forward.SOFTPLUS.value * spec.softplus + forward.ROW_SUM.value * spec.row_sum
@@ -141,11 +151,9 @@ class Forward:
         e = None if self.carried is None else self.carried.chunk(j)
         more["dense"] = self.dense
         more["e_desc"] = None if e is None else tile_descriptor(e[i], self.sizes)
-        strip = self._strip(i, j, spec.col_lse or mirrored)
-        shared = parts | {"STATS": bits, "STRIP": strip}
+        shared = parts | {"STATS": bits, "STRIP": self._strip(i, j, spec.col_lse or mirrored)}
         self.call.run(forward.forward_kernel, i, j, self.sizes, CARRY=e is not None, **shared, **more)
         self.call.run(forward.repair_kernel, i, j, self.sizes, **shared)
-        return strip
 
     def _positives(self, pos: Tensor | None) -> Tensor | None:
         """How many positives each row has; an only one's score is written to ``pos``."""
@@ -175,10 +183,10 @@ class Forward:
         col_out: Tensor | None,
         *,
         log: bool,
-        strip: int = 1,
     ) -> None:
         """Fold the parts of the macro-tile (i, j) into the statistics of its rows and columns."""
         n, m = i.stop - i.start, j.stop - j.start
+        strip = self._strip(i, j, col_part is not None)
         below = name if self.spec.symmetric else name + " of columns"
         row_first, col_first = (name, i.start) not in seen, (below, j.start) not in seen
         seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
