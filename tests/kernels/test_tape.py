@@ -23,6 +23,8 @@ BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="hig
 CLIP = PairSpec(row_lse=True, col_lse=True, positive="one")
 CLASSES = PairSpec(row_lse=True, positive="one")
 VIEWS = PairSpec(row_lse=True, positive="one", itself=True, symmetric=True)
+LABELS = PairSpec(row_lse=True, positive="many", itself=True, symmetric=True)
+IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that never meet
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,11 @@ def pair_of(spec: PairSpec, seed: int, n: int = 70, d: int = 24) -> Pair:
     key = torch.randint(0, n, (n,), generator=generator) if spec is CLASSES else None
     if spec is VIEWS:
         key = (torch.arange(n) + n // 2) % n
+    if spec is LABELS or spec is IDS:
+        ids = torch.randint(0, n // 5, (n,), generator=generator)
+        names = ("row_key", "col_key") if spec is LABELS else ("row_skip", "col_skip")
+        features = {"a": a, "b": a.detach() if spec is LABELS else b, "scale": torch.tensor(0.1 + seed)}
+        return Pair(**features, **dict.fromkeys(names, ids))
     return Pair(a=a, b=a.detach() if spec.symmetric else b, scale=torch.tensor(0.1 + seed), row_key=key)
 
 
@@ -65,7 +72,7 @@ def everything(pair: Pair, spec: PairSpec, needs: Needs | None = None):
     return [value for value in values if value is not None]
 
 
-@pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS], ids=["clip", "classes", "views"])
+@pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS, LABELS, IDS], ids=["clip", "classes", "views", "labels", "ids"])
 def test_a_replay_is_the_call(spec, tapes, made):
     everything(pair_of(spec, 0), spec)
     assert len(made) == 2

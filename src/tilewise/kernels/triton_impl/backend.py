@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.kernels import keys
 from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import small_step
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.launch import Call
+from tilewise.kernels.triton_impl.launch import Call, small_keys
 from tilewise.kernels.triton_impl.sizes import interpreted
 from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.kernels.triton_impl.tape import Tape, kind_of, taped
@@ -67,16 +68,20 @@ class TritonBackend:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
         with on_device(pair.a), torch.no_grad():
-            if not host_bound(pair):
-                return forward_of(Call.of(pair, spec, options)).run()
+            pair = small_keys(pair, spec)
+            hits = keys.hits(pair, spec) if spec.positive == "many" else None
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
                 stats = forward_of(Call.of(pair, spec, options, tape)).run()
                 return tuple(getattr(stats, name) for name in STATISTICS)
 
-            inputs = tensors_of(pair, spec)
-            values = taped(kind_of(("forward", *how(pair, spec, options)), inputs), inputs, run, pair.a.device)
-            return Stats(**dict(zip(STATISTICS, values, strict=True)))
+            if host_bound(pair):
+                inputs = tensors_of(pair, spec)
+                values = taped(kind_of(("forward", *how(pair, spec, options)), inputs), inputs, run, pair.a.device)
+            else:
+                values = run(None)
+            stats = Stats(**dict(zip(STATISTICS, values, strict=True)))
+            return stats if hits is None else dataclasses.replace(stats, row_hits=hits)
 
     def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, Carried | None]:
         """The same, and what spares backward a part of its work, if the gradient of the columns will be asked for."""
@@ -117,6 +122,7 @@ class TritonBackend:
         out_dtype = grad_dtype or pair.a.dtype
         assert carried is None or isinstance(carried, Carried)
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+            pair = small_keys(pair, spec)
             if not host_bound(pair):
                 return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, carried).run()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,19 @@ def cut(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
+def small_keys(pair: Pair, spec: PairSpec) -> Pair:
+    """The pair with int32 ranks for keys that a kernel compares; with those, which cost a sort, it is given back as it is."""
+    changes: dict[str, Any] = {}
+    if spec.positive == "many":
+        assert pair.row_key is not None
+        assert pair.col_key is not None
+        if pair.row_key.dtype != torch.int32:
+            changes["row_key"], changes["col_key"] = keys.dense_ranks(pair.row_key, pair.col_key)
+    if pair.row_skip is not None and pair.col_skip is not None and pair.row_skip.dtype != torch.int32:
+        changes["row_skip"], changes["col_skip"] = keys.dense_ranks(pair.row_skip, pair.col_skip)
+    return dataclasses.replace(pair, **changes) if changes else pair
+
+
 def pieces(size: int, step: int) -> list[slice]:
     """[0, size) cut into slices of ``step``."""
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -169,16 +183,11 @@ class Call:
         bits += (
             parts.SOFTCAP.value * bool(spec.softcap) + parts.SKIP.value * skipping + parts.ITSELF.value * spec.itself
         )
-        row_key, col_key, row_skip, col_skip = pair.row_key, None, None, None
+        pair = small_keys(pair, spec)
         positive = {"none": 0, "one": parts.ONE.value, "many": parts.MANY.value}[spec.positive]
-        if spec.positive == "one" and row_key is None:
+        if spec.positive == "one" and pair.row_key is None:
             positive = parts.DIAGONAL.value
-        if spec.positive == "many":
-            assert pair.row_key is not None
-            assert pair.col_key is not None
-            row_key, col_key = keys.dense_ranks(pair.row_key, pair.col_key)
-        if pair.row_skip is not None and pair.col_skip is not None:
-            row_skip, col_skip = keys.dense_ranks(pair.row_skip, pair.col_skip)
+        many = spec.positive == "many"
         a = readable(pair.a)
         b = a if spec.symmetric else readable(pair.b)
         precision = float32_precision() if options.precision == "torch" else options.precision
@@ -197,10 +206,14 @@ class Call:
             exact=FULL if precision == "highest" else "tf32",
             forward_sizes=forward_sizes,
             gradient_sizes=gradient_sizes,
-            by_row={"row_key": vector(row_key), "row_skip": vector(row_skip), "row_zero": vector(pair.row_zero)},
+            by_row={
+                "row_key": vector(pair.row_key),
+                "row_skip": vector(pair.row_skip) if skipping else None,
+                "row_zero": vector(pair.row_zero),
+            },
             by_col={
-                "col_key": vector(col_key),
-                "col_skip": vector(col_skip),
+                "col_key": vector(pair.col_key) if many else None,
+                "col_skip": vector(pair.col_skip) if skipping else None,
                 "col_zero": vector(col_zero),
                 "col_weight": vector(pair.col_weight),
             }

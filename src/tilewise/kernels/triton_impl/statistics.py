@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels import keys
 from tilewise.kernels.spec import Stats
 from tilewise.kernels.triton_impl import forward, positive
 from tilewise.kernels.triton_impl.carried import Carried, column_pieces
@@ -156,11 +155,9 @@ class Forward:
         self.call.run(forward.repair_kernel, i, j, self.sizes, **shared)
 
     def _positives(self, pos: Tensor | None) -> Tensor | None:
-        """How many positives each row has; an only one's score is written to ``pos``."""
-        if pos is None:
+        """Whether each row has its only positive, whose score is written to ``pos``. Many positives are counted elsewhere."""
+        if pos is None or self.spec.positive == "many":
             return None
-        if self.spec.positive == "many":
-            return keys.hits(self.call.pair, self.spec)
         hits, everything = self.call.empty(self.n), (slice(0, self.n), slice(0, self.m))
         if (
             self.call.a.element_size() == 2 or self.carried is not None
