@@ -37,6 +37,7 @@ def small(monkeypatch):
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)
     monkeypatch.setattr(carried, "COLS", 64)
+    monkeypatch.setattr(carried, "SCORES", 0)
     monkeypatch.setattr(carried, "FULL_TILES", 32)
     monkeypatch.setattr(carried, "NARROWEST", 8)
     g_of(monkeypatch, 96)
@@ -88,6 +89,19 @@ def test_what_is_carried_lies_behind_what_is_written(n, m, d, g_cols):
     assert all(one[1] <= other[0] for one, other in pairwise(every)), "chunks lie apart"
     room = (m - 64) * d // max(n, d)
     assert room - 32 < found.inside <= room
+
+
+@pytest.mark.parametrize("n, m, width", [(48, 1000, 64), (30, 1000, 96), (10, 1000, 224), (10, 300, 64)])
+def test_few_rows_have_wide_chunks(n, m, width, monkeypatch):
+    monkeypatch.setattr(carried, "SCORES", 48 * 64)
+    pair = pair_of(n, m, 64)
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert held.cols == width
+    grad = incoming_gradients(stats)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
 
 
 def test_too_few_columns_carry_nothing():

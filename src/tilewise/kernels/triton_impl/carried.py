@@ -52,7 +52,10 @@ NARROWEST = (
 )
 MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than is saved
-COLS = 8192  # of a chunk
+COLS = 8192  # of a chunk, at least
+SCORES = (
+    2**26
+)  # of a chunk: few rows get wide ones, since a product with few rows and columns leaves much of the card idle
 FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
 ALIGNED = 8  # numbers of a half type in 16 bytes
 FARTHEST = 90.0  # log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
@@ -87,10 +90,11 @@ class Carried:
             return None
         if pair.row_skip is not None or pair.row_zero is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        inside = (m - COLS) * d // max(n, d) // FULL_TILES * FULL_TILES
-        if inside < COLS:
+        cols = max(COLS, min(SCORES // n, m // 4) // FULL_TILES * FULL_TILES)
+        inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
+        if inside < cols:
             return None
-        return Carried(pair.b.new_empty((m, d)), n, COLS, inside)
+        return Carried(pair.b.new_empty((m, d)), n, cols, inside)
 
     @property
     def end(self) -> int:
