@@ -16,6 +16,7 @@ from tests.oracles import linear_cross_entropy_dense
 
 import tilewise as tw
 from tilewise.kernels import filter as plans
+from tilewise.kernels.filter_tiled import TorchFilter
 from tilewise.options import TileOptions
 
 
@@ -280,3 +281,32 @@ def test_the_order_of_the_vocabulary_does_not_matter():
     loss = head.loss(1e-2, leaves=leaves, target=back[head.target])
     got = dict(zip(head.leaves, torch.autograd.grad(loss, list(head.leaves.values())), strict=True))
     assert worst(got, want) < 1e-10
+
+
+def test_a_call_too_small_without_its_ignored_rows_is_not_asked_again(monkeypatch):
+    """Forward decides by the rows that are left; backward sees all rows, and must not decide anew."""
+    n, asked, plain = 64, [], TorchFilter.forward
+
+    def forward(self, pair, spec, options):
+        asked.append(pair.a.shape[0])
+        return plain(self, pair, spec, options)
+
+    def backward(self, *args, **kwargs):
+        raise AssertionError("it was decided in forward")
+
+    monkeypatch.setattr(TorchFilter, "leaves_out", lambda self, pair: pair.a.shape[0] > 10)
+    monkeypatch.setattr(TorchFilter, "forward", forward)
+    monkeypatch.setattr(TorchFilter, "backward", backward)
+    monkeypatch.setattr(plans, "DENSE_SHARE", 0.0)  # what an exact forward leaves: everything kept
+    hidden, classifier = random(n, 8).requires_grad_(), random(COLS, 8).requires_grad_()
+    target = torch.full((n,), -100)
+    target[::8] = torch.arange(n // 8)
+    tw.linear_cross_entropy(hidden, classifier, target, options=TileOptions(filter_tolerance=1e-2)).backward()
+    assert asked == [8]
+    want = [x.detach().double().requires_grad_() for x in (hidden, classifier)]
+    linear_cross_entropy_dense(*want, target).backward()
+    for got, exact in zip((hidden, classifier), want, strict=True):
+        assert_close(got.grad, exact.grad, 1e-5)
+    target[:] = torch.arange(n)
+    with pytest.raises(AssertionError, match="decided in forward"):
+        tw.linear_cross_entropy(hidden, classifier, target, options=TileOptions(filter_tolerance=1e-2)).backward()

@@ -56,6 +56,9 @@ class FilterPlan:
 class Filter(Protocol):
     """How a backend leaves out what it may."""
 
+    def leaves_out(self, pair: Pair) -> bool:
+        """Whether anything may be left out of this call; otherwise it is exact from the start."""
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan."""
 

@@ -38,6 +38,10 @@ WORTH_PROBING = 2**28  # multiply-adds of one product; below, asking a sample co
 class TorchFilter:
     """Plain PyTorch."""
 
+    def leaves_out(self, pair: Pair) -> bool:
+        """Whether anything may be left out of this call."""
+        return True
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
         with matmul_precision(options.precision), torch.no_grad():

@@ -155,44 +155,51 @@ def record_filtering() -> Iterator[FilterReport]:
 
 def _plan_forward(
     pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None, carry: bool
-) -> tuple[Stats, FilterPlan, object | None]:
-    """Statistics, plan and what is carried; rows that do not count are taken out first, and drop everything."""
+) -> tuple[Stats, FilterPlan, object | None, bool]:
+    """Statistics, plan, what is carried, and whether the host knows already that nothing is left out.
+
+    Rows that do not count are taken out first, and drop everything.
+    """
     if kept is not None and kept.index.shape[0] == 0:
         n, m, tiles = pair.a.shape[0], pair.b.shape[0], plans.tile_count(pair.b.shape[0])
         stats = Stats(**{name: pair.a.new_zeros(n, dtype=pair.stat_dtype) for name in STATS})
         order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
         mass, mean = pair.a.new_zeros((tiles, n)), pair.a.new_zeros((tiles, pair.b.shape[1]))
         none = order.new_zeros(tiles)
-        return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=none, dense=order.new_zeros(1)), None
+        return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=none, dense=order.new_zeros(1)), None, False
     fewer = pair if kept is None else kept.of_pair(pair)
     chosen, carried = filter_for(fewer, spec, options), None
     if carry:
         stats, plan, carried = chosen.forward_carrying(fewer, spec, options)
     else:
         stats, plan = chosen.forward(fewer, spec, options)
+    exact = not chosen.leaves_out(fewer)
     if kept is None:
-        return stats, plan, carried
+        return stats, plan, carried, exact
     mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, kept.index, plan.mass)
-    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass), carried
+    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass), carried, exact
 
 
 def _values(
     inputs: tuple[Any, ...], carry: bool = False
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], KeptRows | None, object | None]:
-    """Statistics and plan as tensors, the rows that were looked at, and what is carried; a loss sees `_rounded`."""
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], KeptRows | None, object | None, bool]:
+    """Statistics and plan as tensors, the rows that were looked at, what is carried, and whether nothing is left out.
+
+    A loss sees `_rounded`.
+    """
     a, b, scale, bias, row_key, row_zero, plan = inputs
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     with torch.autocast(a.device.type, enabled=False):
         kept = KeptRows.find(pair, spec)
-        stats, made, carried = _plan_forward(pair, spec, options, kept, carry)
+        stats, made, carried, exact = _plan_forward(pair, spec, options, kept, carry)
     for report in _reports:
         report._plans.append((made, row_key >= 0, options.filter_tolerance))
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
     found = stats.row_lse, stats.row_pos, stats.row_hits
-    return (*found, made.order, made.mass, made.mean, made.kept, made.dense), kept, carried
+    return (*found, made.order, made.mass, made.mean, made.kept, made.dense), kept, carried, exact
 
 
 def _rounded(output: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,15 +240,19 @@ def _gradients(
     plan: str,
     rows: Callable[[Pair, PairSpec], KeptRows | None],
     carried: object | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Of the kept pairs, or of all if there are many: then it is asked which rows count."""
+    """Of the kept pairs, or of all, if many are kept or ``exact`` says so: then it is asked which rows count."""
     a, b, scale, bias, row_key, row_zero = tensors
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with torch.autocast(a.device.type, enabled=False):
-        chosen = filter_for(pair, spec, options)
-        grads = chosen.backward(pair, stats, made, grad, wanted, spec, options, carried=carried)
+        grads = None
+        if not exact:
+            chosen = filter_for(pair, spec, options)
+            grads = chosen.backward(pair, stats, made, grad, wanted, spec, options, carried=carried)
         if grads is None:
             grads = _backward(pair, stats, grad, wanted, spec, options, "", rows(pair, spec), carried)
     grad_scale = None if grads.scale is None else grads.scale.to(scale.dtype)
@@ -329,7 +340,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         needs = ctx.needs_input_grad
-        output, ctx.rows, ctx.carried = _values(inputs, carry=needs[1] and not needs[3])
+        output, ctx.rows, ctx.carried, ctx.exact = _values(inputs, carry=needs[1] and not needs[3])
         _save(ctx, inputs, output)
         shown = _rounded(output, inputs[0])
         ctx.mark_non_differentiable(shown[STATS.index("row_hits")])
@@ -350,4 +361,5 @@ class _Eager(torch.autograd.Function):
         stats = Stats(**dict(zip(KNOWN, known, strict=True)))
         plan = FilterPlan(**dict(zip(PLAN, made, strict=True)))
         grad = GradStats(row_lse=grads[0], row_pos=grads[1])
-        return _wanted(_gradients(tensors, stats, plan, grad, needs, ctx.plan, lambda *_: ctx.rows, carried), needs)
+        found = _gradients(tensors, stats, plan, grad, needs, ctx.plan, lambda *_: ctx.rows, carried, exact=ctx.exact)
+        return _wanted(found, needs)

@@ -30,11 +30,6 @@ from tilewise.options import TileOptions
 WORTH_FILTERING = 2**40  # multiply-adds of one product; below, launches cost a GPU more than is saved
 
 
-def too_small(pair: Pair) -> bool:
-    """Whether nothing is left out of this call, because that is faster."""
-    return pair.a.is_cuda and pair.a.shape[0] * pair.b.shape[0] * pair.a.shape[1] < WORTH_FILTERING
-
-
 def any_order(pair: Pair) -> Tensor:
     """Of the columns, where none is needed."""
     return torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
@@ -43,9 +38,13 @@ def any_order(pair: Pair) -> Tensor:
 class TritonFilter:
     """Fused kernels for CUDA devices; in the interpreter, for tests, on the CPU."""
 
+    def leaves_out(self, pair: Pair) -> bool:
+        """Whether anything may be left out of this call: of a small one nothing is, because that is faster."""
+        return not (pair.a.is_cuda and pair.a.shape[0] * pair.b.shape[0] * pair.a.shape[1] < WORTH_FILTERING)
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
-        if too_small(pair):
+        if not self.leaves_out(pair):
             return TritonBackend().forward(pair, spec, options), keep_everything(pair, any_order(pair))
         with on_device(pair.a), torch.no_grad():
             return SkipForward(pair, spec, options).run()[:2]
@@ -54,7 +53,7 @@ class TritonFilter:
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, Carried | None]:
         """The same, and what is carried over if so many pairs are kept that backward computes all of them."""
-        if too_small(pair):
+        if not self.leaves_out(pair):
             stats, carried = TritonBackend().forward_carrying(pair, spec, options)
             return stats, keep_everything(pair, any_order(pair)), carried
         with on_device(pair.a), torch.no_grad():
@@ -76,7 +75,7 @@ class TritonFilter:
 
         If a sample of the rows said in forward that there are too many, that has long arrived, and it need not wait.
         """
-        if too_small(pair) or (pair.a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self.leaves_out(pair) or (pair.a.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         assert carried is None or isinstance(carried, Carried)
         if carried is not None and carried.asked is not None and carried.asked():
