@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.run import describe, slug, write
-from benchmarks.train_step import repeatable
+from benchmarks.run import describe, repeatable, slug, write
 from tilewise.cache import GradientCache
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data.icons import augment_icons

@@ -245,6 +245,21 @@ def git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def repeatable(module: str, argv: Sequence[str]) -> str:
+    """The command to repeat a measurement: files by their names, without where the result went.
+
+    >>> repeatable("benchmarks.x", ["table", "/tmp/a/icons.zip", "--out", "/tmp/b", "--commit=1234", "--seeds", "2"])
+    'python -m benchmarks.x table icons.zip --seeds 2'
+    """
+    words = list(argv)
+    for option in ("--out", "--commit"):
+        words = [word for word in words if not word.startswith(f"{option}=")]
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return " ".join(["python -m", module, *(Path(word).name if "/" in word else word for word in words)])
+
+
 def slug(name: str) -> str:
     """A name that suits a file.
 

@@ -32,7 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.run import describe, slug, write
+from benchmarks.run import describe, repeatable, slug, write
+from benchmarks.train_step_order import METHODS, rounds, schedule
+from benchmarks.train_step_pages import markdown, step_ratios
 from tilewise.cache import LazyBatch
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data import Batch, Position
@@ -43,8 +45,6 @@ from tilewise.train.objective import AUTOCAST, Objective, pair_loss
 from tilewise.train.optim import build_optimizer
 
 RESULTS = Path(__file__).parent / "results"
-METHODS = ("dense", "tilewise", "local", "tilewise+offload")  # ours between the baselines that it is compared with
-BASELINES = ("dense", "local")
 POOL = 2048  # different images in host memory
 Row = dict[str, Any]
 
@@ -294,55 +294,6 @@ def other_rows(path: Path | None, measured: set[tuple[int, str]]) -> list[Row]:
     return [{**origin, **row} for row in report["results"] if (row["batch"], row["method"]) not in measured]
 
 
-def repeatable(module: str, argv: Sequence[str]) -> str:
-    """The command to repeat a measurement: files by their names, without where the result went.
-
-    >>> repeatable("benchmarks.x", ["table", "/tmp/a/icons.zip", "--out", "/tmp/b", "--commit=1234", "--seeds", "2"])
-    'python -m benchmarks.x table icons.zip --seeds 2'
-    """
-    words = list(argv)
-    for option in ("--out", "--commit"):
-        words = [word for word in words if not word.startswith(f"{option}=")]
-        if option in words:
-            place = words.index(option)
-            del words[place : place + 2]
-    return " ".join(["python -m", module, *(Path(word).name if "/" in word else word for word in words)])
-
-
-def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, str]]:
-    """Whole steps in the order of their worth: the first batch there and back again, and the largest one before others.
-
-    A step that no longer fits the time is left out, and a smaller one after it may still fit.
-
-    >>> schedule([8, 32], ["dense", "tilewise"])
-    [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (32, 'dense'), (32, 'tilewise')]
-    >>> schedule([8, 32, 64, 128], ["dense", "tilewise"])[6:]
-    [(128, 'tilewise'), (64, 'tilewise'), (128, 'dense'), (64, 'dense')]
-    >>> schedule([8, 32, 64, 128], ["tilewise", "tilewise+offload"])[6:]
-    [(128, 'tilewise'), (128, 'tilewise+offload'), (64, 'tilewise+offload'), (64, 'tilewise')]
-    """
-    first, *rest = sorted(batches)
-    ours = [method for method in methods if method not in BASELINES]
-    turns = [(first, method) for method in [*methods, *reversed(methods)]]
-    turns += [(batch, method) for batch in rest[:1] for method in methods]
-    theirs = [method for method in methods if method in BASELINES]
-    for some in (ours, theirs):
-        for batch in reversed(rest[1:]):
-            turns += [(batch, method) for method in some]
-            some = some[::-1]  # the method that came last had the least chance to fit
-    return turns
-
-
-def rounds(batches: Sequence[int], methods: Sequence[str], turns: int) -> list[tuple[int, str]]:
-    """Every step so many times, there and back again.
-
-    >>> rounds([8], ["dense", "tilewise"], 3)
-    [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (8, 'dense'), (8, 'tilewise')]
-    """
-    orders = [methods if turn % 2 == 0 else methods[::-1] for turn in range(turns)]
-    return [(batch, method) for batch in batches for order in orders for method in order]
-
-
 def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, method: str) -> None:
     """Measure one step, if there is time for it; several of a method are averaged."""
     found = results[batch, method]
@@ -371,47 +322,6 @@ def estimate(bench: Bench, row: Row, backbone_bytes: int | None) -> Row:
     if backbone_bytes is not None:
         made["peak_bytes"] = row["data_bytes"] + max(row["loss_bytes"], backbone_bytes)
     return made
-
-
-def step_ratios(results: Sequence[Row]) -> dict[str, float]:
-    """Our step divided by the fastest baseline's, for every batch where both were measured whole, in one run."""
-    ratios = {}
-    for batch in sorted({row["batch"] for row in results}):
-        rows = [row for row in results if row["batch"] == batch and row.get("step_measured")]
-        run = next((row.get("date") for row in rows if row["method"] == "tilewise"), None)
-        whole = {row["method"]: row["step_s"] for row in rows if row.get("date") == run}
-        baselines = [whole[name] for name in BASELINES if name in whole]
-        if "tilewise" in whole and baselines:
-            ratios[str(batch)] = whole["tilewise"] / min(baselines)
-    return ratios
-
-
-def markdown(report: Row) -> str:
-    """The result as a table."""
-    compiled = f", compiled {report['compiled']}" if report.get("compiled") else ""
-    lines = [
-        f"{report['model']}, chunks of {report['chunk']}, {report['precision']}{compiled}, on {report['device']}.",
-        "",
-        "| batch | loss | step s | whole steps | loss s | M_data GiB | M_loss GiB | M_peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(report["results"], key=lambda row: (row["batch"], METHODS.index(row["method"]))):
-        gib = [
-            f"{row[k] / 2**30:.2f}" if row.get(k) is not None else "-"
-            for k in ("data_bytes", "loss_bytes", "peak_bytes")
-        ]
-        name = f"| {row['batch']:,} | {row['method']} |"
-        if row.get("oom"):
-            lines.append(f"{name} out of memory | 0 | - | {gib[0]} | - | - |")
-            continue
-        parts = "" if row["step_measured"] else " (from parts)"
-        step = f"{row['step_s']:.2f}{parts}"
-        gib[2] += parts if gib[2] != "-" else ""
-        lines.append(f"{name} {step} | {len(row.get('steps_s', []))} | {row['loss_s']:.3f} | {' | '.join(gib)} |")
-    ratios = [f"{ratio:.3f} at {int(batch):,}" for batch, ratio in report.get("step_ratios", {}).items()]
-    if ratios:
-        lines += ["", f"Step time of tilewise divided by that of the faster baseline: {', '.join(ratios)}."]
-    return "\n".join(lines) + "\n"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -46,3 +46,22 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "TILE_ROWS", 48)
     monkeypatch.setattr(tiles, "TILE_COLS", 80)
     monkeypatch.setattr(tiles, "SYMMETRIC_TILE", 48)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Triton's interpreter with less work around each operation, and no tapes: sizes change from test to test."""
+    from tests.kernels.quick_interpreter import make_quick
+
+    from tilewise.kernels.triton_impl import tape
+
+    make_quick(monkeypatch)
+    monkeypatch.setattr(tape, "_tapes", {})
+
+
+@pytest.fixture
+def tiny_workspace(monkeypatch):
+    """So little that a hundred rows need several macro-tiles in both axes."""
+    from tests.kernels.interpreted import take_tiny_workspace
+
+    take_tiny_workspace(monkeypatch)

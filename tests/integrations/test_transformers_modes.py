@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close
-from tests.integrations.tiny_models import SMALL, V
+from tests.integrations.tiny_models import SMALL, V, trainer_arguments
 from torch import nn
 
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
@@ -113,8 +113,7 @@ def test_label_smoothing_is_that_of_cross_entropy(statistics):
 
 def test_label_smoothing_is_that_of_trainer(tmp_path):
     """Trainer's own, which builds the logits, and ours, which does not: the same losses of two steps."""
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     rows = [{name: values[0] for name, values in batch(seed).items()} for seed in range(4)]
     losses = []
@@ -122,20 +121,7 @@ def test_label_smoothing_is_that_of_trainer(tmp_path):
         model, made = llama(), []
         use_linear_cross_entropy(model, label_smoothing=0.2 - factor)
         model.lm_head.register_forward_hook(lambda head, args, output, made=made: made.append(type(output).__name__))
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            label_smoothing_factor=factor,
-            learning_rate=0.1,
-            optim="sgd",
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        arguments = trainer_arguments(tmp_path, max_steps=2, label_smoothing_factor=factor)
         trainer = Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

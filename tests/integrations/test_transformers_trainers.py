@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.compare import assert_close
 from tests.integrations.model_families import batch, gradients, made, trained
-from tests.integrations.tiny_models import V
+from tests.integrations.tiny_models import V, trainer_arguments
 from torch import nn
 
 from tilewise.integrations.transformers import use_linear_cross_entropy
@@ -29,8 +29,7 @@ def test_accumulated_steps_are_one_large_step():
 
 
 def test_trainer_with_accumulation(tmp_path):
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     rows = batch(rows=12)
     rows["labels"][5, 1:8] = -100
@@ -40,20 +39,7 @@ def test_trainer_with_accumulation(tmp_path):
         model = made("gpt2, tied")
         if use:
             use_linear_cross_entropy(model)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            learning_rate=0.1,
-            optim="sgd",
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        arguments = trainer_arguments(tmp_path, max_steps=4, gradient_accumulation_steps=3)
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -74,27 +60,13 @@ def test_trainer_with_accumulation(tmp_path):
 
 def trainer_log(tmp_path, use: bool, **settings) -> tuple[list[float], dict[str, float]]:
     """Losses of three steps, and what evaluation said."""
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     rows = [{name: values[0] for name, values in batch(seed).items()} for seed in range(8)]
     model = made()
     if use:
         use_linear_cross_entropy(model)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        learning_rate=0.1,
-        optim="sgd",
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **settings,
-    )
+    arguments = trainer_arguments(tmp_path, max_steps=3, **settings)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=accuracy)
     trainer.train()
     found = trainer.evaluate()

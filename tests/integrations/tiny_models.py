@@ -1,4 +1,6 @@
-"""Sizes of the tiny language models that the integrations are tested with."""
+"""Sizes of the tiny language models that the integrations are tested with, and how a `Trainer` takes them."""
+
+import pytest
 
 V, D = 211, 32
 SMALL = {
@@ -10,3 +12,15 @@ GPT2 = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def trainer_arguments(folder, **settings):
+    """Of a `Trainer` that takes plain steps on the CPU, logs each, and writes nothing else."""
+    pytest.importorskip("accelerate")
+    from transformers import TrainingArguments
+
+    plain = {"learning_rate": 0.1, "optim": "sgd", "per_device_train_batch_size": 2, "logging_steps": 1}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    return TrainingArguments(
+        output_dir=str(folder), use_cpu=True, dataloader_pin_memory=False, **plain, **quiet, **settings
+    )

@@ -11,12 +11,11 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 from tests.kernels.direct_pairs import ALL, EARLY, LATE, softmax_pair, take_several_blocks
 from tests.kernels.interpreted import IN_THE_INTERPRETER
-from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
 from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import direct, sizes, tape
+from tilewise.kernels.triton_impl import direct, sizes
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = IN_THE_INTERPRETER
@@ -24,12 +23,6 @@ SERVED = [
     *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
     *("cross_entropy_softcap", "cross_entropy_z_loss"),
 ]
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
 
 
 @pytest.fixture

@@ -10,20 +10,13 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 import triton.language as tl
 from tests.kernels.direct_pairs import ALL, EARLY, SOFTMAX, softmax_pair, take_several_blocks
 from tests.kernels.interpreted import IN_THE_INTERPRETER
-from tests.kernels.quick_interpreter import make_quick
 from triton.runtime import interpreter
 
 from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair
-from tilewise.kernels.triton_impl import direct, launch, tape
+from tilewise.kernels.triton_impl import direct, launch
 
 pytestmark = IN_THE_INTERPRETER
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 from tests.kernels.direct_pairs import EARLY, LATE, SOFTMAX
 from tests.kernels.interpreted import IN_THE_INTERPRETER
-from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.errors import GradientError
 from tilewise.kernels import direct as kernels
@@ -19,12 +18,6 @@ from tilewise.kernels.spec import Pair
 from tilewise.kernels.triton_impl import direct, tape
 
 pytestmark = IN_THE_INTERPRETER
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
 
 
 @pytest.fixture

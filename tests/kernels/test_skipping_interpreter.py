@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels import filter as plans
 from tilewise.kernels.filter_tiled import TorchFilter
@@ -24,11 +23,6 @@ pytestmark = [
 ]
 OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
 ALL = Needs(a=True, b=True, scale=True, bias=True)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
 
 
 @pytest.fixture

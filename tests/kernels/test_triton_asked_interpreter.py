@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.compare import assert_close, relative_error
 from tests.gpu.checks import Place, check_tokens
-from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check, take_tiny_workspace
+from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check
 from tests.kernels.pair_cases import make_case
 from tests.kernels.pair_checks import (
     all_needs,
@@ -18,28 +18,15 @@ from tests.kernels.pair_checks import (
     leaves_of,
     stats_asked,
 )
-from tests.kernels.quick_interpreter import make_quick
 from tests.losses.loss_cases import converted, problem, solve
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import gradients, sizes, tape
+from tilewise.kernels.triton_impl import gradients, sizes
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})  # sizes and products change from test to test, tapes would keep them
-
-
-@pytest.fixture
-def tiny_workspace(monkeypatch):
-    """So little that a hundred rows need several macro-tiles in both axes."""
-    take_tiny_workspace(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["clip_wide", "supcon_foreign_block", "cross_entropy_smoothed_and_capped"])

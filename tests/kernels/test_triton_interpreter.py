@@ -10,10 +10,9 @@ from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTION
 from tests.kernels.pair_cases import CASES, HARD, make_case
 from tests.kernels.pair_checks import all_needs, check_forward, dense_grads, grads_asked, incoming_gradients, leaves_of
 from tests.kernels.pair_maker import Maker
-from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import GradStats, Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes, tape
+from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.gradients import Backward
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
@@ -21,12 +20,6 @@ from tilewise.kernels.triton_impl.statistics import Forward
 
 pytestmark = IN_THE_INTERPRETER
 SERVED = [name for name in CASES if name != "siglip_many"]
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})  # sizes and products change from test to test, tapes would keep them
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)

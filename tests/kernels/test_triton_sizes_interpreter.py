@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.kernels.interpreted import IN_THE_INTERPRETER, OPTIONS, TYPES, check, take_tiny_workspace
+from tests.kernels.interpreted import IN_THE_INTERPRETER, OPTIONS, TYPES, check
 from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
-from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import select
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import gradients, launch, sizes, tape
+from tilewise.kernels.triton_impl import gradients, launch, sizes
 from tilewise.kernels.triton_impl.gradients import Backward
 from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, Forward
 from tilewise.options import TileOptions
@@ -23,19 +22,7 @@ from tilewise.options import TileOptions
 pytestmark = IN_THE_INTERPRETER
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})  # sizes and products change from test to test, tapes would keep them
-
-
 # Several macro-tiles ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tiny_workspace(monkeypatch):
-    """So little that a hundred rows need several macro-tiles in both axes."""
-    take_tiny_workspace(monkeypatch)
 
 
 MACRO = {

@@ -8,22 +8,15 @@ import torch
 from tests.kernels.interpreted import BACKEND, IN_THE_INTERPRETER, OPTIONS, check, take_tiny_workspace
 from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
-from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes, statistics, tape
+from tilewise.kernels.triton_impl import sizes, statistics
 from tilewise.kernels.triton_impl.launch import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.statistics import Forward
 
 pytestmark = IN_THE_INTERPRETER
 TWO_SIDED = ["clip", "nt_xent", "ids_excluded", "scores_1000", "rows_of_unlike_size"]
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})  # sizes change from test to test, tapes would keep them
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from tests.train.small_icons import write_small_icons
 from torch import nn
 
-from benchmarks import batch_size, train_step
+from benchmarks import batch_size, train_step, train_step_pages
 
 TINY = ["--model", "clip-tiny", "--chunk", "8"]
 SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
@@ -127,8 +127,8 @@ def test_what_was_not_measured_follows_the_latest_step(monkeypatch, capsys):
     assert rows[64, "tilewise"]["step_s"] == 64 / (32 / 4.0) + 1.0
     assert rows[64, "tilewise"]["peak_bytes"] == 640 + 60 * 64  # more than the backbone's 3,000
     report = {"model": "m", "chunk": 8, "precision": "bf16", "device": "d", "results": list(rows.values())}
-    assert "| 64 | tilewise | 9.00 (from parts) | 0 |" in train_step.markdown(report)
-    assert "0.00 (from parts) |\n" in train_step.markdown(report)
+    assert "| 64 | tilewise | 9.00 (from parts) | 0 |" in train_step_pages.markdown(report)
+    assert "0.00 (from parts) |\n" in train_step_pages.markdown(report)
 
 
 @pytest.mark.parametrize("which", ["activations", "layers"])
