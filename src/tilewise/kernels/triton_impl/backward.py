@@ -5,9 +5,9 @@
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
 so that one exponential serves both directions; if the log-sum-exps span too much for that (``span``), each direction
-takes its own. u and v are there before the first tile. All of it is float32 until G is rounded at the very end. An only positive of a row is not
-looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the same rounding. The
-products with G are cuBLAS's.
+takes its own. u and v are there before the first tile. All of it is float32 until G is rounded at the very end. An only
+positive of a row is not looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the
+same rounding. The products with G are cuBLAS's.
 """
 
 import triton
@@ -158,25 +158,8 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
         acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(
-            acc,
-            rows,
-            cols,
-            n,
-            m,
-            s,
-            bias,
-            softcap,
-            row_skip,
-            col_skip,
-            row_key,
-            col_key,
-            first,
-            ahead,
-            SCORE,
-            POSITIVE,
-            t,
-        )
+        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
+                       t)  # fmt: skip
         g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_zero, col_zero, col_weight, row_lse, col_lse,
                           row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:
