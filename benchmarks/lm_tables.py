@@ -248,7 +248,10 @@ def run_block(case: LmCase, session: Session) -> None:
         inputs = lm_cases.make_inputs(case, session.device, session.dtype)
         want = lm_cases.exact_gradients(inputs)
         measure.synchronize(session.device)
-    rows: dict[str, Row] = {"lower bound": lower_bound(case, inputs, rate)}
+    grads = sum(inputs[name].numel() * inputs[name].element_size() for name in ("a", "b"))
+    rows: dict[str, Row] = {"lower bound": describe_row(case, "lower bound", rate)}
+    rows["lower bound"] |= {"status": "ok", "loss_bytes": 4, "gradient_bytes": grads, "both_bytes": grads}
+    settle_rate(case, rows, (rate, rate))
     session.rows.append(rows["lower bound"])
     steps: dict[str, measure.Step] = {}
     for method in case.methods:
@@ -269,6 +272,9 @@ def run_block(case: LmCase, session: Session) -> None:
         session.save()
     with session.spending(case, "turns"):
         take_turns({method: (steps[method], rows[method]) for method in steps}, case, session)
+    with session.spending(case, "rate"):
+        settle_rate(case, rows, (rate, measure.sustained_rate(session.device)))
+    session.save()
     del steps, inputs, want
     gc.unfreeze()
     gc.collect()
@@ -282,15 +288,15 @@ def describe_row(case: LmCase, method: str, rate: float) -> Row:
     return {"case": case.name, "method": method, **sizes, "rate_tflops": rate / 1e12}
 
 
-def lower_bound(case: LmCase, inputs: peers.Inputs, rate: float) -> Row:
-    """The bytes of the two gradients; the time of three products at the machine's own rate."""
-    grads = sum(inputs[name].numel() * inputs[name].element_size() for name in ("a", "b"))
-    times = {
-        f"{part}_ms": 1e3 * units * case.unit_flops / rate
-        for part, units in zip(lm_pages.PARTS, (1, 2, 3), strict=True)
-    }
-    memory = {"loss_bytes": 4, "gradient_bytes": grads, "both_bytes": grads}
-    return describe_row(case, "lower bound", rate) | {"status": "ok", **times, **memory}
+def settle_rate(case: LmCase, rows: dict[str, Row], rates: tuple[float, float]) -> None:
+    """R of a block is the mean of the machine's rate before and after it; three products at R are its lower bound."""
+    before, after = rates
+    rate = (before + after) / 2
+    for row in rows.values():
+        row["rate_tflops"] = rate / 1e12
+        row |= {"rate_before_tflops": before / 1e12, "rate_after_tflops": after / 1e12}
+    for part, units in zip(lm_pages.PARTS, (1, 2, 3), strict=True):
+        rows["lower bound"][f"{part}_ms"] = 1e3 * units * case.unit_flops / rate
 
 
 def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Tensor]) -> Row:
@@ -365,8 +371,9 @@ def timed_parts_ms(step: measure.Step, device: torch.device) -> tuple[float, flo
 def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session: Session) -> None:
     """Times of all steps, a round at a time; medians are written after each round."""
     samples: dict[str, list[tuple[float, float]]] = {method: [] for method in steps}
-    for _ in range(session.repeats):
-        for method, (step, row) in steps.items():
+    for turn in range(session.repeats):
+        for method in measure.forth_and_back(steps, turn):
+            step, row = steps[method]
             if row["status"] not in ("ok", "warm") or (session.over and samples[method]):
                 continue
             try:

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +113,7 @@ def time_in_turns(
             outcome[name] = failure
     samples: dict[str, list[float]] = {name: [] for name in steps if name not in outcome}
     for turn in range(repeats):
-        for name in reversed(samples) if turn % 2 else samples:
+        for name in forth_and_back(samples, turn):
             taken = samples[name]
             if name in outcome or (sum(taken) > 1e3 * budget_s and len(taken) >= least):
                 continue
@@ -124,6 +124,15 @@ def time_in_turns(
     for name, taken in samples.items():
         outcome.setdefault(name, summarize(taken) if taken else Failure("error", "no turn"))
     return {name: outcome[name] for name in steps}
+
+
+def forth_and_back(names: Iterable[str], turn: int) -> list[str]:
+    """The order of one turn.
+
+    >>> forth_and_back("abc", 0), forth_and_back("abc", 1)
+    (['a', 'b', 'c'], ['c', 'b', 'a'])
+    """
+    return list(names)[:: -1 if turn % 2 else 1]
 
 
 def _warm_up(step: Callable[[], Any], device: torch.device, budget_s: float) -> Failure | None:

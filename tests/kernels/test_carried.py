@@ -93,7 +93,16 @@ def test_what_is_carried_lies_behind_what_is_written(n, m, d, g_cols):
 
 @pytest.mark.parametrize("n, m, width", [(48, 1000, 64), (30, 1000, 96), (10, 1000, 224), (10, 300, 64)])
 def test_few_rows_have_wide_chunks(n, m, width, monkeypatch):
-    monkeypatch.setattr(carried, "SCORES", 48 * 64)
+    check_wide_chunks(n, m, width, 48 * 64, monkeypatch)
+
+
+def test_chunks_are_no_wider_than_the_memory_has_room_for(monkeypatch):
+    """Many rows: the memory holds few columns, and a chunk as wide as all of them would leave no room for dB."""
+    check_wide_chunks(300, 1000, 64, 300 * 250, monkeypatch)
+
+
+def check_wide_chunks(n, m, width, scores, monkeypatch):
+    monkeypatch.setattr(carried, "SCORES", scores)
     pair = pair_of(n, m, 64)
     stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
     assert held.cols == width

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.compare import assert_close, relative_error
 from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, dropped_mass, random, ranks, solve, tiles_of, worst
 from tests.oracles import linear_cross_entropy_dense
+from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise.kernels import filter as plans
@@ -283,30 +284,63 @@ def test_the_order_of_the_vocabulary_does_not_matter():
     assert worst(got, want) < 1e-10
 
 
-def test_a_call_too_small_without_its_ignored_rows_is_not_asked_again(monkeypatch):
-    """Forward decides by the rows that are left; backward sees all rows, and must not decide anew."""
-    n, asked, plain = 64, [], TorchFilter.forward
+@pytest.fixture
+def only_large_calls(monkeypatch):
+    """The filter takes calls of more than 10 rows, and counts those that it gets."""
+    asked, plain = [], TorchFilter.forward
 
     def forward(self, pair, spec, options):
         asked.append(pair.a.shape[0])
         return plain(self, pair, spec, options)
 
+    monkeypatch.setattr(TorchFilter, "leaves_out", lambda self, pair: pair.a.shape[0] > 10)
+    monkeypatch.setattr(TorchFilter, "forward", forward)
+    return asked
+
+
+@pytest.fixture
+def eight_of_64():
+    """A head, with targets for 8 of 64 rows, and what gives the loss with a tolerance."""
+    hidden, classifier = random(64, 8).requires_grad_(), random(COLS, 8).requires_grad_()
+    target = torch.full((64,), -100)
+    target[::8] = torch.arange(8)
+    options = TileOptions(filter_tolerance=1e-2)
+    return hidden, classifier, target, lambda: tw.linear_cross_entropy(hidden, classifier, target, options=options)
+
+
+def test_a_call_too_small_without_its_ignored_rows_is_exact(only_large_calls, eight_of_64, monkeypatch):
+    """Forward decides by the rows that are left; backward sees all rows, and must not decide anew."""
+
     def backward(self, *args, **kwargs):
         raise AssertionError("it was decided in forward")
 
-    monkeypatch.setattr(TorchFilter, "leaves_out", lambda self, pair: pair.a.shape[0] > 10)
-    monkeypatch.setattr(TorchFilter, "forward", forward)
     monkeypatch.setattr(TorchFilter, "backward", backward)
-    monkeypatch.setattr(plans, "DENSE_SHARE", 0.0)  # what an exact forward leaves: everything kept
-    hidden, classifier = random(n, 8).requires_grad_(), random(COLS, 8).requires_grad_()
-    target = torch.full((n,), -100)
-    target[::8] = torch.arange(n // 8)
-    tw.linear_cross_entropy(hidden, classifier, target, options=TileOptions(filter_tolerance=1e-2)).backward()
-    assert asked == [8]
+    hidden, classifier, target, loss = eight_of_64
+    loss().backward()
+    assert only_large_calls == []
     want = [x.detach().double().requires_grad_() for x in (hidden, classifier)]
     linear_cross_entropy_dense(*want, target).backward()
     for got, exact in zip((hidden, classifier), want, strict=True):
         assert_close(got.grad, exact.grad, 1e-5)
-    target[:] = torch.arange(n)
+    target[:] = torch.arange(64)
     with pytest.raises(AssertionError, match="decided in forward"):
-        tw.linear_cross_entropy(hidden, classifier, target, options=TileOptions(filter_tolerance=1e-2)).backward()
+        loss().backward()
+    assert only_large_calls == [64]
+
+
+@pytest.mark.usefixtures("only_large_calls")
+def test_a_small_call_is_recorded_and_checkpointed(eight_of_64):
+    """It has no plan to save; recording it must not change that, or checkpointing would find other tensors."""
+    hidden, classifier, _, loss = eight_of_64
+    want = torch.autograd.grad(loss(), (hidden, classifier))
+    with tw.record_filtering() as report:
+        value = checkpoint(loss, use_reentrant=False)
+    assert report.dense == [True]
+    assert report.kept_share == [1.0]
+    assert report.largest_dropped == [0.0]
+    for got, exact in zip(torch.autograd.grad(value, (hidden, classifier)), want, strict=True):
+        assert torch.equal(got, exact)
+    first = torch.autograd.grad(loss(), (hidden, classifier), create_graph=True)
+    assert torch.equal(first[0], want[0])
+    with pytest.raises(tw.TilewiseError, match="first derivatives only"):
+        first[0].sum().backward()

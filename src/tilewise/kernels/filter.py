@@ -202,10 +202,12 @@ def places_of(order: Tensor, pair: Pair) -> Tensor:
     return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
 
 
-def keep_everything(pair: Pair, order: Tensor) -> FilterPlan:
-    """The plan of a call that drops nothing."""
+def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
+    """The plan of a call that drops nothing; the columns may then be in any order."""
     assert pair.row_key is not None
     valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
+    if order is None:
+        order = torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
     mass = torch.where(valid, KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
     mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
     kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()

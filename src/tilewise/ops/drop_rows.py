@@ -45,6 +45,8 @@ class Asked:
         self.most = self.rows if self.rows <= self.least else self.rows - 1 - (self.rows - 1) // step * step
         self.count = self.ignored.sum(dtype=torch.int32)
         self._told = Told(self.count)
+        # The rows that count, then the others. The device sorts while the host, which has its answer, gets ready.
+        self._order = self.ignored.view(torch.uint8).argsort(stable=True) if step > 1 else None
 
     @staticmethod
     def about(pair: Pair, spec: PairSpec) -> Asked | None:
@@ -62,10 +64,10 @@ class Asked:
         ignored = int(self._told())
         if ignored <= self.most:
             return None
-        if self.step == 1:
+        if self._order is None:
             return KeptRows((~self.ignored).nonzero().squeeze(1), self.rows)
         kept = max(-(-(self.rows - ignored) // self.step) * self.step, self.least)
-        return KeptRows(self.ignored.to(torch.int32).argsort(stable=True)[:kept], self.rows)
+        return KeptRows(self._order[:kept], self.rows)
 
 
 class KeptRows:

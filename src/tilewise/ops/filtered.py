@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewise.kernels import filter as plans
 from tilewise.kernels.filter import FilterPlan, filter_for, why_exact
+from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.ops.drop_rows import KeptRows
 from tilewise.ops.pair_stats import (
@@ -154,11 +155,12 @@ def record_filtering() -> Iterator[FilterReport]:
 
 
 def _plan_forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None, carry: bool
-) -> tuple[Stats, FilterPlan, object | None, bool]:
+    pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None, carry: bool, planned: bool
+) -> tuple[Stats, FilterPlan | None, object | None, bool]:
     """Statistics, plan, what is carried, and whether the host knows already that nothing is left out.
 
-    Rows that do not count are taken out first, and drop everything.
+    Rows that do not count are taken out first, and drop everything. A call that leaves nothing out has a plan only if
+    one is wanted (``planned``).
     """
     if kept is not None and kept.index.shape[0] == 0:
         n, m, tiles = pair.a.shape[0], pair.b.shape[0], plans.tile_count(pair.b.shape[0])
@@ -169,50 +171,62 @@ def _plan_forward(
         return stats, FilterPlan(order=order, mass=mass, mean=mean, kept=none, dense=order.new_zeros(1)), None, False
     fewer = pair if kept is None else kept.of_pair(pair)
     chosen, carried = filter_for(fewer, spec, options), None
+    if not chosen.leaves_out(fewer):
+        backend, plan = choose_backend(fewer, spec, options), plans.keep_everything(pair) if planned else None
+        if carry:
+            stats, carried = backend.forward_carrying(fewer, spec, options)
+        else:
+            stats = backend.forward(fewer, spec, options)
+        return stats if kept is None else kept.widen_stats(stats), plan, carried, True
     if carry:
         stats, plan, carried = chosen.forward_carrying(fewer, spec, options)
     else:
         stats, plan = chosen.forward(fewer, spec, options)
-    exact = not chosen.leaves_out(fewer)
     if kept is None:
-        return stats, plan, carried, exact
+        return stats, plan, carried, False
     mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, kept.index, plan.mass)
-    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass), carried, exact
+    return kept.widen_stats(stats), dataclasses.replace(plan, mass=mass), carried, False
 
 
 def _values(
-    inputs: tuple[Any, ...], carry: bool = False
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], KeptRows | None, object | None, bool]:
-    """Statistics and plan as tensors, the rows that were looked at, what is carried, and whether nothing is left out.
+    inputs: tuple[Any, ...], carry: bool = False, planned: bool = True
+) -> tuple[tuple[Tensor, ...], FilterPlan | None, KeptRows | None, object | None, bool]:
+    """Statistics as tensors, the plan, the rows that were looked at, what is carried, and whether nothing is left out.
 
-    A loss sees `_rounded`.
+    A loss sees `_rounded`. Unless ``planned``, there is no plan where nothing is left out and nobody records it.
     """
     a, b, scale, bias, row_key, row_zero, plan = inputs
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     with torch.autocast(a.device.type, enabled=False):
         kept = KeptRows.find(pair, spec)
-        stats, made, carried, exact = _plan_forward(pair, spec, options, kept, carry)
+        stats, made, carried, exact = _plan_forward(pair, spec, options, kept, carry, planned or bool(_reports))
     for report in _reports:
+        assert made is not None
         report._plans.append((made, row_key >= 0, options.filter_tolerance))
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
-    found = stats.row_lse, stats.row_pos, stats.row_hits
-    return (*found, made.order, made.mass, made.mean, made.kept, made.dense), kept, carried, exact
+    return (stats.row_lse, stats.row_pos, stats.row_hits), made, kept, carried, exact
+
+
+def _tensors_of(plan: FilterPlan | None) -> tuple[Any, ...]:
+    """In the order of the operator's outputs."""
+    return tuple(None if plan is None else getattr(plan, name) for name in PLAN)
 
 
 def _rounded(output: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics in their type: a backend may give log-sum-exps in float64, for backward."""
-    lse, pos, hits = (value.to(stat_dtype(like.dtype)) for value in output[: len(STATS)])
+    lse, pos, hits = (value.to(stat_dtype(like.dtype)) for value in output)
     return lse, pos, hits
 
 
 def _compute_stats(
     a: Tensor, b: Tensor, scale: Tensor, bias: OptTensor, row_key: Tensor, row_zero: OptTensor, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    output = _values((a, b, scale, bias, row_key, row_zero, plan))[0]
-    return *_rounded(output, a), *output[3:]
+    found, made, *_ = _values((a, b, scale, bias, row_key, row_zero, plan))
+    order, mass, mean, kept, dense = _tensors_of(made)
+    return *_rounded(found, a), order, mass, mean, kept, dense
 
 
 _stats_op = torch.library.custom_op("tilewise::filtered_stats", _compute_stats, mutates_args=())
@@ -234,23 +248,21 @@ def _(a, b, scale, bias, row_key, row_zero, plan):  # type: ignore[no-untyped-de
 def _gradients(
     tensors: tuple[Any, ...],
     stats: Stats,
-    made: FilterPlan,
+    made: FilterPlan | None,
     grad: GradStats,
     needs: list[bool],
     plan: str,
     rows: Callable[[Pair, PairSpec], KeptRows | None],
     carried: object | None = None,
-    *,
-    exact: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Of the kept pairs, or of all, if many are kept or ``exact`` says so: then it is asked which rows count."""
+    """Of the kept pairs, or of all, if many are kept or there is no plan: then it is asked which rows count."""
     a, b, scale, bias, row_key, row_zero = tensors
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     wanted = Needs(a=needs[0], b=needs[1], scale=needs[2], bias=needs[3])
     with torch.autocast(a.device.type, enabled=False):
         grads = None
-        if not exact:
+        if made is not None:
             chosen = filter_for(pair, spec, options)
             grads = chosen.backward(pair, stats, made, grad, wanted, spec, options, carried=carried)
         if grads is None:
@@ -340,9 +352,11 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
         needs = ctx.needs_input_grad
-        output, ctx.rows, ctx.carried, ctx.exact = _values(inputs, carry=needs[1] and not needs[3])
-        _save(ctx, inputs, output)
-        shown = _rounded(output, inputs[0])
+        carry = needs[1] and not needs[3]
+        found, made, ctx.rows, ctx.carried, ctx.exact = _values(inputs, carry, planned=False)
+        # Whether anybody records must not change what is saved: checkpointing compares.
+        _save(ctx, inputs, (*found, *_tensors_of(None if ctx.exact else made)))
+        shown = _rounded(found, inputs[0])
         ctx.mark_non_differentiable(shown[STATS.index("row_hits")])
         return shown
 
@@ -355,11 +369,14 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled() or not _holds_numbers(saved[0]):
             # With create_graph a second derivative may be asked for; the registered operator answers it with an error.
             del carried
+            if saved[-1] is None:  # no plan was made, and the operator takes one
+                pair = _pair(*saved[:5], None, None, None, saved[5], None, None)
+                saved = *saved[: -len(PLAN)], *_tensors_of(plans.keep_everything(pair))
             return _by_operator(ctx, saved, grads)
         needs = [bool(need) for need in ctx.needs_input_grad[:4]]
         tensors, known, made = saved[:6], saved[6 : 6 + len(KNOWN)], saved[6 + len(KNOWN) :]
         stats = Stats(**dict(zip(KNOWN, known, strict=True)))
-        plan = FilterPlan(**dict(zip(PLAN, made, strict=True)))
+        plan = None if ctx.exact else FilterPlan(**dict(zip(PLAN, made, strict=True)))
         grad = GradStats(row_lse=grads[0], row_pos=grads[1])
-        found = _gradients(tensors, stats, plan, grad, needs, ctx.plan, lambda *_: ctx.rows, carried, exact=ctx.exact)
+        found = _gradients(tensors, stats, plan, grad, needs, ctx.plan, lambda *_: ctx.rows, carried)
         return _wanted(found, needs)

@@ -90,7 +90,8 @@ class Carried:
             return None
         if pair.row_skip is not None or pair.row_zero is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        cols = max(COLS, min(SCORES // n, m // 4) // FULL_TILES * FULL_TILES)
+        room = m * d // max(n, d)  # columns, if chunks were narrow; a wide one leaves less
+        cols = max(COLS, min(SCORES // n, room // 4) // FULL_TILES * FULL_TILES)
         inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
         if inside < cols:
             return None

@@ -16,23 +16,17 @@ A small call is computed exactly from the start.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from tilewise.kernels.filter import FilterPlan, keep_everything
+from tilewise.kernels.filter import FilterPlan
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.backend import TritonBackend, on_device
+from tilewise.kernels.triton_impl.backend import on_device
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.skipping_backward import SkipBackward
 from tilewise.kernels.triton_impl.skipping_forward import SkipForward
 from tilewise.options import TileOptions
 
 WORTH_FILTERING = 2**40  # multiply-adds of one product; below, launches cost a GPU more than is saved
-
-
-def any_order(pair: Pair) -> Tensor:
-    """Of the columns, where none is needed."""
-    return torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)
 
 
 class TritonFilter:
@@ -44,8 +38,6 @@ class TritonFilter:
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
-        if not self.leaves_out(pair):
-            return TritonBackend().forward(pair, spec, options), keep_everything(pair, any_order(pair))
         with on_device(pair.a), torch.no_grad():
             return SkipForward(pair, spec, options).run()[:2]
 
@@ -53,9 +45,6 @@ class TritonFilter:
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, Carried | None]:
         """The same, and what is carried over if so many pairs are kept that backward computes all of them."""
-        if not self.leaves_out(pair):
-            stats, carried = TritonBackend().forward_carrying(pair, spec, options)
-            return stats, keep_everything(pair, any_order(pair)), carried
         with on_device(pair.a), torch.no_grad():
             return SkipForward(pair, spec, options, carry=True).run()
 
