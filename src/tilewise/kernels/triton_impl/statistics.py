@@ -15,8 +15,8 @@ from tilewise.kernels.triton_impl.gradients import macro_tile
 from tilewise.kernels.triton_impl.launch import POSITIVE_ROWS, Call, Prepared, cdiv, pieces, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 
-MERGE_BLOCK = 64  # rows of one program; divides every tile
-MERGE_PARTS = 16  # parts that it reads at once
+MERGE_BLOCK = 16  # rows of one program; divides every tile
+MERGE_PARTS = 64  # parts that it reads at once
 
 
 class Forward:
