@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from tilewise.kernels.triton_impl import backward, carried, forward, positive, small_step, tokens
 from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
+from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, MERGE_PARTS
 
 POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
 POINTERS |= {"place_part": "*i32", "row_top_col": "*i64", "dense": "*i32"}
@@ -26,7 +27,7 @@ OPTIONAL = {
     *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc", "dense", "row_factor"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
-MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": 16, "BLOCK": 64}
+MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
 
 # loss -> (STATS, TERMS, SCORE, POSITIVE, WIDE, which optional arguments are there)
 LOSSES = {
@@ -128,10 +129,11 @@ def main() -> None:
                 (positive.positive_gradient_kernel, None, {"TERMS": terms}),
                 (tokens.merge_tokens_kernel, None, {"STATS": stats} | MERGE),
                 (carried.factor_kernel, None, {"BLOCK": carried.FACTOR_ROWS, "WIDTH": carried.WIDTH}),
+                (carried.settle_kernel, None, {"BLOCK": carried.SETTLED_ROWS}),
             ):
                 if kernel is tokens.merge_tokens_kernel and loss != "tokens":
                     continue
-                if kernel is carried.factor_kernel and loss != "cross entropy, carried":
+                if kernel in (carried.factor_kernel, carried.settle_kernel) and loss != "cross entropy, carried":
                     continue
                 small = sizes is None and loss != "cross entropy, carried"
                 if (small and (kind == MANY or card != "hopper")) or (

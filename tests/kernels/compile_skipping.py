@@ -15,6 +15,7 @@ from tilewise.kernels.triton_impl import forward, skipping
 from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.skipping_backward import pair_sizes_of
 from tilewise.kernels.triton_impl.skipping_forward import product_sizes_of
+from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, MERGE_PARTS
 
 INTEGERS = {
     *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),
@@ -24,7 +25,7 @@ NUMBERS = {"softcap", "tolerance", "usable"}
 POINTERS = dict.fromkeys(("order", "place", "rows", "starts", "firsts", "table", "dense"), "*i32")
 POINTERS |= dict.fromkeys(("row_key", "pairs"), "*i64")
 FEATURES = {"a", "b", "out", "mean", "mass", "g", "product"}
-MERGE = {"STRIP": 1, "ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": 16, "BLOCK": 64}
+MERGE = {"STRIP": 1, "ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
 CARDS = {
     "hopper": (90, "bf16", 2304, 256),
     "hopper, fewer columns": (90, "bf16", 2304, 128),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MAIN = {"forward_kernel", "repair_kernel", "gradient_kernel", "positive_kernel", "token_kernel"}
 SCRIPTS = {
-    "compile_kernels": MAIN | {"merge_tokens_kernel", "factor_kernel", "loss_kernel", "times_kernel"},
+    "compile_kernels": MAIN | {"merge_tokens_kernel", "factor_kernel", "settle_kernel", "loss_kernel", "times_kernel"},
     "compile_skipping": {
         *("parts_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "merge_kernel",

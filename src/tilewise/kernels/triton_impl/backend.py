@@ -92,19 +92,17 @@ class TritonBackend:
         def run(tape: Tape | None) -> tuple[Any, ...]:
             forward = Forward(Call.of(pair, spec, options, tape), carried)
             stats, held = forward.run(), forward.carried
-            found = (None, None) if held is None else (held.buffer, held.behind)
-            return stats.row_lse, stats.row_pos, stats.row_hits, forward.peaks, forward.doubt, *found
+            found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.doubt)
+            return stats.row_lse, stats.row_pos, stats.row_hits, *found
 
         with on_device(pair.a), torch.no_grad():
             inputs = [*tensors_of(pair, spec), carried.memory]
             kind = kind_of(("carrying", *how(pair, spec, options)), inputs)
-            lse, pos, hits, peaks, doubt, buffer, behind = taped(kind, inputs, run, pair.a.device)
+            lse, pos, hits, buffer, behind, peaks, doubt = taped(kind, inputs, run, pair.a.device)
             stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
             if behind is None:  # the workspace is too small
                 return stats, None
-            held = dataclasses.replace(carried, buffer=buffer, behind=behind)
-            held.settle(peaks, doubt, lse)
-            return stats, held
+            return stats, dataclasses.replace(carried, buffer=buffer, behind=behind, peaks=peaks, doubt=doubt)
 
     def backward(
         self,

@@ -58,12 +58,15 @@ SCORES = (
 )  # of a chunk: few rows get wide ones, since a product with few rows and columns leaves much of the card idle
 FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
 ALIGNED = 8  # numbers of a half type in 16 bytes
-FARTHEST = 90.0  # log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
+FARTHEST = tl.constexpr(
+    90.0
+)  # log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
 SMALLEST_SHARE = tl.constexpr(
     2.0**-20
 )  # of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
 ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
 FACTOR_ROWS, WIDTH = 32, 256
+SETTLED_ROWS = 1024  # at a time
 
 
 @dataclass
@@ -131,15 +134,19 @@ class Carried:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
-    def settle(self, peaks: Tensor | None, doubt: Tensor, row_lse: Tensor | None) -> None:
-        """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column."""
+    def settle(
+        self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor | None, dense: Tensor | None
+    ) -> None:
+        """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column.
+
+        If the device finds a 0 in ``dense``, nothing was carried.
+        """
         assert peaks is not None
         assert row_lse is not None
-        below = BELOW_PEAK.value
-        top = peaks.nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf).amax() - below
-        top = torch.where(top.abs() < 1e30, top, 0.0) + below
-        far = ((top - row_lse * LOG2E.value > FARTHEST) & (row_lse > -torch.inf)).any()
-        self.peaks, self.doubt = peaks, (far | (doubt != 0)).to(torch.float32).mul_(1e9)
+        self.peaks, self.doubt = peaks, call.empty(1)
+        values: dict[str, Any] = {"peaks": peaks, "peak_count": peaks.numel(), "row_lse": row_lse, "n": self.rows}
+        values |= {"repaired": repaired, "dense": dense, "doubt": self.doubt, "BLOCK": SETTLED_ROWS}
+        call.prepare(settle_kernel, 8, 2, ()).put(values).launch(1)
 
 
 @dataclass
@@ -185,6 +192,21 @@ def column_pieces(cols: int, step: int, carried: Carried | None) -> list[slice]:
         return pieces(cols, step)
     start = carried.end
     return carried.columns() + [slice(start + j.start, start + j.stop) for j in pieces(cols - start, step)]
+
+
+@triton.jit(do_not_specialize=["peak_count", "n"])
+def settle_kernel(peaks, peak_count, row_lse, n, repaired, dense, doubt, BLOCK: tl.constexpr):
+    """0, or as large a number as exceeds every span: if a sum was repaired, nothing carried, or t too far above a row."""
+    top = guess_top(peaks, peak_count) + BELOW_PEAK
+    far = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, n, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        level = tl.load(row_lse + rows, mask=rows < n, other=float("-inf")) * LOG2E
+        far |= ((top - level > FARTHEST) & (level > float("-inf"))).to(tl.int32)
+    wrong = tl.max(far, 0) | (tl.load(repaired) != 0).to(tl.int32)
+    if dense is not None:
+        wrong |= (tl.load(dense) == 0).to(tl.int32)
+    tl.store(doubt, tl.where(wrong != 0, 1e9, 0.0))
 
 
 @triton.jit(do_not_specialize=["peak_count", "n", "m", "first", "ahead", "a_stride"])

@@ -135,8 +135,6 @@ class SkipForward:
         for _ in forward.steps():
             self.stats = forward.stats
             yield
-        if forward.carried is not None:
-            forward.carried.settle(forward.peaks, (forward.doubt != 0) | (dense == 0), forward.stats.row_lse)
         self.call.prepared.clear()  # their arguments hold the parts
 
     def _sample_size(self) -> int:

@@ -116,6 +116,8 @@ class Forward:
             if spec.row_sum:
                 self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
             yield
+        if self.carried is not None:
+            self.carried.settle(self.call, self.peaks, self.doubt, row, self.dense)
 
     def _macro_tiles(self) -> list[tuple[slice, slice]]:
         """The rows and columns of each. Of symmetric scores those above the diagonal; on it, where half of the work would be
