@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax
+from tilewise.kernels.triton_impl.direct import MANY_PARTS
 from tilewise.kernels.triton_impl.launch import FULL
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE, Sizes
 
@@ -35,10 +36,10 @@ TILED = {
 }
 SMALL = {
     "start": (direct_softmax.start_kernel, {"BLOCK": 1024}, ("square", "row_zero")),
-    "shift": (direct_softmax.shift_kernel, {"MANY_PARTS": 16, "BLOCK": 32}, ()),
+    "shift": (direct_softmax.shift_kernel, {"MANY_PARTS": MANY_PARTS, "BLOCK": 32}, ()),
     "rows": (
         direct_softmax.rows_kernel,
-        {"D": 4096, "SCORE": SOFTCAP, "POSITIVE": ONE, "MANY_PARTS": 16, "WIDTH": 128, "BLOCK": 32},
+        {"D": 4096, "SCORE": SOFTCAP, "POSITIVE": ONE, "MANY_PARTS": MANY_PARTS, "WIDTH": 128, "BLOCK": 32},
         ("square", "row_key"),
     ),
     "finish": (direct_products.finish_rows_kernel, {"D": 4096, "BLOCK": 8, "WIDTH": 256}, ()),

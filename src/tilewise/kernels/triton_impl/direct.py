@@ -29,7 +29,7 @@ from tilewise.options import TileOptions
 START_BLOCK = 1024
 ROWS_BLOCK = 32  # rows of one program of `rows_kernel`
 FINISH_BLOCK, FINISH_WIDTH = 8, 256  # four times as many numbers are too many for the registers
-MANY_PARTS = 16
+MANY_PARTS = 64
 WIDTH = 128
 BIAS_ROWS, BIAS_COLS = 32, 128
 MULTIPLY_BLOCK = 4096
