@@ -72,9 +72,9 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, softcap, dtype, monkeypa
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
-    forward, dense = SkipForward(pair, spec, OPTIONS), torch.ones(1, dtype=torch.int32)
+    forward = SkipForward(pair, spec, OPTIONS)
     assert forward._sample_size() == 16
-    forward._probe(16, dense)
+    dense = forward._probe(16)
     ((kept, pairs, share),) = asked
     assert dense == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]

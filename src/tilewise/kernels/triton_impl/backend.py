@@ -65,44 +65,48 @@ class TritonBackend:
             return "the interpreter gets bfloat16 products wrong"
         return None
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-        """Statistics, macro-tile by macro-tile."""
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions, dense: Tensor | None = None) -> Stats:
+        """Statistics, macro-tile by macro-tile. ``dense``: see `Forward`."""
         with on_device(pair.a), torch.no_grad():
             pair = small_keys(pair, spec)
             hits = keys.hits(pair, spec) if spec.positive == "many" else None
 
             def run(tape: Tape | None) -> tuple[Tensor | None, ...]:
-                stats = forward_of(Call.of(pair, spec, options, tape)).run()
+                stats = forward_of(Call.of(pair, spec, options, tape), dense).run()
                 return tuple(getattr(stats, name) for name in STATISTICS)
 
             if host_bound(pair):
-                inputs = tensors_of(pair, spec)
+                inputs = [*tensors_of(pair, spec), dense]
                 values = taped(kind_of(("forward", *how(pair, spec, options)), inputs), inputs, run, pair.a.device)
             else:
                 values = run(None)
             stats = Stats(**dict(zip(STATISTICS, values, strict=True)))
             return stats if hits is None else dataclasses.replace(stats, row_hits=hits)
 
-    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, Carried | None]:
+    def forward_carrying(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, dense: Tensor | None = None
+    ) -> tuple[Stats, Carried | None]:
         """The same, and what spares backward a part of its work, if the gradient of the columns will be asked for."""
         carried = Carried.of(pair, spec)
         if carried is None:
-            return self.forward(pair, spec, options), None
+            return self.forward(pair, spec, options, dense), None
 
         def run(tape: Tape | None) -> tuple[Any, ...]:
-            forward = Forward(Call.of(pair, spec, options, tape), carried)
+            forward = Forward(Call.of(pair, spec, options, tape), carried, dense)
             stats, held = forward.run(), forward.carried
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.doubt)
             return stats.row_lse, stats.row_pos, stats.row_hits, *found
 
         with on_device(pair.a), torch.no_grad():
-            inputs = [*tensors_of(pair, spec), carried.memory]
+            inputs = [*tensors_of(pair, spec), carried.memory, dense]
             kind = kind_of(("carrying", *how(pair, spec, options)), inputs)
-            lse, pos, hits, buffer, behind, peaks, doubt = taped(kind, inputs, run, pair.a.device)
+            lse, pos, hits, *found = taped(kind, inputs, run, pair.a.device)
+            carried.buffer, behind, carried.peaks, carried.doubt = found
             stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
             if behind is None:  # the workspace is too small
                 return stats, None
-            return stats, dataclasses.replace(carried, buffer=buffer, behind=behind, peaks=peaks, doubt=doubt)
+            carried.behind = behind
+            return stats, carried
 
     def backward(
         self,
@@ -160,9 +164,9 @@ class TritonBackend:
             return small_step.times(held, upstream, dtypes)
 
 
-def forward_of(call: Call) -> Forward:
+def forward_of(call: Call, dense: Tensor | None) -> Forward:
     """The statistics of tokens take kernels of their own, so that others pay nothing for them."""
-    return TokenForward(call) if call.spec.of_tokens else Forward(call)
+    return TokenForward(call) if call.spec.of_tokens else Forward(call, dense=dense)
 
 
 def host_bound(pair: Pair) -> bool:

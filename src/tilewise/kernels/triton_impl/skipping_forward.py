@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 
 import torch
 import triton
@@ -15,11 +15,11 @@ from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Pair, PairSpec, Stats
 from tilewise.kernels.told import Told
 from tilewise.kernels.triton_impl import positive, skipping
+from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.gradients import product
 from tilewise.kernels.triton_impl.launch import Call, Prepared, cdiv, pieces, vector
 from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
-from tilewise.kernels.triton_impl.statistics import Forward
 from tilewise.options import TileOptions
 
 GATHER_ROWS, GATHER_FEATURES = 32, 256
@@ -77,27 +77,25 @@ class SkipForward:
         # A kept pair costs its row what a tile of any width does.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.carried: Carried | None = None
-        self.stats = Stats()
 
     def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
         """Everything; nothing waits for the device.
 
-        Which way is taken is known to the device alone. Launches of both alternate, so that it gets work soon either way;
-        and the first macro-tile of the exact way is computed before a sample is asked, which takes the host a while.
+        Which way is taken is known to the device alone. The exact loss's comes first: its launches lie ready on a tape, so
+        that it gets its work soon either way.
         """
         pair, rows = self.pair, self._sample_size()
         if rows == 0:
             self._order(plans.order_columns(pair))
-            exact = self._positives()
-            next(exact)
+            stats = self._positives()
         else:
-            self.dense = torch.ones(1, dtype=torch.int32, device=self.device)
-            exact = self._exact(self.dense)
-            next(exact)
-            self._probe(rows, self.dense)
-            if self.carried is not None and self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
-                self.carried.asked = Told(self.dense)
-        stats = self.stats
+            self.dense = self._probe(rows)
+            told = None
+            if self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
+                told = Told(self.dense)
+            stats = self._exact(self.dense)
+            if self.carried is not None:
+                self.carried.asked = told
         assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -105,14 +103,11 @@ class SkipForward:
         step = row_steps(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         for i in pieces(self.n, step):
-            for _ in self._parts(part, i):
-                next(exact, None)
+            self._parts(part, i)
             choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
             choose.put({"part": part, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
             choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
             choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
-        for _ in exact:
-            pass
         kept = (mass < 0).sum(1, dtype=torch.int32)
         dense = plans.too_many(kept, mass.numel(), self.share)
         if self.dense is not None:
@@ -120,22 +115,20 @@ class SkipForward:
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, dense=dense)
         return stats, plan, self.carried
 
-    def _positives(self) -> Iterator[None]:
+    def _positives(self) -> Stats:
         """The positives' scores, and room for the log-sum-exps of the rows."""
         new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
         lse, pos, hits = new(self.n), new(self.n), new(self.n)
         self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, row_hits=hits, peaks=None)
-        self.stats = Stats(row_lse=lse, row_pos=pos, row_hits=hits)
-        yield
+        return Stats(row_lse=lse, row_pos=pos, row_hits=hits)
 
-    def _exact(self, dense: Tensor) -> Iterator[None]:
-        """The exact loss's way, for the case that it is taken; a macro-tile at a time."""
-        forward = Forward(self.call, Carried.of(self.pair, self.spec) if self.carry else None, dense)
-        self.carried = forward.carried
-        for _ in forward.steps():
-            self.stats = forward.stats
-            yield
-        self.call.prepared.clear()  # their arguments hold the parts
+    def _exact(self, dense: Tensor) -> Stats:
+        """The exact loss's way, for the case that it is taken."""
+        pair = dataclasses.replace(self.pair, a=self.a, b=self.b)  # a copy, where one was needed, serves both ways
+        if not self.carry:
+            return TritonBackend().forward(pair, self.spec, self.options, dense)
+        stats, self.carried = TritonBackend().forward_carrying(pair, self.spec, self.options, dense)
+        return stats
 
     def _sample_size(self) -> int:
         """Rows to be asked, of a large call."""
@@ -147,13 +140,13 @@ class SkipForward:
         """float16 has not the range of products."""
         return torch.float32 if self.pair.a.dtype == torch.float16 else self.pair.a.dtype
 
-    def _probe(self, rows: int, dense: Tensor) -> None:
-        """The order of the columns, and whether the rows would keep too many pairs: ask so many of them."""
+    def _probe(self, rows: int) -> Tensor:
+        """The order of the columns, and whether the rows would keep too many pairs, of which so many are asked: (1,) int32."""
         pair, m, dtype = self.pair, self.m, self._sample_dtype()
         asked = plans.sample_of(self.n, rows)
         sample = self.a[asked].clone()
         sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
-        scores = self._room(m, rows) if dtype == pair.a.dtype else pair.a.new_empty((m, rows), dtype=dtype)
+        scores = pair.a.new_empty((m, rows), dtype=dtype)
         with matmul_precision("high"):
             product(scores, self.b, sample.T, True)
         self._order(plans.order_by(scores[:, 0], pair))
@@ -170,7 +163,7 @@ class SkipForward:
         choose.put({"part": part, "row_key": vector(pair.row_key[asked]), "mass": mass, "n": rows})
         choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
         share = plans.PROBED_SHARE * self.share
-        dense.copy_(plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), share))
+        return plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), share)
 
     def _order(self, order: Tensor) -> None:
         """Take the columns in this order."""
@@ -178,7 +171,7 @@ class SkipForward:
         places = Prepared(skipping.places_kernel, self.device, 4, 2, ())
         places.put({"order": order, "place": self.place, "m": self.m, "BLOCK": PLACES}).launch(cdiv(self.m, PLACES))
 
-    def _parts(self, part: Tensor, i: slice) -> Iterator[None]:
+    def _parts(self, part: Tensor, i: slice) -> None:
         """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
         sizes, rows, item = self.sizes, i.stop - i.start, self.pair.a.element_size()
         wide = cdiv(self.d * item, 16) * 16 // item
@@ -211,10 +204,9 @@ class SkipForward:
             here = {"m": cols, "first": first, "first_tile": t.start}
             gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
             tile.put(here).launch(programs)
-            yield
 
     def _room(self, cols: int, width: int) -> Tensor:
-        """Memory for columns in their new order, or scores of a sample; what the other way carries there comes later, or not."""
+        """Memory for columns in their new order; what the other way carries there stays, as nothing is written then."""
         held = None if self.carried is None else self.carried.buffer
         if held is None or held.numel() < cols * width:
             return self.pair.a.new_empty((cols, width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ class Forward:
     """
 
     carried: Carried | None = None
-    stats: Stats  # from the first step on
 
     def __init__(self, call: Call, carried: Carried | None = None, dense: Tensor | None = None) -> None:
         self.call, self.spec, self.sizes, self.dense = call, call.spec, call.forward_sizes, dense
@@ -84,18 +82,12 @@ class Forward:
 
     def run(self) -> Stats:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
-        for _ in self.steps():
-            pass
-        return self.stats
-
-    def steps(self) -> Iterator[None]:
-        """The same, a macro-tile at a time, for a caller who launches something else between them."""
         spec, new = self.spec, self.call.empty
         row = new(self.n) if self.row_part is not None else None
         col = new(self.m) if spec.col_lse else None
         pos = new(self.n) if spec.positive != "none" and not spec.softplus else None
         total = new(self.n) if spec.row_sum else None
-        self.stats = Stats(
+        stats = Stats(
             row_lse=row if spec.row_lse else None,
             row_softplus=row if spec.softplus else None,
             col_lse=col,
@@ -115,9 +107,9 @@ class Forward:
                 self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
             if spec.row_sum:
                 self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
-            yield
         if self.carried is not None:
             self.carried.settle(self.call, self.peaks, self.doubt, row, self.dense)
+        return stats
 
     def _macro_tiles(self) -> list[tuple[slice, slice]]:
         """The rows and columns of each. Of symmetric scores those above the diagonal; on it, where half of the work would be
