@@ -126,13 +126,7 @@ def test_memory(seed):
     n, d, m, workspace = 2048, 512, 65_536, 64
     head = filtering.make_head(GPU, torch.bfloat16, n, d, m, seed)
     options = GPU.options(filter_tolerance=1e-2, workspace_mib=workspace)
-    head.solve(options)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    head.solve(options)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(lambda: head.solve(options))
     assert peak <= 2 * (n + m) * d + 4 * n * d + (workspace + 8) * 2**20
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.compare import assert_close
+from tests.gpu.checks import peak_bytes
 from tests.ring import virtual_checks
 from tests.ring.cases import cut, joined, loss_and_gradients, make_tensors
 from torch.nn import functional as F
@@ -74,14 +75,8 @@ def test_memory_of_a_virtual_rank_does_not_grow_with_their_number():
             a, b = (x.clone().requires_grad_() for x in features[group.rank()])
             tw.clip_loss(a, b, 20.0, group=group, options=tw.TileOptions(workspace_mib=16)).backward()
 
-        run_virtual(world, work)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        for _ in range(6):  # ranks are threads: in one run their peaks need not meet
-            run_virtual(world, work)
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / world
+        # ranks are threads: in one run their peaks need not meet
+        return peak_bytes(lambda: run_virtual(world, work), times=6) / world
 
     peak(2)
     two, four = peak(2), peak(4)
