@@ -12,12 +12,13 @@ from tests.kernels.test_skipping_interpreter import make_pair
 
 import tilewise as tw
 from tilewise.kernels import filter as plans
-from tilewise.kernels.spec import Needs, PairSpec, Stats
+from tilewise.kernels.spec import Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import carried, gradients, skipping_forward, tape
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.skipping_forward import SkipForward
 from tilewise.kernels.triton_impl.skipping_host import TritonFilter
+from tilewise.ops import drop_rows, filtered
 from tilewise.options import TileOptions
 
 pytestmark = [
@@ -66,28 +67,35 @@ def rule(pair, spec, order, rows):
 
 @TYPES
 @pytest.mark.parametrize("softcap", [0.0, 12.0])
+@pytest.mark.parametrize("ignored", [0, 25])
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (1100, 200, 23), (64, 512, 8)])
-def test_the_sample_answers_by_the_rule_of_all(n, m, d, softcap, dtype, monkeypatch):
+def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype, monkeypatch):
+    """Rows that do not count have no say."""
     pair, _ = make_pair(dtype, n, m, d, zero=dtype == torch.float32)
+    pair.row_key[:ignored] = -1
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
     forward = SkipForward(pair, spec, OPTIONS)
     assert forward._sample_size() == 16
-    dense = forward._probe(16)
+    order, place, dense = forward._probe(16)
     ((kept, pairs, share),) = asked
     assert dense == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]
     assert len(index.unique()) == 16
-    want = rule(pair, spec, forward.order, index[1:])
-    assert pairs == want.numel() == kept.numel()
+    valid = pair.row_key[index[1:]] >= 0
+    want = rule(pair, spec, order, index[1:])[:, valid]
+    assert pairs == want.numel() == kept[:, valid].numel()
+    assert not kept[:, ~valid].any()
+    kept = kept[:, valid]
     assert share == plans.PROBED_SHARE
     # A mass at the threshold may fall on either side of it.
     assert (kept != want).float().mean() < 0.01
     assert 0.01 < want.float().mean() < 0.9
-    assert sorted(forward.order.tolist()) == list(range(m))
+    assert sorted(order.tolist()) == list(range(m))
+    assert torch.equal(place[order.long()], torch.arange(m, dtype=torch.int32))
     mean = plans.mean_row(pair).double() @ pair.b.double().T * pair.scale + pair.bias
-    falls = mean[forward.order.long()].diff()
+    falls = mean[order.long()].diff()
     assert not (falls > 0.01).any()
 
 
@@ -255,6 +263,54 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
     exact = torch.autograd.grad(problem.loss(EXACT), problem.leaves)
     if dense and share != NEVER:
         assert all(torch.equal(one, want) for one, want in zip(first, exact, strict=True))
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens between the question which rows count and the statistics, and to how many rows."""
+    seen = []
+
+    def watched(owner, name, rows):
+        plain = getattr(owner, name)
+
+        def method(self, *args):
+            seen.append((name, rows(self)))
+            return plain(self, *args)
+
+        monkeypatch.setattr(owner, name, method)
+
+    watched(SkipForward, "begin", lambda self: self.n)
+    watched(SkipForward, "run", lambda self: self.n)
+    watched(drop_rows.Asked, "answer", lambda self: self.rows)
+    monkeypatch.setattr(filtered, "_in_vain", set())
+    return seen
+
+
+@pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("ignored", [0, 30, 58])
+def test_a_sample_is_asked_before_it_is_known_which_rows_count(ignored, spread, events, monkeypatch):
+    """If too few of the sample count, others are asked. If all was in vain, the next call of the kind asks later, with
+    the same result."""
+    monkeypatch.setattr(plans, "FEWEST_PROBED", 4)
+    monkeypatch.setattr(plans, "ROWS_PROBED", 4)
+    problem = Problem(spread, ignored)
+    first = torch.autograd.grad(problem.loss(), problem.leaves)
+    few = ignored == 58  # of 16 rows that were asked, fewer than 4 count
+    again = [("begin", 72 - ignored)] if few else []
+    assert events == [("begin", 72), ("answer", 72), ("run", 72 - ignored), *again]
+    events.clear()
+    filtered._in_vain.add(filtered._kind_of(Pair(a=problem.leaves[0], b=problem.leaves[1], scale=torch.ones(()))))
+    second = torch.autograd.grad(problem.loss(), problem.leaves)
+    early = [("begin", 72)] if ignored else []  # without ignored rows it is done where it is needed
+    last = again if ignored else [("begin", 72)]
+    assert events == [("answer", 72), *early, ("run", 72 - ignored), *last]
+    assert not filtered._in_vain, "it was not in vain this time"
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    for one, want in zip(first, problem.dense(), strict=True):
+        assert_close(one, want, 5e-6 if spread < 1 else 1e-2)
+    monkeypatch.setattr(TritonFilter, "leaves_out", lambda self, pair: pair.a.shape[0] == 72)
+    torch.autograd.grad(problem.loss(), problem.leaves)
+    assert bool(filtered._in_vain) == (ignored > 0)
 
 
 @pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])

@@ -59,11 +59,19 @@ class Filter(Protocol):
     def leaves_out(self, pair: Pair) -> bool:
         """Whether anything may be left out of this call; otherwise it is exact from the start."""
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+    def begin(self, pair: Pair, spec: PairSpec, options: TileOptions) -> object | None:
+        """Launch what is needed whichever rows are ignored, while the host does not know yet which are.
+
+        For a ``forward`` of the same pair, or of those of its rows that count.
+        """
+
+    def forward(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
+    ) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan."""
 
     def forward_carrying(
-        self, pair: Pair, spec: PairSpec, options: TileOptions
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
     ) -> tuple[Stats, FilterPlan, object | None]:
         """The same, and what spares the exact backward a part of its work; the columns' gradient will be asked for."""
 
@@ -182,14 +190,23 @@ def sample_of(n: int, rows: int) -> slice:
     return slice(0, rows * (n // rows), n // rows)
 
 
-def too_many(kept: Tensor, pairs: int, share: float = 1.0) -> Tensor:
-    """Whether more of the pairs are kept than this share of DENSE_SHARE: (1,) int32, where ``kept`` is."""
-    return (kept.sum() > most_kept(pairs, share)).to(torch.int32).view(1)
+def too_many(kept: Tensor, pairs: int | Tensor, share: float = 1.0) -> Tensor:
+    """Whether more of the pairs are kept than this share of DENSE_SHARE: (1,) int32, where ``kept`` is.
+
+    ``pairs`` may be a number that only the device knows.
+    """
+    most = most_kept(pairs, share) if isinstance(pairs, int) else (kept_share(share) * pairs.double()).long()
+    return (kept.sum() > most).to(torch.int32).view(1)
 
 
 def most_kept(pairs: int, share: float = 1.0) -> int:
     """So many of the pairs at most are computed one by one."""
-    return int(min(1.0, share * DENSE_SHARE) * pairs)
+    return int(kept_share(share) * pairs)
+
+
+def kept_share(share: float) -> float:
+    """This share of DENSE_SHARE, which is no more than all."""
+    return min(1.0, share * DENSE_SHARE)
 
 
 def places_of(order: Tensor, pair: Pair) -> Tensor:

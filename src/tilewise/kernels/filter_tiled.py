@@ -42,7 +42,12 @@ class TorchFilter:
         """Whether anything may be left out of this call."""
         return True
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+    def begin(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
+        """Nothing: here nobody waits for which rows are ignored."""
+
+    def forward(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
+    ) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may leave out."""
         with matmul_precision(options.precision), torch.no_grad():
             order, too_many = _order_and_sample(pair, spec, options)
@@ -50,7 +55,9 @@ class TorchFilter:
                 return TorchBackend().forward(pair, spec, options), plans.keep_everything(pair, order)
             return _Forward(pair, spec, options, order).run()
 
-    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan, None]:
+    def forward_carrying(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
+    ) -> tuple[Stats, FilterPlan, None]:
         """The same: nothing is carried."""
         return *self.forward(pair, spec, options), None
 

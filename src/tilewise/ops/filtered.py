@@ -21,7 +21,7 @@ from tilewise.kernels import filter as plans
 from tilewise.kernels.filter import FilterPlan, filter_for, why_exact
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
-from tilewise.ops.drop_rows import KeptRows
+from tilewise.ops.drop_rows import Asked, KeptRows
 from tilewise.ops.pair_stats import (
     PairKeys,
     _backward,
@@ -37,6 +37,7 @@ OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 STATS = ("row_lse", "row_pos", "row_hits")
 KNOWN = STATS[:2]  # what backward needs
 PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
+MOST_KINDS = 256  # remembered
 
 
 def filtered_stats(
@@ -154,8 +155,31 @@ def record_filtering() -> Iterator[FilterReport]:
 # The operator -------------------------------------------------------------------------------------------------------
 
 
+# Kinds of calls of which so many rows were ignored the last time that nothing was left out: to begin early was in vain.
+_in_vain: set[tuple[Any, ...]] = set()
+
+
+def _ask(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[KeptRows | None, object | None]:
+    """Which rows stay, and what was begun before the host knew, so that the device has work while it hears of it."""
+    asked = Asked.about(pair, spec)
+    if asked is None:
+        return None, None
+    begun = None if _kind_of(pair) in _in_vain else filter_for(pair, spec, options).begin(pair, spec, options)
+    return asked.answer(), begun
+
+
+def _kind_of(pair: Pair) -> tuple[Any, ...]:
+    return pair.a.shape, pair.b.shape[0], pair.a.dtype, pair.a.device
+
+
 def _plan_forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, kept: KeptRows | None, carry: bool, planned: bool
+    pair: Pair,
+    spec: PairSpec,
+    options: TileOptions,
+    kept: KeptRows | None,
+    begun: object | None,
+    carry: bool,
+    planned: bool,
 ) -> tuple[Stats, FilterPlan | None, object | None, bool]:
     """Statistics, plan, what is carried, and whether the host knows already that nothing is left out.
 
@@ -178,10 +202,14 @@ def _plan_forward(
         else:
             stats = backend.forward(fewer, spec, options)
         return stats if kept is None else kept.widen_stats(stats), plan, carried, True
+    if (
+        begun is None and kept is not None
+    ):  # now, and with all rows, so that the result is the same as if it was earlier
+        begun = filter_for(pair, spec, options).begin(pair, spec, options)
     if carry:
-        stats, plan, carried = chosen.forward_carrying(fewer, spec, options)
+        stats, plan, carried = chosen.forward_carrying(fewer, spec, options, begun)
     else:
-        stats, plan = chosen.forward(fewer, spec, options)
+        stats, plan = chosen.forward(fewer, spec, options, begun)
     if kept is None:
         return stats, plan, carried, False
     mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, kept.index, plan.mass)
@@ -199,8 +227,13 @@ def _values(
     spec, options, _ = decode(plan)
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     with torch.autocast(a.device.type, enabled=False):
-        kept = KeptRows.find(pair, spec)
-        stats, made, carried, exact = _plan_forward(pair, spec, options, kept, carry, planned or bool(_reports))
+        kept, begun = _ask(pair, spec, options)
+        planned = planned or bool(_reports)
+        stats, made, carried, exact = _plan_forward(pair, spec, options, kept, begun, carry, planned)
+        if exact and kept is not None and len(_in_vain) < MOST_KINDS:
+            _in_vain.add(_kind_of(pair))
+        else:
+            _in_vain.discard(_kind_of(pair))
     for report in _reports:
         assert made is not None
         report._plans.append((made, row_key >= 0, options.filter_tolerance))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -62,6 +63,22 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
     return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
 
 
+@dataclass
+class Sampled:
+    """What is known before the statistics are: the order of the columns, and what a sample of the rows says."""
+
+    order: Tensor  # (m,) int32, the column at each place
+    place: Tensor  # (m,) int32, the place of each column
+    rows: int  # from which the sample was taken
+    asked: int = 0  # of them; 0: no sample
+    dense: Tensor | None = None  # (1,) int32: it keeps so many pairs that all are computed
+    told: Told | None = None  # the same, on its way to the host
+
+    def serves(self, rows: int) -> bool:
+        """Whether enough were asked of those rows, of all, that count."""
+        return self.asked == 0 or self.asked * rows >= plans.FEWEST_PROBED * self.rows
+
+
 class SkipForward:
     """One pass over the columns in their new order, for as many rows as their masses have room."""
 
@@ -73,29 +90,38 @@ class SkipForward:
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
         self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
         self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
-        self.dense: Tensor | None = None  # which way is taken; what a sample of the rows says, as soon as it was asked
         # A kept pair costs its row what a tile of any width does.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.carried: Carried | None = None
 
-    def run(self) -> tuple[Stats, FilterPlan, Carried | None]:
-        """Everything; nothing waits for the device.
+    def begin(self) -> Sampled:
+        """The order of the columns, and which way is taken, if a sample of the rows can tell. Nothing waits for the device."""
+        asked = self._sample_size()
+        if asked == 0:
+            order = plans.order_columns(self.pair)
+            return Sampled(order, self._places(order), self.n)
+        order, place, dense = self._probe(asked)
+        told = None
+        if dense.is_cuda and not torch.cuda.is_current_stream_capturing():
+            told = Told(dense)
+        return Sampled(order, place, self.n, asked, dense, told)
+
+    def run(self, begun: Sampled | None = None) -> tuple[Stats, FilterPlan, Carried | None]:
+        """Everything; nothing waits for the device. ``begun`` is of these rows, or of more that do not count.
 
         Which way is taken is known to the device alone. The exact loss's comes first: its launches lie ready on a tape, so
         that it gets its work soon either way.
         """
-        pair, rows = self.pair, self._sample_size()
-        if rows == 0:
-            self._order(plans.order_columns(pair))
+        pair = self.pair
+        if begun is None or not begun.serves(self.n):
+            begun = self.begin()
+        self.order, self.place, self.dense = begun.order, begun.place, begun.dense
+        if self.dense is None:
             stats = self._positives()
         else:
-            self.dense = self._probe(rows)
-            told = None
-            if self.dense.is_cuda and not torch.cuda.is_current_stream_capturing():
-                told = Told(self.dense)
             stats = self._exact(self.dense)
             if self.carried is not None:
-                self.carried.asked = told
+                self.carried.asked = begun.told
         assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -104,7 +130,7 @@ class SkipForward:
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         for i in pieces(self.n, step):
             self._parts(part, i)
-            choose = self._chooser(CHOOSE_ROWS, CHOOSE_TILES)
+            choose = self._chooser(self.place, CHOOSE_ROWS, CHOOSE_TILES)
             choose.put({"part": part, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
             choose.put({"mass": mass, "dense": self.dense, "n": i.stop - i.start})
             choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
@@ -140,36 +166,36 @@ class SkipForward:
         """float16 has not the range of products."""
         return torch.float32 if self.pair.a.dtype == torch.float16 else self.pair.a.dtype
 
-    def _probe(self, rows: int) -> Tensor:
-        """The order of the columns, and whether the rows would keep too many pairs, of which so many are asked: (1,) int32."""
+    def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The order of the columns, their places, and whether rows would keep too many pairs, of which so many are asked."""
         pair, m, dtype = self.pair, self.m, self._sample_dtype()
-        asked = plans.sample_of(self.n, rows)
-        sample = self.a[asked].clone()
+        assert pair.row_key is not None
+        those = plans.sample_of(self.n, asked)
+        sample, key = self.a[those].clone(), pair.row_key[those].contiguous()
         sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
-        scores = pair.a.new_empty((m, rows), dtype=dtype)
+        scores = pair.a.new_empty((m, asked), dtype=dtype)
         with matmul_precision("high"):
             product(scores, self.b, sample.T, True)
-        self._order(plans.order_by(scores[:, 0], pair))
-        part, mass = pair.scale.new_empty(self.tiles * rows), pair.a.new_empty((self.tiles, rows))
-        probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, rows))
-        probe.put(
-            {"product": scores, "order": self.order, "scale": pair.scale, "bias": vector(pair.bias), "part": part}
-        )
-        probe.put({"softcap": self.spec.softcap, "m": m, "SCORE": self.call.score_bits, "W": self.width, "S": rows})
-        block = min(PROBE_ROWS, rows)
-        probe.put({"R": block}).launch(self.tiles * (rows // block))
-        assert pair.row_key is not None
-        choose = self._chooser(1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
-        choose.put({"part": part, "row_key": vector(pair.row_key[asked]), "mass": mass, "n": rows})
-        choose.put({"row_lse": pair.scale.new_empty(rows), "first_row": 0, "all_rows": rows}).launch(rows)
-        share = plans.PROBED_SHARE * self.share
-        return plans.too_many(mass[:, 1:] < 0, self.tiles * (rows - 1), share)
+        order = plans.order_by(scores[:, 0], pair)
+        place = self._places(order)
+        part, mass = pair.scale.new_empty(self.tiles * asked), pair.a.new_empty((self.tiles, asked))
+        probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, asked))
+        probe.put({"product": scores, "order": order, "scale": pair.scale, "bias": vector(pair.bias), "part": part})
+        probe.put({"softcap": self.spec.softcap, "m": m, "SCORE": self.call.score_bits, "W": self.width, "S": asked})
+        block = min(PROBE_ROWS, asked)
+        probe.put({"R": block}).launch(self.tiles * (asked // block))
+        choose = self._chooser(place, 1, min(PROBE_TILES, triton.next_power_of_2(self.tiles)))
+        choose.put({"part": part, "row_key": vector(key), "mass": mass, "n": asked})
+        choose.put({"row_lse": pair.scale.new_empty(asked), "first_row": 0, "all_rows": asked}).launch(asked)
+        pairs = (key[1:] >= 0).sum() * self.tiles
+        return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 
-    def _order(self, order: Tensor) -> None:
-        """Take the columns in this order."""
-        self.order, self.place = order, torch.empty_like(order)
+    def _places(self, order: Tensor) -> Tensor:
+        """Where each column is in this order."""
+        place = torch.empty_like(order)
         places = Prepared(skipping.places_kernel, self.device, 4, 2, ())
-        places.put({"order": order, "place": self.place, "m": self.m, "BLOCK": PLACES}).launch(cdiv(self.m, PLACES))
+        places.put({"order": order, "place": place, "m": self.m, "BLOCK": PLACES}).launch(cdiv(self.m, PLACES))
+        return place
 
     def _parts(self, part: Tensor, i: slice) -> None:
         """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
@@ -212,10 +238,10 @@ class SkipForward:
             return self.pair.a.new_empty((cols, width))
         return held[: cols * width].view(cols, width)
 
-    def _chooser(self, rows: int, tiles: int) -> Prepared:
+    def _chooser(self, place: Tensor, rows: int, tiles: int) -> Prepared:
         """The kernel that says what rows drop, with what is the same for all of them."""
         tolerance = self.options.filter_tolerance
         choose = Prepared(skipping.choose_kernel, self.device, 4, 2, (*self.key, rows, tiles))
         choose.put({"tolerance": tolerance, "usable": tolerance * plans.MARGIN, "tiles": self.tiles, "W": self.width})
-        choose.put({"place": self.place, "m": self.m, "col_start": self.pair.col_start})
+        choose.put({"place": place, "m": self.m, "col_start": self.pair.col_start})
         return choose.put({"HALVINGS": plans.HALVINGS, "R": rows, "T": tiles})

@@ -23,7 +23,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.backend import on_device
 from tilewise.kernels.triton_impl.carried import Carried
 from tilewise.kernels.triton_impl.skipping_backward import SkipBackward
-from tilewise.kernels.triton_impl.skipping_forward import SkipForward
+from tilewise.kernels.triton_impl.skipping_forward import Sampled, SkipForward
 from tilewise.options import TileOptions
 
 WORTH_FILTERING = 2**40  # multiply-adds of one product; below, launches cost a GPU more than is saved
@@ -36,17 +36,28 @@ class TritonFilter:
         """Whether anything may be left out of this call: of a small one nothing is, because that is faster."""
         return not (pair.a.is_cuda and pair.a.shape[0] * pair.b.shape[0] * pair.a.shape[1] < WORTH_FILTERING)
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
-        """Statistics of all pairs, and which of them backward may leave out."""
+    def begin(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Sampled | None:
+        """The order of the columns, and what a sample of the rows says; those without a positive have no say."""
+        if not self.leaves_out(pair):
+            return None
         with on_device(pair.a), torch.no_grad():
-            return SkipForward(pair, spec, options).run()[:2]
+            return SkipForward(pair, spec, options).begin()
+
+    def forward(
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
+    ) -> tuple[Stats, FilterPlan]:
+        """Statistics of all pairs, and which of them backward may leave out."""
+        assert begun is None or isinstance(begun, Sampled)
+        with on_device(pair.a), torch.no_grad():
+            return SkipForward(pair, spec, options).run(begun)[:2]
 
     def forward_carrying(
-        self, pair: Pair, spec: PairSpec, options: TileOptions
+        self, pair: Pair, spec: PairSpec, options: TileOptions, begun: object | None = None
     ) -> tuple[Stats, FilterPlan, Carried | None]:
         """The same, and what is carried over if so many pairs are kept that backward computes all of them."""
+        assert begun is None or isinstance(begun, Sampled)
         with on_device(pair.a), torch.no_grad():
-            return SkipForward(pair, spec, options, carry=True).run()
+            return SkipForward(pair, spec, options, carry=True).run(begun)
 
     def backward(
         self,
