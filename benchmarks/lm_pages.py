@@ -36,8 +36,8 @@ def markdown(report: dict[str, Any]) -> str:
         "turns; memory in MiB, peak above the inputs (of the gradient: above what the loss left). x: time divided by "
         "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. "
         "Kept: (row, tile) pairs that backward computes (all: so many that it computes all). 3u / R: "
-        "the rate, if three products were all that is done, over R, that of a plain 8192^3 product, the mean of before and "
-        "after a block. "
+        "the rate, if three products were all that is done, over R, that of a plain 8192^3 product, the mean of before "
+        "and after a block. "
         "Lower bound: the two gradients, and three products at R.",
     ]
     for name in dict.fromkeys(row["case"] for row in report["results"]):
