@@ -25,11 +25,16 @@ MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (to
 
 @pytest.fixture
 def nan_filled_empty(monkeypatch):
-    """Uninitialized memory of floating type is NaN, so that whoever reads it before writing is found out."""
+    """Uninitialized memory of floating type is NaN, so that whoever reads it before writing is found out.
+
+    So are bytes: a tape takes the memory of several tensors as such.
+    """
 
     def filled(make):
         def made(*args, **kwargs):
             tensor = make(*args, **kwargs)
+            if tensor.dtype == torch.uint8:
+                return tensor.fill_(255)  # NaN in every type
             return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
         return made

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse
+from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.pair_checks import incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
@@ -18,12 +19,7 @@ from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
 from tilewise.options import TileOptions
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.usefixtures("nan_filled_empty"),
-]
+pytestmark = INTERPRETED
 BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest", gradients="backward")
 SPEC = PairSpec(row_lse=True, positive="one", drop_rows=True)
 NEEDS = Needs(a=True, b=True, scale=True)

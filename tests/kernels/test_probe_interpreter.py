@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close
+from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.quick_interpreter import make_quick
 from tests.kernels.test_skipping_interpreter import make_pair
 
@@ -21,12 +22,7 @@ from tilewise.kernels.triton_impl.skipping_host import TritonFilter
 from tilewise.ops import drop_rows, filtered
 from tilewise.options import TileOptions
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.usefixtures("nan_filled_empty"),
-]
+pytestmark = INTERPRETED
 OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
 EXACT = dataclasses.replace(OPTIONS, filter_tolerance=0.0, gradients="backward")
 SPEC = PairSpec(row_lse=True, positive="one", drop_rows=True)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 from tilewise.kernels import filter as plans
 from tilewise.kernels.filter_tiled import TorchFilter
@@ -15,12 +16,7 @@ from tilewise.kernels.triton_impl.skipping_backward import Blocks
 from tilewise.kernels.triton_impl.skipping_host import TritonFilter
 from tilewise.options import TileOptions
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),  # NumPy speaks where a GPU is silent: log2(0)
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
-    pytest.mark.usefixtures("nan_filled_empty", "quick", "never_dense"),
-]
+pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_dense")]
 OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
 ALL = Needs(a=True, b=True, scale=True, bias=True)
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.pair_checks import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
@@ -13,12 +14,7 @@ from tilewise.kernels.triton_impl import gradients, launch, tape
 from tilewise.kernels.triton_impl.backend import STATISTICS, TritonBackend
 from tilewise.options import TileOptions
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.usefixtures("nan_filled_empty"),
-]
+pytestmark = INTERPRETED
 BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest")
 CLIP = PairSpec(row_lse=True, col_lse=True, positive="one")
 CLASSES = PairSpec(row_lse=True, positive="one")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.kernels.interpreted import INTERPRETED
 from torch._dynamo import compiled_autograd
 
 import tilewise as tw
@@ -11,12 +12,7 @@ from tilewise.kernels.triton_impl import launch, tape
 from tilewise.ops.early import launches_early, symmetric_loss
 from tilewise.options import TileOptions
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.usefixtures("nan_filled_empty"),
-]
+pytestmark = INTERPRETED
 OPTIONS = TileOptions(backend="triton", precision="highest")
 CLOSE = 2e-6  # of float32
 
