@@ -47,23 +47,17 @@ from tilewise.kernels.triton_impl.launch import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.parts import LOG2E, own_column, row_stride
 
 DTYPES = (torch.bfloat16,)  # float16 has not the range of exponentials that are not normalized yet
-NARROWEST = (
-    1024  # features; with fewer, the store leaves room for one program instead of two, which costs what it saves
-)
+NARROWEST = 1024  # features; with fewer, the store leaves room for one program, not two, which costs what it saves
 MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than is saved
 COLS = 8192  # of a chunk, at least
-SCORES = (
-    2**26
-)  # of a chunk: few rows get wide ones, since a product with few rows and columns leaves much of the card idle
+SCORES = 2**26  # of a chunk: few rows get wide ones, since a small product leaves much of the card idle
 FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
 ALIGNED = 8  # numbers of a half type in 16 bytes
-FARTHEST = tl.constexpr(
-    90.0
-)  # log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
-SMALLEST_SHARE = tl.constexpr(
-    2.0**-20
-)  # of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
+# log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
+FARTHEST = tl.constexpr(90.0)
+# of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
+SMALLEST_SHARE = tl.constexpr(2.0**-20)
 ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
 FACTOR_ROWS, WIDTH = 32, 256
 SETTLED_ROWS = 1024  # at a time
