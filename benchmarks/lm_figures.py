@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import tilewise as tw
 from benchmarks import lm_pictures, lm_text, measure, run
 from benchmarks.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
-from tilewise.ops.filtered import record_filtering
+from tilewise.ops.filter_report import record_filtering
 
 DROPOUT = 0.1  # of the attention, in fine-tuning only
 LOOKS = 10  # at the held-out loss, in a run of fine-tuning

@@ -15,7 +15,7 @@ from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
-from tilewise.ops.filtered import record_filtering
+from tilewise.ops.filter_report import record_filtering
 
 THRESHOLD = 2.0**-12
 TOLERANCES = (1e-3, 1e-2)

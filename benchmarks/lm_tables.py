@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks import lm_cases, lm_pages, measure, peers, run
 from benchmarks.lm_cases import LmCase
-from tilewise.ops.filtered import record_filtering
+from tilewise.ops.filter_report import record_filtering
 
 Row = dict[str, Any]
 BASELINES = ("torch.compile", "torch.compile, filtered")

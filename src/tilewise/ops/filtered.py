@@ -8,10 +8,8 @@ backward, in the memory of a gradient; a compiled graph, which holds tensors onl
 """
 
 # No `from __future__ import annotations` here: the operator's schema is read from the annotations.
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -22,6 +20,7 @@ from tilewise.kernels.filter import FilterPlan, filter_for, why_exact
 from tilewise.kernels.select import choose_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.ops.drop_rows import Asked, KeptRows
+from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.pair_stats import (
     PairKeys,
     _backward,
@@ -68,88 +67,6 @@ def filtered_stats(
 def _capturing(a: Tensor) -> bool:
     """Whether a CUDA graph is being captured, in which the host may not look at numbers."""
     return not torch.compiler.is_compiling() and a.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-# What was left out --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FilterReport:
-    """What the calls inside of `record_filtering` left out of their backward. Reading it waits for the device.
-
-    Holds the plan of each call, a number for each row and tile, for as long as it lives.
-
-    Args:
-        kept_share: for each call, the share of its (row, tile) pairs that backward computes.
-        mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
-        dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
-            Where a sample of the rows was enough to see that, ``kept_share`` is 1; so it is of a call that is too small
-            for a GPU to gain anything.
-    """
-
-    _plans: list[tuple[FilterPlan, Tensor, float]] = dataclasses.field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __repr__(self) -> str:
-        names = ("kept_share", "mean_dropped", "largest_dropped", "dense")
-        return f"FilterReport({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
-
-    @property
-    def kept_share(self) -> list[float]:
-        """The share of the (row, tile) pairs of rows with a positive."""
-        return [int(plan.kept.sum()) / max(1, int(valid.sum()) * plan.mass.shape[0]) for plan, valid, _ in self._plans]
-
-    @property
-    def dense(self) -> list[bool]:
-        """Whether backward computes all pairs."""
-        return [bool(plan.dense) for plan, _, _ in self._plans]
-
-    @property
-    def mean_dropped(self) -> list[float]:
-        """The probability mass that a row drops, on average."""
-        return [dropped.mean().item() if dropped.numel() else 0.0 for dropped in self._dropped()]
-
-    @property
-    def largest_dropped(self) -> list[float]:
-        """And at most."""
-        return [dropped.max().item() if dropped.numel() else 0.0 for dropped in self._dropped()]
-
-    def _dropped(self) -> list[Tensor]:
-        """For each call the mass that its rows drop, those without a positive left out."""
-        out = []
-        for (plan, valid, tolerance), dense in zip(self._plans, self.dense, strict=True):
-            dropped = plan.mass[:, valid].double().clamp(min=0.0).sum(0) * tolerance
-            out.append(torch.zeros_like(dropped) if dense else dropped)
-        return out
-
-
-_reports: list[FilterReport] = []
-
-
-@contextlib.contextmanager
-def record_filtering() -> Iterator[FilterReport]:
-    """Record what `TileOptions.filter_tolerance` leaves out, call by call; costs nothing when nobody asks.
-
-    Calls of all threads are recorded, and a forward that checkpointing runs again is a call of its own.
-
-    >>> import tilewise as tw
-    >>> from torch import randn
-    >>> hidden, classifier = randn(20, 8, requires_grad=True), randn(500, 8)
-    >>> with tw.record_filtering() as report:
-    ...     loss = tw.linear_cross_entropy(
-    ...         hidden, classifier, torch.arange(20), options=tw.TileOptions(filter_tolerance=1e-2)
-    ...     )
-    >>> len(report), report.largest_dropped[0] <= 1e-2
-    (1, True)
-    """
-    report = FilterReport()
-    _reports.append(report)
-    try:
-        yield report
-    finally:
-        _reports[:] = [other for other in _reports if other is not report]
 
 
 # The operator -------------------------------------------------------------------------------------------------------
@@ -228,15 +145,15 @@ def _values(
     pair = _pair(a, b, scale, bias, row_key, None, None, None, row_zero, None, None)
     with torch.autocast(a.device.type, enabled=False):
         kept, begun = _ask(pair, spec, options)
-        planned = planned or bool(_reports)
+        planned = planned or is_recording()
         stats, made, carried, exact = _plan_forward(pair, spec, options, kept, begun, carry, planned)
         if exact and kept is not None and len(_in_vain) < MOST_KINDS:
             _in_vain.add(_kind_of(pair))
         else:
             _in_vain.discard(_kind_of(pair))
-    for report in _reports:
+    if is_recording():
         assert made is not None
-        report._plans.append((made, row_key >= 0, options.filter_tolerance))
+        record(made, row_key >= 0, options.filter_tolerance)
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.row_hits is not None
