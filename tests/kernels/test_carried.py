@@ -135,6 +135,32 @@ def test_gradients_with_and_without_are_the_same(n, m, d, g_cols, spread, monkey
     assert abs(got.scale - want.scale) <= 2e-5 * terms
 
 
+@pytest.mark.parametrize("away", [-1, 1], ids=["far below the shift", "far above it"])
+def test_one_row_away_from_the_shift_is_noticed(away):
+    """The shift is guessed from positives. Far below it a row's exponentials vanish; far above it, in a column that is
+    nobody's positive, they overflow, and forward repairs the sum. Either way nothing that was carried may be used."""
+    pair = pair_of(m=400, d=32)
+    pair = dataclasses.replace(pair, bias=None)
+    if away > 0:
+        pair.a[3] = 80.0 * pair.b[7] / (pair.scale * pair.b[7].square().sum())
+        pair.row_key[pair.row_key == 7] = 8
+    else:
+        pair.a[3] = 0.0
+        pair.a[4] = 150.0 * pair.b[9] / (pair.scale * pair.b[9].square().sum())
+        pair.row_key[4] = 9
+    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    assert bool(held.doubt > 0)
+    x = pair.scale.double() * pair.a.double() @ pair.b.double().T
+    assert_close(stats.row_lse, x.logsumexp(1), 1e-6, "lse")
+    grad = incoming_gradients(stats)
+    g = grad.row_lse.double()[:, None] * x.softmax(1)
+    valid = pair.row_key >= 0
+    g[valid, pair.row_key[valid]] += grad.row_pos.double()[valid]
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    assert_close(got.a, pair.scale.double() * g @ pair.b.double(), 2e-5, "a")
+    assert_close(got.b, pair.scale.double() * g.T @ pair.a.double(), 2e-5, "b")
+
+
 COMING = {
     "tiny": lambda lse, pos: (lse * 1e-25, pos * 1e-25),
     "huge": lambda lse, pos: (lse * 1e20, pos * 1e20),

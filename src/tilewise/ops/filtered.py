@@ -119,9 +119,8 @@ def _plan_forward(
         else:
             stats = backend.forward(fewer, spec, options)
         return stats if kept is None else kept.widen_stats(stats), plan, carried, True
-    if (
-        begun is None and kept is not None
-    ):  # now, and with all rows, so that the result is the same as if it was earlier
+    # If nothing was begun, it is done now, and with all rows: the result is the same as if it was done earlier.
+    if begun is None and kept is not None:
         begun = filter_for(pair, spec, options).begin(pair, spec, options)
     if carry:
         stats, plan, carried = chosen.forward_carrying(fewer, spec, options, begun)
