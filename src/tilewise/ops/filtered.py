@@ -89,6 +89,16 @@ def _kind_of(pair: Pair) -> tuple[Any, ...]:
     return pair.a.shape, pair.b.shape[0], pair.a.dtype, pair.a.device
 
 
+def _remember(kind: tuple[Any, ...], in_vain: bool) -> None:
+    """Whether the next call of the kind had better ask later."""
+    if not in_vain:
+        _in_vain.discard(kind)
+    elif kind not in _in_vain:
+        if len(_in_vain) >= MOST_KINDS:
+            _in_vain.clear()
+        _in_vain.add(kind)
+
+
 def _plan_forward(
     pair: Pair,
     spec: PairSpec,
@@ -146,10 +156,7 @@ def _values(
         kept, begun = _ask(pair, spec, options)
         planned = planned or is_recording()
         stats, made, carried, exact = _plan_forward(pair, spec, options, kept, begun, carry, planned)
-        if exact and kept is not None and len(_in_vain) < MOST_KINDS:
-            _in_vain.add(_kind_of(pair))
-        else:
-            _in_vain.discard(_kind_of(pair))
+        _remember(_kind_of(pair), in_vain=exact and kept is not None)
     if is_recording():
         assert made is not None
         record(made, row_key >= 0, options.filter_tolerance)
