@@ -22,6 +22,8 @@ SUMMARY = {  # columns of the summary: methods, the first of them that the block
     "lower bound": ("lower bound",),
 }
 
+EXACT_TWICE = {"tilewise", "tilewise, gradients in backward"}  # the same call at these sizes
+
 
 def markdown(report: dict[str, Any]) -> str:
     """The page: a table for each block."""
@@ -119,9 +121,33 @@ def summary(report: dict[str, Any], link: str) -> str:
             if row["method"] == method and row["status"] == "ok":
                 share = row["three_products_tflops"] / row["rate_tflops"]
                 lines += ["", f"{title}: {cell(row)} for {row['case']}, {share:.2f} of the rate R over three products."]
+    lines += in_vain(report["results"])
     if report.get("not_reached"):
         lines += ["", "Not measured yet: " + "; ".join(report["not_reached"]) + "."]
     return "\n".join(lines)
+
+
+def in_vain(results: list[Row]) -> list[str]:
+    """What a tolerance costs where nothing can be left out, and how far two rows of one exact call are apart."""
+    blocks: dict[str, dict[str, Row]] = {}
+    for row in results:
+        if "both_ms" in row:
+            blocks.setdefault(row["case"], {})[row["method"]] = row
+    more, apart = [], []
+    for rows in blocks.values():
+        if set(rows) >= EXACT_TWICE:
+            exact, twin = (rows[method]["both_ms"] for method in sorted(EXACT_TWICE))
+            apart.append(100 * (twin / exact - 1))
+            more += [200 * row["both_ms"] / (exact + twin) - 100 for row in rows.values() if row.get("dense")]
+    if not more:
+        return []
+    return [
+        "",
+        f"A tolerance of which nothing comes ({len(more)} rows with a filter that compute all): {min(more):+.1f} to "
+        f"{max(more):+.1f} % of the exact call's time, the mean of its two rows. Those two, tilewise and gradients in "
+        f"backward, are the same call here ({len(apart)} blocks): the second took {min(apart):+.1f} to "
+        f"{max(apart):+.1f} % of the first's time.",
+    ]
 
 
 def cell(row: Row) -> str:

@@ -6,11 +6,11 @@
     python -m benchmarks.lm_tables --add-to benchmarks/results/lm-X.json what that file lacks, beside what it has
     python -m benchmarks.lm_tables --docs                                only the summary in the documentation
 
-Writes benchmarks/results/lm-<device>.json and .md after every row. Within a block the methods warm up one after the
-other (then memory and gradient error are taken), and take turns for their times. A row that did not get its turn
-before --max-seconds says so; out of memory is a result. With --add-to a block is measured whole or not at all, and
-blocks that are not measured again are kept with the commit and the date of their time. --warm 8 compiles the shapes
-side by side first, in processes that leave their results in the caches of triton and torch.
+Writes benchmarks/results/lm-<device>.json and .md as it goes. Within a block the methods warm up one after the
+other (then memory and gradient error are taken), and take turns for their times, each time in another order. A row
+that did not get its turn before --max-seconds says so; out of memory is a result. With --add-to a block is measured
+whole or not at all, and blocks that are not measured again are kept with the commit and the date of their time.
+--warm 8 compiles the shapes side by side first, in processes that leave their results in the caches on disk.
 """
 
 from __future__ import annotations
@@ -369,10 +369,10 @@ def timed_parts_ms(step: measure.Step, device: torch.device) -> tuple[float, flo
 
 
 def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session: Session) -> None:
-    """Times of all steps, a round at a time; medians are written after each round."""
+    """Times of all steps, a round at a time. Nothing is written between rounds, or the card would rest there."""
     samples: dict[str, list[tuple[float, float]]] = {method: [] for method in steps}
-    for turn in range(session.repeats):
-        for method in measure.forth_and_back(steps, turn):
+    for order in measure.orders(steps, session.repeats):
+        for method in order:
             step, row = steps[method]
             if row["status"] not in ("ok", "warm") or (session.over and samples[method]):
                 continue
@@ -385,11 +385,11 @@ def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session
             finally:
                 step.clear()
             row |= times_of(samples[method], case)
-        for row in (row for _, row in steps.values()):
-            base = next((steps[name][1] for name in BASELINES if name in steps and "both_ms" in steps[name][1]), None)
-            if base is not None and "both_ms" in row:
-                row["time_ratio"] = row["both_ms"] / base["both_ms"]
-        session.save()
+    timed = {method: row for method, (_, row) in steps.items() if "both_ms" in row}
+    base = next((timed[name] for name in BASELINES if name in timed), None)
+    if base is not None:
+        for row in timed.values():
+            row["time_ratio"] = row["both_ms"] / base["both_ms"]
 
 
 def times_of(samples: list[tuple[float, float]], case: LmCase) -> Row:
@@ -404,6 +404,7 @@ def times_of(samples: list[tuple[float, float]], case: LmCase) -> Row:
         "low_ms": min(both),
         "high_ms": max(both),
         "repeats": len(samples),
+        "turns_ms": [round(ms, 3) for ms in both],
         "three_products_tflops": 3 * case.unit_flops / (1e-3 * median) / 1e12,
     }
 

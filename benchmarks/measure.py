@@ -17,11 +17,12 @@ import gc
 import importlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -100,8 +101,7 @@ def time_in_turns(
     budget_s: float = 4.0,
     least: int = 1,
 ) -> dict[str, Timing | Failure]:
-    """Time of each step. They warm up one after the other, then take turns, forth and back: none always comes after the
-    same other, which matters on a card that is slower for a while after hard work.
+    """Time of each step. They warm up one after the other, then take turns, each time in another order (`orders`).
 
     A step leaves the round when it had `repeats` turns or used `budget_s` seconds, but has `least` turns.
     One that fails is reported with its reason, and the others go on.
@@ -112,8 +112,8 @@ def time_in_turns(
         if failure is not None:
             outcome[name] = failure
     samples: dict[str, list[float]] = {name: [] for name in steps if name not in outcome}
-    for turn in range(repeats):
-        for name in forth_and_back(samples, turn):
+    for order in orders(samples, repeats):
+        for name in order:
             taken = samples[name]
             if name in outcome or (sum(taken) > 1e3 * budget_s and len(taken) >= least):
                 continue
@@ -126,13 +126,22 @@ def time_in_turns(
     return {name: outcome[name] for name in steps}
 
 
-def forth_and_back(names: Iterable[str], turn: int) -> list[str]:
-    """The order of one turn.
+def orders(names: Iterable[str], turns: int) -> Iterator[list[str]]:
+    """The order of each turn: shuffled, the same in every run, and none comes right after itself where turns meet.
 
-    >>> forth_and_back("abc", 0), forth_and_back("abc", 1)
-    (['a', 'b', 'c'], ['c', 'b', 'a'])
+    A card at its power limit is slower for a while after hard work, so a step's time depends on the one before it: over
+    the turns each has many others before it, and itself never.
+
+    >>> list(orders("abc", 2))
+    [['a', 'c', 'b'], ['c', 'b', 'a']]
     """
-    return list(names)[:: -1 if turn % 2 else 1]
+    order, chance = list(names), random.Random(0)
+    for _ in range(turns):
+        last = order[-1:]
+        chance.shuffle(order)
+        while len(order) > 1 and order[:1] == last:
+            chance.shuffle(order)
+        yield order.copy()
 
 
 def _warm_up(step: Callable[[], Any], device: torch.device, budget_s: float) -> Failure | None:

@@ -1,6 +1,7 @@
 """The measuring itself: known times, known allocations."""
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,12 +73,26 @@ def test_methods_take_turns():
     measure.time_in_turns(steps, CPU, repeats=4, budget_s=1e-9)
     warmed = [order.index(name) for name in "abc"]
     assert warmed == sorted(warmed)
-    assert order[-3:] == ["a", "b", "c"]
+    assert sorted(order[-3:]) == ["a", "b", "c"]
     order.clear()
     slow = {name: (lambda name=name: (order.append(name), time.sleep(0.002))) for name in "ab"}
     timings = measure.time_in_turns(slow, CPU, repeats=4, budget_s=10.0)
-    assert order[-8:] == ["a", "b", "b", "a"] * 2  # forth and back
+    assert order[-8:] == ["a", "b"] * 4
     assert all(timing.repeats == 4 for timing in timings.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 11])
+def test_orders_differ_and_none_follows_itself(count):
+    names = [chr(ord("a") + i) for i in range(count)]
+    turns = list(measure.orders(names, 12))
+    assert turns == list(measure.orders(names, 12))  # the same in every run
+    assert all(sorted(turn) == names for turn in turns)
+    in_a_row = [name for turn in turns for name in turn]
+    before = {name: {x for x, y in pairwise(in_a_row) if y == name} for name in names}
+    if count > 1:
+        assert all(name not in before[name] for name in names)
+    if count > 2:
+        assert all(len(before[name]) >= min(count - 1, 4) for name in names)  # many others before each
 
 
 def test_a_failure_is_a_result_and_the_others_go_on():

@@ -210,6 +210,27 @@ def test_a_summary_has_what_was_measured():
     assert "| table 9 | 12.3 / 3 |  |  | out of memory |  |  |  |" in said
     assert "Speed first, one block of rows: 5 / 3 for table 9, 0.90 of the rate R" in said
     assert "Not measured yet: table 10." in said
+    assert "A tolerance" not in said
+
+
+def test_a_summary_says_what_a_tolerance_costs_in_vain():
+    def row(case, method, ms, **more):
+        return {"case": case, "method": method, "status": "ok", "both_ms": ms, **more}
+
+    rows = [
+        row("one", "tilewise", 10.0),
+        row("one", "tilewise, gradients in backward", 10.4),
+        row("one", "tilewise, filter 1e-2", 10.71, dense=True),
+        row("one", "tilewise, filter 1e-3", 5.0, dense=False),
+        row("two", "tilewise", 10.0),
+        row("two", "tilewise, gradients in backward", 10.0),
+        row("two", "tilewise, filter 1e-2", 9.0, dense=True),
+        row("three", "tilewise", 10.0),  # once: not to be compared
+        row("three", "tilewise, filter 1e-2", 99.0, dense=True),
+    ]
+    said = " ".join(lm_pages.in_vain(rows))
+    assert "(2 rows with a filter that compute all): -10.0 to +5.0 %" in said
+    assert "(2 blocks): the second took +0.0 to +4.0 %" in said
 
 
 @pytest.mark.group
