@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise.errors import BackendError, ConfigError, DeviceError, DtypeError, GradientError, RangeError, ShapeError
@@ -17,6 +18,13 @@ OPTIONS = tw.TileOptions
 
 def cross_entropy(hidden=A, classifier=B, target=Y, **settings):
     return tw.linear_cross_entropy(hidden, classifier, target, **settings)
+
+
+def on_mps(call):
+    """The call with features of an Apple GPU, which need not be there."""
+    with FakeTensorMode():
+        features = torch.empty(6, 4, device="mps")
+        return call(features, features)
 
 
 # name: (call, error, (argument or wish, what came, what to do))
@@ -46,6 +54,16 @@ BAD = {
         lambda: tw.clip_loss(A.to_sparse(), B, 1.0),
         DtypeError,
         ("image_features is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "a device without float64": (
+        lambda: on_mps(lambda a, b: tw.clip_loss(a, b, 1.0)),
+        DeviceError,
+        ("image_features must be on a device that has float64", "mps", r"\.cpu\(\)"),
+    ),
+    "ranks on a device without float64": (
+        lambda: on_mps(tw.retrieval_ranks),
+        DeviceError,
+        ("queries must be on a device that has float64", "mps", r"\.cpu\(\)"),
     ),
     "a layer for its weight": (
         lambda: cross_entropy(classifier=torch.nn.Linear(4, 6, device="meta")),

@@ -74,6 +74,16 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
         how = ".flatten(0, -2)" if features.dim() > dims else ".unsqueeze(0)"
         raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with {how}")
+    check_has_float64(name, features)
+
+
+def check_has_float64(name: str, features: Tensor) -> None:
+    """A device on which vectors can be float64, whatever type the features have."""
+    if features.device.type == "mps":
+        raise DeviceError(
+            f"{name} must be on a device that has float64, in which sums of scores are kept, got {features.device}. "
+            "Pass .cpu() of all tensors; gradients find their way back"
+        )
 
 
 def tensor_of(value: Any) -> str:

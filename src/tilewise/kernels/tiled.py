@@ -43,7 +43,7 @@ class TorchBackend:
     name = "torch"
 
     def why_not(self, pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
-        """Any device, any floating type, any shape."""
+        """Any device that has float64, any floating type, any shape."""
         return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:

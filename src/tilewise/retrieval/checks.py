@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise._check import FLOATS, INTEGERS
+from tilewise._check import FLOATS, INTEGERS, check_has_float64
 from tilewise.errors import BackendError, DeviceError, DtypeError, RangeError, ShapeError
 from tilewise.options import TileOptions
 
@@ -45,6 +45,7 @@ def check_features(queries: Tensor, gallery: Tensor) -> None:
         raise DeviceError(
             "ranks are counted from numbers, and tensors on the meta device have none. Move them to another"
         )
+    check_has_float64("queries", queries)
     if 0 in (queries.shape[0], gallery.shape[0], queries.shape[1]):
         return
     ends = torch.stack([end.double() for side in (queries, gallery) for end in torch.aminmax(side.detach())])

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:  # a plain install has the command, but not what it needs
+    sys.exit(f"tilewise: the command line needs {error.name}: pip install 'tilewise[train]'")
 
 from tilewise.train.plan_cli import plan_app
 
