@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu import checks, parallel, sanitize
+from tests.gpu import checks, parallel, random_calls, sanitize
 from tests.gpu.checks import Place
 
 CPU = Place("cpu", "torch")
@@ -161,3 +161,28 @@ def test_what_takes_too_long_is_interrupted():
         parallel.GRACE_S = grace
         for process in running:
             process.stdout.close()
+
+
+def test_random_calls(capsys):
+    assert random_calls.ask(CPU, range(40, 46), seconds=300.0) == 0
+    assert capsys.readouterr().out == "6 calls, 0 wrong\n"
+    assert random_calls.draw(3) == random_calls.draw(3) != random_calls.draw(4)
+    assert random_calls.ask(CPU, range(9), seconds=0.0) == 0  # the time is up
+
+
+@pytest.mark.parametrize("spoil", ["value", "gradient", "failure"])
+def test_a_random_call_that_is_wrong_is_told(spoil, monkeypatch, capsys):
+    def spoiled(loss, leaves, upstream=None, **how):
+        value, grads = solve(loss, leaves, upstream, **how)
+        if "options" not in how:
+            return value, grads
+        if spoil == "failure":
+            raise RuntimeError("out of luck\nand more")
+        return (1.1 * value, grads) if spoil == "value" else (value, {name: 2.0 * x for name, x in grads.items()})
+
+    solve = random_calls.solve
+    monkeypatch.setattr(random_calls, "solve", spoiled)
+    assert random_calls.ask(CPU, range(2, 3), seconds=300.0) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("seed 2: RuntimeError: out of luck: Call(" if spoil == "failure" else "seed 2: ")
+    assert said.endswith("1 calls, 1 wrong\n")
