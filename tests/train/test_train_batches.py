@@ -1,5 +1,6 @@
 """Batches of a run: their order, the crops of their images, those of icons, and the thread that makes them."""
 
+import io
 import random
 import threading
 import time
@@ -101,6 +102,34 @@ def test_decoding_lays_transparency_on_white_and_keeps_colours():
     tensor = to_tensor(decode(picture()), centre_box(24, 16), 8)
     assert tensor.shape == (3, 8, 8)
     assert tensor[:, 3, 3].tolist() == [200, 10, 10]
+
+
+def wide_grey(value, mode, kind):
+    held = io.BytesIO()
+    Image.new(mode, (8, 8), value).save(held, kind)
+    return held.getvalue()
+
+
+@pytest.mark.parametrize("mode, kind", [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF")])
+def test_sixteen_bits_of_grey_are_not_cut_off_at_white(mode, kind):
+    for value, want in [(0, 0), (255, 0), (257 * 100, 100), (65535, 255)]:
+        assert decode(wide_grey(value, mode, kind)).getpixel((3, 3)) == (want, want, want)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_numbers_without_a_range_are_skipped_not_guessed(mode):
+    assert decode(wide_grey(200, mode, "TIFF")).getpixel((3, 3)) == (200, 200, 200)
+    with pytest.raises(RecordError, match="32-bit numbers outside of 0 to 255"):
+        decode(wide_grey(4000, mode, "TIFF"))
+
+
+def test_whatever_pillow_raises_of_a_damaged_image_is_a_record_error():
+    held = io.BytesIO()
+    Image.new("RGBA", (8, 8)).save(held, "DDS")
+    data = bytearray(held.getvalue())
+    data[80:84] = bytes(4)  # pixel format flags: Pillow raises NotImplementedError
+    with pytest.raises(RecordError, match="cannot be decoded"):
+        decode(bytes(data))
 
 
 @pytest.mark.parametrize("data", [b"", b"not an image", picture()[:40], picture(kind="JPEG")[:200]])

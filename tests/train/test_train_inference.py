@@ -144,3 +144,16 @@ def test_the_package_names_them_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip() == "load_model"
     assert "no attribute 'none'" in done.stderr
+
+
+def test_a_pillow_image_is_read_as_its_file_is(run, tmp_path):
+    model = load_model(run, device="cpu")
+    for mode, value in [("I;16", 20_000), ("LA", (90, 128)), ("P", 3), ("RGB", (1, 2, 3))]:
+        picture = Image.new(mode, (9, 7), value)
+        if mode == "P":
+            picture.putpalette([7 * i % 256 for i in range(768)])
+            picture.info["transparency"] = bytes(range(256))
+        picture.save(tmp_path / "a.png")
+        assert torch.equal(model.preprocess(picture), model.preprocess(tmp_path / "a.png")), mode
+    with pytest.raises(DataError, match=r"the given image: .*32-bit numbers"):
+        model.preprocess(Image.new("I", (9, 7), 70_000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import CheckpointError, DataError, RangeError, ShapeError
-from tilewise.train.data.images import centre_box, decode, to_tensor
+from tilewise.train.data.images import centre_box, decode, on_white, to_tensor
 from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, export_model, load_exported
@@ -53,24 +52,16 @@ class ImageTextModel:
         """
         from PIL.Image import Image
 
-        if isinstance(image, Image):
-            held = io.BytesIO()
-            if image.mode in ("RGBa", "La"):
-                image = image.convert({"RGBa": "RGBA", "La": "LA"}[image.mode])
-            elif image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # CMYK and others that PNG has not
-                image = image.convert("RGB")
-            image.save(held, "PNG")
-            image = held.getvalue()
-        name = str(image) if isinstance(image, str | Path) else "the image given as bytes"
+        name = str(image) if isinstance(image, str | Path) else "the given image"
         if isinstance(image, str | Path):
             try:
                 image = Path(image).read_bytes()
             except OSError as error:
                 raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
-        if not isinstance(image, bytes):
+        if not isinstance(image, bytes | Image):
             raise DataError(f"an image is a path, bytes or a Pillow image, got {type(image).__name__}")
         try:
-            picture = decode(image)
+            picture = decode(image) if isinstance(image, bytes) else on_white(image)
         except DataError as error:
             raise DataError(f"{name}: {error}. Is it a whole image file of a kind that Pillow reads?") from error
         made = to_tensor(picture, centre_box(*picture.size), self.pixels.size)

@@ -6,6 +6,7 @@ import io
 import math
 import random
 import warnings
+from typing import cast
 
 import torch
 from PIL import Image
@@ -17,7 +18,7 @@ Box = tuple[int, int, int, int]
 
 
 def decode(data: bytes) -> Image.Image:
-    """Image bytes as RGB; transparency is laid on white.
+    """Image bytes as RGB, as `on_white` makes it.
 
     A damaged file, or one whose size is a decompression bomb, is a `RecordError`.
     """
@@ -25,14 +26,32 @@ def decode(data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", message="Palette images with Transparency")
-            image: Image.Image = Image.open(io.BytesIO(data))
-            image.load()
-            if "A" in image.getbands() or "transparency" in image.info:
-                rgba = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
+            return on_white(Image.open(io.BytesIO(data)))
+    except RecordError:
+        raise
+    except Exception as error:  # of a damaged file, Pillow's readers raise whatever they stumble over
         raise RecordError(f"image cannot be decoded ({type(error).__name__})") from error
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """An image of any mode as RGB: transparency is laid on white, and 16 bits of grey become 8.
+
+    Pillow by itself cuts off what is above 255, which would make such pictures white. Where 32-bit numbers are not
+    those of 8 bits, their range is not known: a `RecordError`.
+    """
+    image.load()
+    if image.mode.startswith("I;16"):
+        return image.convert("I").point(lambda value: value * (1 / 257)).convert("RGB")
+    if image.mode in ("I", "F"):
+        low, high = cast(tuple[float, float], image.getextrema())
+        if low < 0 or high > 255:
+            raise RecordError("image has 32-bit numbers outside of 0 to 255")
+    if image.mode in ("RGBa", "La"):  # multiplied by their transparency already
+        image = image.convert({"RGBa": "RGBA", "La": "LA"}[image.mode])
+    if "A" in image.getbands() or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    return image.convert("RGB")
 
 
 def random_box(
