@@ -65,6 +65,11 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
         raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. {tensor_of(features)}")
     if features.layout is not torch.strided:
         raise DtypeError(f"{name} is a dense tensor, got {features.layout}. Convert it with .to_dense()")
+    if not torch.compiler.is_compiling() and hasattr(features, "device_mesh"):
+        raise DtypeError(
+            f"{name} is a plain tensor, got a {type(features).__name__}, of which this rank holds a part. Call the "
+            "loss inside of the forward of the module that FSDP has wrapped, where its weights are whole"
+        )
     if features.dtype not in FLOATS:
         raise DtypeError(
             f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
