@@ -136,3 +136,15 @@ def test_ids_of_shards_come_from_their_json_and_a_pair_without_is_counted(tmp_pa
     assert len(rows.ids) == 3
     assert rows.ids[0] == rows.ids[2] != rows.ids[1]
     assert skips.counts == {"no 'sku' in its .json (data.id_column)": 2}
+
+
+def test_captions_of_a_json_may_be_a_list_and_hold_half_a_character(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for i, caption in enumerate(["cut \ud83d", ["a cup", "tea"], [], None]):
+            writer.write({"__key__": f"{i}", "png": picture(), "json": {"caption": caption, "sku": "\ud83d"}})
+    skips = SkipLog()
+    source = open_source(DataConfig(source="shards", path=str(tmp_path / "0.tar"), id_column="sku"), 8, skips)
+    assert [source.read(key).captions for key in range(2)] == [("cut ?",), ("a cup", "tea")]
+    rows = source.rows(torch.arange(4), Draw(0, 0, 0, 0, 4), skips)
+    assert len(rows.ids) == 2
+    assert skips.counts == {"no caption": 2}

@@ -1,6 +1,7 @@
 """Pairs from tables and folders: what is read, skipped, held out and refused; ids."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -202,3 +203,64 @@ def test_masking_without_ids_is_refused(source):
             load_config(None, [*given_, "data.id_column=x"])
     else:
         assert load_config(None, [*given_, "data.id_column=x"]).loss.mask_same_id
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "json"])
+def test_cells_of_any_kind_are_read_or_skipped_and_never_end_a_run(tmp_path, kind):
+    """Zero bytes and half characters in paths, numbers and bytes as captions, empty lists of them: all are one row."""
+    (tmp_path / "0.png").write_bytes(picture())
+    (tmp_path / "7").write_bytes(picture())
+    half = "" if kind == "parquet" else "\ud83d"  # Parquet holds none
+    texts = [f"half a face {half}", 7, b"of bytes", [], None]
+    images = ["0.png", 7, "a\0.png", f"{half}.png", None]
+    rows = [("0.png", text) for text in texts] + [(image, "a cup") for image in images] + [("none.png", [])]
+    path = tmp_path / f"t.{kind}"
+    if kind == "csv":
+        lines = ["image,caption"] + [f"{'' if i is None else i},{t if isinstance(t, str) else 7}" for i, t in rows]
+        path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        held = {"image": [7, 7, 5], "caption": [b"of bytes", b"a cup", None]}
+        pyarrow.parquet.write_table(pyarrow.table(held), path)
+    else:
+        rows = [(image, text.decode() if isinstance(text, bytes) else text) for image, text in rows]
+        found = [{"image": image, "caption": text} for image, text in rows]
+        coco = {
+            "images": [{"id": i, "file_name": image} for i, (image, _) in enumerate(rows)],
+            "annotations": [{"image_id": i, "caption": text} for i, (_, text) in enumerate(rows)],
+        }
+        path.write_text("\n".join(map(json.dumps, found)) if kind == "jsonl" else json.dumps(coco))
+    skips = SkipLog()
+    source = open_source(DataConfig(source="table", path=str(path)), 8, skips)
+    batch = stream(source, len(source), skips=skips).make(Position(), 0)
+    assert len(batch.ids) == (1 if kind == "parquet" else 2)  # 0.png and the one that is called 7
+    assert len(batch.ids) + skips.total == len(source) == (2 if kind == "parquet" else 6)
+    texts = [text for key in range(len(source)) for text in source.entries[key].captions]
+    "".join([*texts, *skips.examples]).encode()  # all of it can be written and tokenized
+    assert {"parquet": "of bytes"}.get(kind, "half a face") in " ".join(texts)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"image": [f"{i}.png" for i in range(99)], "caption": ["a"] * 99}), path)
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"t\.parquet is damaged"):
+        open_source(DataConfig(source="table", path=str(path)), 8, SkipLog())
+
+
+def test_names_and_captions_of_other_encodings(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.txt").write_bytes("\ufeffa boat".encode())  # some editors put a mark in front
+    for name, data in [(b"caf\xe9.png", picture()), (b"br\xfccke.png", b"broken")]:
+        (tmp_path / os.fsdecode(name)).write_bytes(data)
+    skips = SkipLog()
+    pairs = open_eval_pairs(DataConfig(source="folder", path=str(tmp_path)), 8, skips, str(tmp_path))
+    assert sorted(pairs.texts) == ["a boat", "caf?"]
+    assert "br?cke.png: image cannot be decoded" in skips.examples[0]

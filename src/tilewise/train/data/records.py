@@ -35,7 +35,31 @@ def id_of(value: object) -> int:
     >>> id_of("shoe-7") == id_of("shoe-7") != id_of("shoe-8")
     True
     """
-    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(str(value).encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
+    )
+
+
+def plain_text(value: object) -> str:
+    """A caption or a path as text that tokenizers and terminals take: half a character becomes a question mark.
+
+    >>> plain_text("caf\\udce9 "), plain_text(b"a cup"), plain_text(7), plain_text(None)
+    ('caf?', 'a cup', '7', '')
+    """
+    if value is None:
+        return ""
+    text = value.decode("utf-8-sig", "replace") if isinstance(value, bytes) else str(value)
+    return text.encode("utf-8", "replace").decode().strip()
+
+
+def captions_of(value: object) -> list[str]:
+    """The captions in a cell, which holds one or a list of them.
+
+    >>> captions_of(["a cup", " ", None]), captions_of("tea"), captions_of([])
+    (['a cup'], ['tea'], [])
+    """
+    texts = map(plain_text, value if isinstance(value, list) else [value])
+    return [text for text in texts if text]
 
 
 class RecordError(DataError):
@@ -116,7 +140,7 @@ class SkipLog:
         with self._lock:
             self.counts[reason] += 1
             if len(self.examples) < self._most:
-                self.examples.append(f"{what}: {reason}")
+                self.examples.append(f"{plain_text(what)}: {reason}")
 
     def first_time(self, what: str) -> bool:
         """Whether `what` (a shard, say) is looked at for the first time, so that its faults count once."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.order import permutation
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, id_of
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
 from tilewise.train.data.table import IMAGE_SUFFIXES
 
 SHARD = 2**32  # a key is shard * SHARD + record
@@ -218,10 +218,8 @@ def _id(file: int, entry: Entry, name: str) -> int:
 def _captions(file: int, entry: Entry) -> tuple[str, ...]:
     try:
         if entry.text is not None:
-            text = _bytes_at(file, entry.text).decode("utf-8").strip()
-        else:
-            assert entry.json is not None
-            text = str(json.loads(_bytes_at(file, entry.json)).get("caption") or "").strip()
+            return tuple(captions_of(_bytes_at(file, entry.text).decode("utf-8-sig")))
+        assert entry.json is not None
+        return tuple(captions_of(json.loads(_bytes_at(file, entry.json)).get("caption")))
     except (ValueError, AttributeError) as error:
         raise RecordError(f"caption cannot be read ({type(error).__name__})") from error
-    return (text,) if text else ()

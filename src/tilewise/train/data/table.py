@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, id_of
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
@@ -38,10 +38,10 @@ def read_folder(folder: Path) -> list[Entry]:
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
         beside = path.with_suffix(".txt")
         try:
-            lines = beside.read_text(encoding="utf-8").splitlines() if beside.exists() else [words_of(path.stem)]
+            lines = beside.read_text(encoding="utf-8-sig").splitlines() if beside.exists() else [words_of(path.stem)]
         except (OSError, UnicodeDecodeError):
             lines = []
-        entries.append(Entry(str(path), [line.strip() for line in lines if line.strip()]))
+        entries.append(Entry(str(path), captions_of(lines)))
     if not entries:
         raise DataError(f"no images below {folder}; wanted files ending in {', '.join(IMAGE_SUFFIXES)}")
     return entries
@@ -77,11 +77,9 @@ def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
     root = Path(image_root) if image_root else path.parent
     together: dict[str | bytes, list[str]] = {}
     ids: dict[str | bytes, int] = {}
-    for image, caption, value in readers[path.suffix.lower()](path, columns):
-        key = str(root / image) if isinstance(image, str) else image
-        captions = together.setdefault(key, [])
-        if caption.strip():
-            captions.append(caption.strip())
+    for image, cell, value in readers[path.suffix.lower()](path, columns):
+        key = image if isinstance(image, bytes) else str(root / ("" if image is None else str(image)))
+        together.setdefault(key, []).extend(captions_of(cell))
         if value not in (None, ""):
             ids.setdefault(key, id_of(value))
     if not together:
@@ -89,7 +87,7 @@ def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
     return [Entry(image, captions, ids.get(image)) for image, captions in together.items()]
 
 
-Row = tuple[str | bytes, str, Any]  # image, caption, id
+Row = tuple[Any, Any, Any]  # image, caption or a list of them, id
 
 
 def _check_columns(path: Path, columns: Columns, there: Iterable[str]) -> None:
@@ -107,7 +105,7 @@ def _csv_rows(path: Path, columns: Columns) -> Iterable[Row]:
         try:
             _check_columns(path, columns, rows.fieldnames or [])
             for row in rows:
-                yield row[columns.image] or "", row[columns.text] or "", row.get(columns.id)
+                yield row[columns.image], row[columns.text], row.get(columns.id)
         except csv.Error as error:
             raise DataError(f"{path}, after line {rows.line_num}: {error}. Is a quotation mark left open?") from error
 
@@ -128,12 +126,11 @@ def _jsonl_rows(path: Path, columns: Columns) -> Iterable[Row]:
             if not checked:
                 _check_columns(path, columns, row)
                 checked = True
-            image, text = row.get(columns.image), row.get(columns.text)
-            for caption in text if isinstance(text, list) else [text]:
-                yield str(image or ""), str(caption or ""), row.get(columns.id)
+            yield row.get(columns.image), row.get(columns.text), row.get(columns.id)
 
 
 def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
+    import pyarrow
     import pyarrow.parquet as parquet
 
     try:
@@ -141,18 +138,19 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
     except Exception as error:  # pyarrow raises its own types
         raise DataError(f"{path} is not a Parquet file: {error}") from error
     _check_columns(path, columns, file.schema_arrow.names)
-    for part in file.iter_batches(columns=sorted({name for name in columns if name})):
-        held = {name: part[name].to_pylist() for name in part.schema.names}
-        ids = held[columns.id] if columns.id else [None] * len(part)
-        for image, text, number in zip(held[columns.image], held[columns.text], ids, strict=True):
-            value = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
-            for caption in text if isinstance(text, list) else [text]:
-                yield value or "", caption or "", number
+    try:
+        for part in file.iter_batches(columns=sorted({name for name in columns if name})):
+            held = {name: part[name].to_pylist() for name in part.schema.names}
+            ids = held[columns.id] if columns.id else [None] * len(part)
+            for image, text, number in zip(held[columns.image], held[columns.text], ids, strict=True):
+                yield image.get("bytes") or image.get("path") if isinstance(image, dict) else image, text, number
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
 
 
 def _coco_rows(path: Path, columns: Columns) -> Iterable[Row]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
         names = {image["id"]: image["file_name"] for image in content["images"]}
         pairs = [(names[a["image_id"]], a["caption"], a.get(columns.id)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -207,7 +205,7 @@ class FileSource:
             return Record(image, tuple(captions), own)
         try:
             return Record(Path(image).read_bytes(), tuple(captions), own)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # no path holds a zero byte or half a character
             raise RecordError(f"image cannot be read ({type(error).__name__})") from error
 
     def describe(self, key: int) -> str:
