@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 END = "<|end|>"
 SUFFIXES = {".py", ".txt", ".md", ".rst"}
+SMALLEST_VOCABULARY = 257  # all bytes, and the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +273,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     arguments = parse(argv)
     names = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "seed", "lr")
-    if arguments.steps < 1:
-        raise SystemExit(f"--steps is a whole number, at least 1, got {arguments.steps}")
+    for name, least in {"steps": 1, "batch": 1, "length": 2, "vocabulary": SMALLEST_VOCABULARY}.items():
+        if getattr(arguments, name) < least:
+            raise SystemExit(f"--{name} is a whole number, at least {least}, got {getattr(arguments, name)}")
     try:
         options = tw.TileOptions(filter_tolerance=arguments.filter_tolerance)
     except tw.TilewiseError as error:
@@ -291,9 +293,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with console.status("reading text, training the tokenizer (once)"):
         texts = read_texts(arguments.text or default_folders(), arguments.megabytes)
         tokenizer = open_tokenizer(texts, settings.vocabulary, cache_for(arguments.text, arguments.cache))
-        wanted = min(2 * settings.steps * settings.batch * settings.length, 5_000_000) + settings.held_out
+        kept = max(settings.held_out, settings.length)  # evaluation takes whole sequences
+        wanted = min(2 * settings.steps * settings.batch * settings.length, 5_000_000) + kept
         tokens = encode(texts, tokenizer, wanted)
-    held_out, tokens = tokens[: settings.held_out], tokens[settings.held_out :]
+    held_out, tokens = tokens[:kept], tokens[kept:]
     console.print(
         f"{len(tokens):,} tokens of text, vocabulary {settings.vocabulary:,} ({time.perf_counter() - start:.0f} s)",
         highlight=False,

@@ -40,3 +40,15 @@ def test_a_folder_that_cannot_be_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="--save is a folder"):
         train_lm.main([*QUICK, "--cache", str(tmp_path), "--save", str(tmp_path / "file" / "model")])
+
+
+def test_sequences_longer_than_the_held_out_text_are_evaluated(tmp_path, capsys):
+    longer = str(train_lm.Settings().held_out + 4)
+    result = train_lm.main([*QUICK, "--batch", "1", "--steps", "1", "--length", longer, "--cache", str(tmp_path)])
+    assert result["held_out_loss"] > 0.0
+
+
+@pytest.mark.parametrize("name, value", [("steps", 0), ("batch", 0), ("length", 1), ("vocabulary", 100)])
+def test_sizes_that_cannot_be_are_refused_before_training(name, value, tmp_path):
+    with pytest.raises(SystemExit, match=f"--{name} is a whole number, at least"):
+        train_lm.main([*QUICK, f"--{name}", str(value), "--cache", str(tmp_path)])

@@ -89,6 +89,13 @@ def test_a_model_is_described_by_its_sizes():
     assert (changed.vocabulary, changed.hidden) == (256_000, 4096)
 
 
+@pytest.mark.parametrize("wrong", [("--tokens", "0"), ("--memory-gib", "nan"), ("--reserve-gib", "inf")])
+def test_the_command_refuses_what_no_model_can_have(wrong):
+    result = CliRunner().invoke(app, ["plan", "lm", *wrong])
+    assert isinstance(result.exception, RangeError)
+    assert wrong[0] in str(result.exception)
+
+
 @pytest.mark.parametrize(
     "make, error, words",
     [

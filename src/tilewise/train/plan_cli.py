@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,6 +45,11 @@ def lm(
         raise RangeError(
             f"--sequence-length is a number of tokens, got {sequence_length}. Leave it out to see tokens only"
         )
+    if tokens < 1:
+        raise RangeError(f"--tokens is a whole number, at least 1, got {tokens}")
+    for name, value in {"--memory-gib": memory_gib, "--reserve-gib": reserve_gib}.items():
+        if not math.isfinite(value):
+            raise RangeError(f"{name} is a finite number of GiB, got {value}")
     cluster = Cluster(
         gpus=gpus,
         memory_bytes=round(memory_gib * GIB),
