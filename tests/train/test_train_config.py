@@ -33,6 +33,9 @@ def test_overrides_reach_their_section(tmp_path):
         ("loop.batch_size=2.5", ("whole number",)),
         ("loop.batch_size=true", ("whole number",)),
         ("loop.batch_size=1", ("at least 2",)),
+        ("output.folder=2024-06-01", ("output.folder is text", "a date", "quotation marks")),
+        ("loop.epochs=inf", ("loop.epochs must be at most",)),
+        ("loop.seed=99999999999999999999", ("loop.seed must be at most",)),
         ("loss.mask_same_id=1", ("true or false",)),
         ("optim.lr=0", ("greater than 0",)),
         ("optim.betas=[0.9]", ("2 entries",)),
@@ -65,6 +68,13 @@ def test_a_far_choice_is_not_suggested():
 
 def test_help_lists_all_choices():
     assert "# one of: float32, bf16, fp16\nprecision" in to_toml(RunConfig(), help=True)
+
+
+def test_text_that_looks_like_a_date(tmp_path):
+    assert load_config(None, ['output.folder="2024-06-01"']).output.folder == "2024-06-01"
+    (tmp_path / "c.toml").write_text("[output]\nfolder = 2024-06-01\n")
+    with pytest.raises(ConfigError, match=r"output\.folder is text.*quotation marks"):
+        load_config(tmp_path / "c.toml")
 
 
 def test_missing_and_broken_files(tmp_path):

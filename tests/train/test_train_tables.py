@@ -264,3 +264,11 @@ def test_names_and_captions_of_other_encodings(tmp_path):
     pairs = open_eval_pairs(DataConfig(source="folder", path=str(tmp_path)), 8, skips, str(tmp_path))
     assert sorted(pairs.texts) == ["a boat", "caf?"]
     assert "br?cke.png: image cannot be decoded" in skips.examples[0]
+
+
+def test_held_out_pairs_none_of_which_is_there_name_the_first(tmp_path):
+    path = make_table(tmp_path, "csv")
+    with pytest.raises(DataError, match=r"no usable held-out pairs: .*First: .*elsewhere.0\.png: image cannot be read"):
+        open_eval_pairs(
+            DataConfig(source="table", path=path, image_root=str(tmp_path / "elsewhere")), 8, SkipLog(), path
+        )

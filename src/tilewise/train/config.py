@@ -159,10 +159,10 @@ class LoopConfig:
 
     batch_size: int = setting(4096, "pairs per step, over all ranks", least=2)
     chunk_size: int = setting(1024, "pairs that an encoder sees at once", least=1)
-    epochs: float = setting(8.0, "passes over the data (a fraction is fine)", above=0)
+    epochs: float = setting(8.0, "passes over the data (a fraction is fine)", above=0, most=1e9)
     steps: int = setting(0, "steps in all; 0 takes epochs", least=0)
     precision: Literal["float32", "bf16", "fp16"] = setting("float32", "autocast of the encoders")
-    seed: int = setting(0, "of the weights, the order and the augmentation", least=0)
+    seed: int = setting(0, "of the weights, the order and the augmentation", least=0, most=2**63 - 1)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA where there is one")
     threads: int = setting(0, "torch threads on the CPU; 0 leaves torch's own number", least=0)
 

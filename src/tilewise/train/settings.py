@@ -7,6 +7,7 @@ sections from plain dictionaries, and `to_toml` writes them back with their help
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -61,7 +62,12 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-        raise ConfigError(f"{name} is {kind}, got {value!r}")
+        advice = (
+            ". Text that looks like a number or a date needs quotation marks, in a shell '\"...\"'"
+            if hint is str
+            else ""
+        )
+        raise ConfigError(f"{name} is {kind}, got {value!r}{advice}")
     return value
 
 
@@ -124,7 +130,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     >>> apply_overrides({"loss": {"name": "dense"}}, ["loss.name=tilewise", "loop.steps=3"])
     {'loss': {'name': 'tilewise'}, 'loop': {'steps': 3}}
     """
-    result = json.loads(json.dumps(values))
+    result = copy.deepcopy(dict(values))
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or not dotted.strip() or dotted.startswith("-"):

@@ -224,5 +224,5 @@ def pairs_of_files(
 
     images = try_images(source, skips, keep_mib, watch, found)
     if not len(images):
-        raise DataError(f"no usable held-out pairs: {skips.summary()}")
+        raise DataError(f"no usable held-out pairs: {skips.summary()}. First: {''.join(skips.examples[:1])}")
     return EvalPairs(images, torch.arange(len(images)), texts, torch.tensor(text_ids))
