@@ -30,6 +30,7 @@ OPTIONAL = {
     "triton": {"kernels.triton_impl"},
     "torchvision": set(),
     "transformers": {"train", "integrations"},
+    "huggingface_hub": {"train"},
     "webdataset": {"train"},
     "pyarrow": {"train"},
     "PIL": {"train"},

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from tilewise.train.config import RunConfig
-from tilewise.train.evaluate import KS
+from tilewise.train.evaluate_run import recall_table
 from tilewise.train.loop import RunResult, train
 from tilewise.train.run_folder import RunFolder
 from tilewise.train.search import open_gallery, save_sheet, show_hits
@@ -68,18 +67,3 @@ def show_result(console: Console, result: RunResult) -> None:
     console.print(f"search yourself:  tilewise search {result.folder} 'shopping cart'", highlight=False)
     console.print(f"sheet:   {sheet}", highlight=False)
     console.print(f"report:  {RunFolder(result.folder).report.resolve()}", highlight=False)
-
-
-def recall_table(metrics: dict[str, float]) -> Table:
-    """Recalls in both directions beside what chance gives."""
-    table = Table(title="held-out recall, and how many times chance")
-    table.add_column("direction")
-    for k in KS:
-        table.add_column(f"recall at {k}", justify="right")
-    for key, name in (("t2i", "text to image"), ("i2t", "image to text")):
-        cells = []
-        for k in KS:
-            recall, chance = metrics[f"{key}_r{k}"], metrics[f"{key}_chance{k}"]
-            cells.append(f"{100 * recall:.1f} % ({recall / chance:.0f} x)")
-        table.add_row(name, *cells)
-    return table

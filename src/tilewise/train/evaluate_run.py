@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from tilewise.errors import DataError
@@ -17,8 +18,7 @@ from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.open import EvalImages, try_images
 from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
-from tilewise.train.demo import recall_table
-from tilewise.train.evaluate import Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.evaluate import KS, Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
 from tilewise.train.progress import counted
 from tilewise.train.search import load_run
 
@@ -73,6 +73,21 @@ def evaluate_run(
         raise DataError(f"cannot keep the numbers in {run / 'evaluation.json'}: {error.strerror or error}") from error
     console.print(f"kept in {run / 'evaluation.json'}", highlight=False, soft_wrap=True)
     return result
+
+
+def recall_table(metrics: dict[str, float]) -> Table:
+    """Recalls in both directions beside what chance gives."""
+    table = Table(title="held-out recall, and how many times chance")
+    table.add_column("direction")
+    for k in KS:
+        table.add_column(f"recall at {k}", justify="right")
+    for key, name in (("t2i", "text to image"), ("i2t", "image to text")):
+        cells = []
+        for k in KS:
+            recall, chance = metrics[f"{key}_r{k}"], metrics[f"{key}_chance{k}"]
+            cells.append(f"{100 * recall:.1f} % ({recall / chance:.0f} x)")
+        table.add_row(name, *cells)
+    return table
 
 
 def open_pairs(
