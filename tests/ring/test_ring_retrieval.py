@@ -120,6 +120,17 @@ def test_what_one_rank_refuses_all_ranks_hear(crew: Crew, how, said):  # noqa: F
     crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group lives on
 
 
+@pytest.mark.parametrize("query, item", [(torch.nan, 1.0), (1.0, torch.nan), (1.0, torch.inf), (1e20, 1e20)])
+def test_what_has_no_rank_is_refused_where_the_gallery_is_on_another_rank(query, item):
+    def ranks(group: Any) -> torch.Tensor:
+        rows, cols = (4, 0) if group.rank() == 0 else (0, 6)
+        index = torch.arange(rows)
+        return retrieval_ranks(torch.full((rows, 3), query), torch.full((cols, 3), item), index, group=group)
+
+    with pytest.raises((RangeError, GroupError), match="must be finite, and no score may overflow"):
+        run_virtual(2, ranks)
+
+
 def test_virtual_ranks_with_another_width_are_refused():
     with pytest.raises(GroupError, match="width: 3 on rank 0 but 4 on rank 1"):
         run_virtual(2, lambda group: retrieval_ranks(*(torch.ones(2, 3 + group.rank()),) * 2, group=group))

@@ -58,7 +58,7 @@ class RankingCall:
         """Checked, by all ranks together: an error of one is an error of each."""
         positives, query_ids, gallery_ids = answers
         with spread.telling():
-            check_features(queries, gallery)
+            check_features(queries, gallery, over_group=spread.exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None
             n, m = queries.shape[0], gallery.shape[0]

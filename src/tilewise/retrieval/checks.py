@@ -22,8 +22,8 @@ def refuse_backend(options: TileOptions) -> None:
         )
 
 
-def check_features(queries: Tensor, gallery: Tensor) -> None:
-    """Shapes, types, devices, and that every score is finite."""
+def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False) -> None:
+    """Shapes, types, devices, and that every score is finite; over a group also those with other ranks' features."""
     for name, features in (("queries", queries), ("gallery", gallery)):
         if not isinstance(features, Tensor):
             raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor()")
@@ -46,18 +46,24 @@ def check_features(queries: Tensor, gallery: Tensor) -> None:
             "ranks are counted from numbers, and tensors on the meta device have none. Move them to another"
         )
     check_has_float64("queries", queries)
-    if 0 in (queries.shape[0], gallery.shape[0], queries.shape[1]):
-        return
-    ends = torch.stack([end.double() for side in (queries, gallery) for end in torch.aminmax(side.detach())])
-    low_q, high_q, low_g, high_g = ends.tolist()
-    bound = max(-low_q, high_q) * max(-low_g, high_g) * queries.shape[1]
+    (low_q, high_q), (low_g, high_g) = torch.stack([_ends(queries), _ends(gallery)]).tolist()
+    top_q, top_g = max(-low_q, high_q), max(-low_g, high_g)
+    # What other ranks have is not seen here: where q * q and g * g fit on every rank, all q * g do.
+    largest = (top_q * top_q, top_g * top_g) if over_group else (top_q * top_g,)
     limit = torch.finfo(torch.float64 if queries.dtype == torch.float64 else torch.float32).max
-    if not bound < limit:  # also true for NaN
+    if not all(product * queries.shape[1] < limit for product in largest):  # also true for NaN
         raise RangeError(
             "queries and gallery must be finite, and no score may overflow, but queries lie in "
             f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. A NaN has no rank; normalize the "
             "features"
         )
+
+
+def _ends(features: Tensor) -> Tensor:
+    """The smallest and the largest number, zeros if there are none: (2,) float64."""
+    if features.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64, device=features.device)
+    return torch.stack(torch.aminmax(features.detach())).double()
 
 
 def check_tensor(name: str, indices: Tensor) -> None:
