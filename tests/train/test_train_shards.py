@@ -96,6 +96,23 @@ def test_damaged_shards_and_records_are_skipped_and_counted(tmp_path):
     assert set(range(10)) <= set(numbers_in(batch))
 
 
+@pytest.mark.parametrize("size", [-512, -1024, 2**80])
+def test_a_shard_with_an_impossible_size_is_damaged_and_does_not_hang(tmp_path, size):
+    pattern = make_shards(tmp_path, shards=2)
+    path = tmp_path / "00001.tar"
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[2].offset
+    data = bytearray(path.read_bytes())
+    head = data[start : start + 512]
+    head[124:136] = (size % 2**88 | (255 if size < 0 else 128) << 88).to_bytes(12, "big")
+    head[148:156] = b"%06o\0 " % (sum(head[:148]) + 8 * 32 + sum(head[156:]))
+    data[start : start + 512] = head
+    path.write_bytes(data)
+    skips = SkipLog()
+    assert len(shard_source(pattern, skips)) == 6
+    assert "shard is damaged" in skips.summary()
+
+
 def test_counting_shards_can_be_watched(tmp_path):
     told = []
     open_source(

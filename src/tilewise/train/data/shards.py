@@ -81,12 +81,14 @@ def index_shard(path: str, skips: SkipLog) -> list[Entry]:
         size = os.path.getsize(path)
         with tarfile.open(path, "r:") as tar:
             for info in tar:
+                if info.size < 0:  # tarfile would go back to where it has been, for ever
+                    raise tarfile.ReadError("a negative size")
                 if not info.isfile() or info.offset_data + info.size > size:
                     continue
                 folder, _, name = info.name.rpartition("/")
                 stem, _, suffix = name.partition(".")
                 files.setdefault(f"{folder}/{stem}", {})[f".{suffix.lower()}"] = Member(info.offset_data, info.size)
-    except (OSError, tarfile.TarError, EOFError) as error:
+    except (OSError, tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # the last two: of huge sizes
         skips.add(f"shard is damaged ({type(error).__name__})", path)
     entries = []
     for key, members in files.items():
