@@ -39,10 +39,10 @@ def start_ranks(world, folder, overrides):
     return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
 
 
-def run_ranks(world, folder, overrides):
+def run_ranks(world, folder, overrides, program=("-m", "tilewise.train.cli")):
     """The processes that torchrun would start, with its environment: exit codes and outputs."""
     (folder / "start.toml").write_text("")
-    command = [sys.executable, "-m", "tilewise.train.cli", "train", str(folder / "start.toml"), *SETTINGS, *overrides]
+    command = [sys.executable, *program, "train", str(folder / "start.toml"), *SETTINGS, *overrides]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -108,3 +108,24 @@ def test_one_rank_speaks_and_no_rank_ends_in_a_traceback(tmp_path):
     assert "cannot write to the run's folder" in ends[0][1]
     assert "the first rank cannot use output.folder" in ends[1][1]
     assert not any("Traceback" in output for _, output in ends)
+
+
+HELD = """
+import gc, sys
+import torch.distributed as dist
+from tilewise.train.config import load_config
+from tilewise.train.loop import train
+groups, leave = [], dist.destroy_process_group
+dist.destroy_process_group = lambda: (groups.append(dist.group.WORLD), leave())
+gc.disable()
+train(load_config(None, sys.argv[3:]))
+print("held", sys.getrefcount(groups[0]) - 2)
+"""
+
+
+@pytest.mark.group
+def test_nothing_holds_the_group_of_a_run_that_has_ended(tmp_path):
+    """Its threads would abort the process while Python shuts down, now and then."""
+    icons = f"data.path={write_small_icons(tmp_path / 'small.zip')}"
+    for _, output in run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"], ("-c", HELD)):
+        assert output.splitlines()[-1] == "held 0", output

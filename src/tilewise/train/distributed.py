@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ class World:
     def close(self) -> None:
         """Leave the process group."""
         if self.group is not None and dist.is_initialized():
+            gc.collect()  # DDP, in cycles by now, would hold the group, and its threads abort a process at its end
             dist.destroy_process_group()
 
 

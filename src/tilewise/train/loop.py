@@ -340,12 +340,17 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
         torch.set_num_threads(config.loop.threads)
     world = join_world(config.loop.device)
     try:
-        trainer = Trainer(config, world, console)
-        result = trainer.run()
-        if result.finished and config.output.report and world.is_first:
-            from tilewise.train.report import write_report
-
-            write_report(config.output.folder, trainer.model, trainer.average, world.device, trainer.pairs)
-        return result
+        return _train(config, world, console)
     finally:
         world.close()
+
+
+def _train(config: RunConfig, world: World, console: Console | None) -> RunResult:
+    """A function of its own: when the process group is left, the trainer is gone."""
+    trainer = Trainer(config, world, console)
+    result = trainer.run()
+    if result.finished and config.output.report and world.is_first:
+        from tilewise.train.report import write_report
+
+        write_report(config.output.folder, trainer.model, trainer.average, world.device, trainer.pairs)
+    return result
