@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tests.train.small_pictures import picture, stream
 
-from tilewise.errors import DataError
+from tilewise.errors import ConfigError, DataError
 from tilewise.train.config import DataConfig
 from tilewise.train.data import Order, Position, SkipLog, open_source
 from tilewise.train.data.icons import IconSource, augment_icons
@@ -136,6 +136,12 @@ def test_whatever_pillow_raises_of_a_damaged_image_is_a_record_error():
 def test_damaged_images_are_record_errors(data):
     with pytest.raises(RecordError, match="cannot be decoded"):
         decode(data)
+
+
+def test_a_batch_that_leaves_a_rank_without_a_pair_is_refused():
+    assert len(stream(Numbers(8, 8), 2, rank=1, world=2).order.take(Position(), 2)[0]) == 2
+    with pytest.raises(ConfigError, match=r"batch_size is that of all ranks together.* at least 3, got 2"):
+        stream(Numbers(8, 8), 2, rank=0, world=3)
 
 
 # -- icons ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.errors import DataError
+from tilewise.errors import ConfigError, DataError
 from tilewise.train.data.order import Order, Position
 from tilewise.train.data.records import Draw, SkipLog, Source
 
@@ -75,6 +75,11 @@ class BatchStream:
         self.source, self.tokenizer, self.skips = source, tokenizer, skips
         self.order = Order(source, seed)
         self.seed, self.batch_size, self.rank, self.world, self.prefetch = seed, batch_size, rank, world, prefetch
+        if batch_size < world:
+            raise ConfigError(
+                f"loop.batch_size is that of all ranks together, each of which needs a pair: at least {world}, "
+                f"got {batch_size}"
+            )
         if len(source) < batch_size:
             raise DataError(
                 f"a batch of {batch_size} pairs needs at least as many pairs, the data has {len(source)}. "
