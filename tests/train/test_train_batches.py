@@ -14,7 +14,7 @@ from tests.train.small_pictures import picture, stream
 
 from tilewise.errors import ConfigError, DataError
 from tilewise.train.config import DataConfig
-from tilewise.train.data import Order, Position, SkipLog, open_source
+from tilewise.train.data import Order, Position, SkipLog, images, open_source
 from tilewise.train.data.icons import IconSource, augment_icons
 from tilewise.train.data.images import centre_box, decode, random_box, to_tensor
 from tilewise.train.data.records import Draw, RecordError
@@ -123,13 +123,25 @@ def test_numbers_without_a_range_are_skipped_not_guessed(mode):
         decode(wide_grey(4000, mode, "TIFF"))
 
 
-def test_whatever_pillow_raises_of_a_damaged_image_is_a_record_error():
+def test_whatever_pillow_raises_of_a_damaged_image_is_a_record_error(monkeypatch):
+    monkeypatch.setattr(images, "known_formats", lambda: ("DDS",))
     held = io.BytesIO()
     Image.new("RGBA", (8, 8)).save(held, "DDS")
     data = bytearray(held.getvalue())
     data[80:84] = bytes(4)  # pixel format flags: Pillow raises NotImplementedError
     with pytest.raises(RecordError, match="cannot be decoded"):
         decode(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA"])
+def test_pictures_of_pixels_are_read(kind):
+    assert decode(picture(kind=kind)).size == (24, 16)
+
+
+def test_a_format_that_starts_another_program_is_not_read():
+    """Pillow hands EPS, which is a program, to Ghostscript."""
+    with pytest.raises(RecordError, match="UnidentifiedImageError"):
+        decode(picture(kind="EPS"))
 
 
 @pytest.mark.parametrize("data", [b"", b"not an image", picture()[:40], picture(kind="JPEG")[:200]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import random
@@ -15,22 +16,31 @@ from torch import Tensor
 from tilewise.train.data.records import RecordError
 
 Box = tuple[int, int, int, int]
+# Pictures of pixels. Pillow knows more, and for some of them (EPS) it starts another program, on a file of a stranger.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
 
 
 def decode(data: bytes) -> Image.Image:
     """Image bytes as RGB, as `on_white` makes it.
 
-    A damaged file, or one whose size is a decompression bomb, is a `RecordError`.
+    A damaged file, one of no format in `FORMATS`, or one whose size is a decompression bomb, is a `RecordError`.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", message="Palette images with Transparency")
-            return on_white(Image.open(io.BytesIO(data)))
+            return on_white(Image.open(io.BytesIO(data), formats=known_formats()))
     except RecordError:
         raise
     except Exception as error:  # of a damaged file, Pillow's readers raise whatever they stumble over
         raise RecordError(f"image cannot be decoded ({type(error).__name__})") from error
+
+
+@functools.cache
+def known_formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that this build of Pillow can read."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def on_white(image: Image.Image) -> Image.Image:
