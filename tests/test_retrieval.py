@@ -174,7 +174,7 @@ def test_sizes_and_blocks_do_not_change_a_rank():
     index, score = torch.arange(600), torch.zeros(600)
     blocks = [(first, gallery[first:last]) for first, last in itertools.pairwise(cuts)]
     for first, block in reversed(blocks):
-        kernel.pair_scores(tile, queries, block, index, col_offset=first, into=score)
+        tile.pair_scores(queries, block, index, col_offset=first, into=score)
     answers = kernel.answers_of(index, score, tile.side)
     parts, back = [], []
     for first, block in blocks:
@@ -182,7 +182,7 @@ def test_sizes_and_blocks_do_not_change_a_rank():
         mine[mine >= 600] = -1
         own = torch.where(mine >= 0, score[mine.clamp(min=0)], torch.inf)
         cols = kernel.answers_of(mine, own, tile.side)
-        rows_part, cols_part = kernel.count_better(tile, queries, block, [answers], cols, col_offset=first)
+        rows_part, cols_part = tile.count_better(queries, block, [answers], cols, col_offset=first)
         parts.append(rows_part[0])
         back.append(torch.where(mine < 0, -1, cols_part))
     assert torch.equal(sum(parts), want.query_to_gallery)
@@ -390,8 +390,8 @@ REFUSED = {
     "group, both": (DtypeError, "process group", lambda: retrieval_ranks_both(X, Y, group=object())),
     "backend": (
         BackendError,
-        "any device",
-        lambda: retrieval_ranks(X, Y, options=TileOptions(backend="triton")),
+        "cannot rank torch.float64 features on cpu: it ",
+        lambda: retrieval_ranks(X.double(), Y.double(), options=TileOptions(backend="triton")),
     ),
     "workspace": (
         ConfigError,

@@ -38,13 +38,16 @@ CARDS = {
 }
 
 
-def compiled(kernel, constants, absent, dtype, blocks, capability, warps, stages):
+def compiled(kernel, constants, absent, dtype, blocks, capability, warps, stages, types=None):
+    """The compiled kernel; `types` of arguments that are of another type than their name tells here."""
     signature, values = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants or name in absent:
             signature[name], values[(place,)] = "constexpr", constants.get(name)
         elif name in blocks:
             signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
+        elif name in (types or {}):
+            signature[name] = types[name]
         elif name in INTEGERS:
             signature[name] = "i32"
         elif name in NUMBERS:

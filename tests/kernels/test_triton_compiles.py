@@ -23,6 +23,7 @@ SCRIPTS = {
         *("parts_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "merge_kernel",
     },
+    "compile_ranks": {"count_kernel", "diagonal_kernel"},
     "compile_direct": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
 }
 SELDOM = {"softplus in doubt", "repair_kernel"}

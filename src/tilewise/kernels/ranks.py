@@ -11,23 +11,28 @@ others there are, or which block they came with.
 
 Everything works on one block of gallery items with its column offset, and adds up (or merges) over blocks:
 
-    for offset, block in blocks:  pair_scores(tile, queries, block, index, col_offset=offset, into=score)
-    answers = answers_of(index, score, tile.side)
-    for offset, block in blocks:  ranks += count_better(tile, queries, block, [answers], col_offset=offset)[0]
+    for offset, block in blocks:  scorer.pair_scores(queries, block, index, col_offset=offset, into=score)
+    answers = answers_of(index, score, scorer.side)
+    for offset, block in blocks:  ranks += scorer.count_better(queries, block, [answers], col_offset=offset)[0]
+
+`ScoreTile` is the scorer that runs everywhere; on a GPU `triton_impl.ranks` counts without storing a tile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import ConfigError
+from tilewise.errors import BackendError, ConfigError
 from tilewise.kernels.precision import matmul_precision
-from tilewise.options import Precision
+from tilewise.kernels.select import installed
+from tilewise.options import Precision, TileOptions
 
 #: Larger than any index: stands for "none yet" where the smallest index wins.
 NO_INDEX = torch.iinfo(torch.int64).max
@@ -35,8 +40,83 @@ LARGEST_SIDE = {"cpu": 512}  # of a tile; the scores of a tile stay in the cache
 LARGEST_SIDE_ELSEWHERE = 2048  # fewer, larger launches for accelerators
 SMALLEST_SIDE = 16
 SQUARE_BUFFERS = 4  # scores, hits, ties, before
+LARGEST_FUSED_WIDTH = 8192
 
 Advance = Callable[[int], None]
+
+
+class Scorer(Protocol):
+    """One arithmetic for all scores of a call.
+
+    Args:
+        device, dtype: of the scores.
+        side: of the tiles that the host sees, 0 where it sees none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    side: int
+
+    def pair_scores(self, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor) -> None:
+        """Score of (query i, gallery item index_i), written into `into` where that item is in this block."""
+
+    def count_better(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        rows: Sequence[Answers],
+        cols: Answers | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """How many items go before each query's answers, and how many queries before each item's answer.
+
+        Item j goes before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
+
+        Args:
+            queries: (n, d), the rows `row_offset` to `row_offset + n`.
+            block: (c, d), the gallery items `col_offset` to `col_offset + c`.
+            rows: answers of the queries, with global column indices.
+            cols: answers of the block's items, with global row indices.
+            row_offset: global index of the first query.
+            col_offset: global index of the block's first item.
+            excluded: pairs that go before nothing.
+            advance: called now and then with the number of pairs done since.
+
+        Returns:
+            (len(rows), n) and (c,) counts, int64, to be added over blocks. The second is None without `cols`.
+        """
+
+
+def why_not_fused(device: torch.device, width: int, dtype: torch.dtype, ids: bool) -> str | None:
+    """Why `triton_impl.ranks` cannot serve this call, or None: by what is the same on all ranks of a group."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+    if not installed("triton"):
+        return "the package triton is not installed"
+    if dtype == torch.float64:
+        return "it multiplies float16, bfloat16 and float32, not torch.float64"
+    if not 0 < width <= LARGEST_FUSED_WIDTH:
+        return f"it takes 1 to {LARGEST_FUSED_WIDTH} features, not {width}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        return "it needs compute capability 8.0"
+    return "it does not look for the best answer of equal id" if ids else None
+
+
+def choose_scorer(queries: Tensor, options: TileOptions, *, ids: bool) -> Scorer:
+    """What counts the ranks of these queries; with ids only a `ScoreTile` does."""
+    device, width, dtype = queries.device, queries.shape[1], queries.dtype
+    reason = why_not_fused(device, width, dtype, ids)
+    if options.backend == "triton" and reason is not None:
+        raise BackendError(f'backend "triton" cannot rank {dtype} features on {device}: {reason}. Use backend="auto"')
+    if reason is None and options.backend != "torch" and (device.type == "cuda" or options.backend == "triton"):
+        from tilewise.kernels.triton_impl.ranks import FusedScorer
+
+        return FusedScorer(device, width, dtype, options)
+    return ScoreTile(device, width, dtype, options.workspace_bytes)
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
@@ -76,11 +156,12 @@ def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype
 
 
 class ScoreTile:
-    """The buffers of one tile, allocated once for a whole call."""
+    """A `Scorer` with the buffers of one tile, allocated once for a whole call."""
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
         self.side = tile_side(device, width, dtype, workspace_bytes)
         feature, score = product_types(device, dtype)
+        self.device, self.dtype = device, score
         self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
         self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
         squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
@@ -104,6 +185,76 @@ class ScoreTile:
         else:
             torch.mm(self.queries, self.gallery.T, out_dtype=self.scores.dtype, out=self.scores)
         return self.scores[:rows, :cols]
+
+    def pair_scores(self, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor) -> None:
+        """Score of (query i, gallery item index_i), written into `into` where that item is in this block.
+
+        The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal
+        is kept: the tile's own arithmetic, for s products per pair instead of one.
+        """
+        if block.shape[0] == 0:
+            return
+        for rows in self.ranges(queries.shape[0]):
+            local = index[rows] - col_offset
+            inside = (index[rows] >= 0) & (local >= 0) & (local < block.shape[0])
+            self.load(self.queries, queries[rows])
+            self.load(self.gallery, block[local.clamp(0, block.shape[0] - 1)])
+            count = rows.stop - rows.start
+            scores = self.product(count, count).diagonal()
+            into[rows] = torch.where(inside, scores, into[rows])
+
+    def count_better(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        rows: Sequence[Answers],
+        cols: Answers | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As a `Scorer` does, a tile at a time."""
+        row_counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
+        col_counts = None if cols is None else torch.zeros(block.shape[0], device=queries.device, dtype=torch.int64)
+        for here in self.ranges(block.shape[0]):
+            self.load(self.gallery, block[here])
+            first_col = col_offset + here.start
+            for mine in self.ranges(queries.shape[0]):
+                self.load(self.queries, queries[mine])
+                scores = self.product(mine.stop - mine.start, here.stop - here.start)
+                if excluded is not None:
+                    excluded.hide_(scores, mine, self.side, first_col)
+                for counts, answers in zip(row_counts, rows, strict=True):
+                    counts[mine] += self._count_along_columns(scores, answers, mine, first_col)
+                if cols is not None and col_counts is not None:
+                    first_row = row_offset + mine.start
+                    col_counts[here] += self._count_along_columns(scores.T, cols, here, first_row)
+            if advance is not None:
+                advance(queries.shape[0] * (here.stop - here.start))
+        return row_counts, col_counts
+
+    def _count_along_columns(self, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
+        """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
+
+        Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and
+        several times as fast on the CPU as booleans.
+        """
+        low, high = answers.spans[rows.start // self.side]
+        answer = answers.score[rows, None]
+        hits = _oriented(self.hits, scores)
+        if first + scores.shape[1] <= low:  # all columns stand before every answer, and win ties
+            torch.ge(scores, answer, out=hits)
+        else:
+            torch.gt(scores, answer, out=hits)
+            if first < high:  # some stand before an answer, some behind
+                ties, before = _oriented(self.ties, scores), _oriented(self.before, scores)
+                place = (answers.index[rows, None] - first).clamp(0, scores.shape[1]).to(scores.dtype)
+                torch.eq(scores, answer, out=ties)
+                torch.lt(self.places[: scores.shape[1]], place, out=before)
+                hits.addcmul_(ties, before)
+        return (hits @ self.ones[: scores.shape[1]]).to(torch.int64)
 
 
 @contextlib.contextmanager
@@ -129,9 +280,11 @@ class Answers:
 def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
     """(smallest, largest) index of each tile of rows; (NO_INDEX, -1) without any. One transfer to the host.
 
-    >>> spans_of(torch.tensor([4, -1, 2, -1]), side=3)
-    [(2, 4), (9223372036854775807, -1)]
+    >>> spans_of(torch.tensor([4, -1, 2, -1]), side=3), spans_of(torch.tensor([4, -1, 2, -1]), side=0)
+    ([(2, 4), (9223372036854775807, -1)], [])
     """
+    if side == 0:
+        return []
     flat = index.reshape(index.shape[0], -1) if index.numel() else index.new_full((index.shape[0], 1), -1)
     return _ends(torch.where(flat < 0, NO_INDEX, flat).amin(1), flat.amax(1), side)
 
@@ -151,26 +304,6 @@ def answers_of(index: Tensor, score: Tensor, side: int) -> Answers:
     return Answers(torch.where(index < 0, torch.inf, score), index, spans_of(index, side))
 
 
-def pair_scores(
-    tile: ScoreTile, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor
-) -> None:
-    """Score of (query i, gallery item index_i), written into `into` where that item is in this block.
-
-    The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal
-    is kept: the tile's own arithmetic, for s products per pair instead of one.
-    """
-    if block.shape[0] == 0:
-        return
-    for rows in tile.ranges(queries.shape[0]):
-        local = index[rows] - col_offset
-        inside = (index[rows] >= 0) & (local >= 0) & (local < block.shape[0])
-        tile.load(tile.queries, queries[rows])
-        tile.load(tile.gallery, block[local.clamp(0, block.shape[0] - 1)])
-        count = rows.stop - rows.start
-        scores = tile.product(count, count).diagonal()
-        into[rows] = torch.where(inside, scores, into[rows])
-
-
 @dataclass(frozen=True)
 class Best:
     """The best right answer found so far: its score (-inf: none) and its index (NO_INDEX: none)."""
@@ -185,9 +318,9 @@ class Best:
         self.index.copy_(torch.where(wins, index, self.index))
 
 
-def no_best(length: int, tile: ScoreTile) -> Best:
+def no_best(length: int, scorer: Scorer) -> Best:
     """Nothing found yet."""
-    score = torch.full((length,), -torch.inf, device=tile.scores.device, dtype=tile.scores.dtype)
+    score = torch.full((length,), -torch.inf, device=scorer.device, dtype=scorer.dtype)
     return Best(score, torch.full((length,), NO_INDEX, device=score.device, dtype=torch.int64))
 
 
@@ -257,78 +390,6 @@ def find_best(
                 )
         if advance is not None:
             advance(queries.shape[0] * (cols.stop - cols.start))
-
-
-def count_better(
-    tile: ScoreTile,
-    queries: Tensor,
-    block: Tensor,
-    rows: Sequence[Answers],
-    cols: Answers | None = None,
-    *,
-    row_offset: int = 0,
-    col_offset: int = 0,
-    excluded: Excluded | None = None,
-    advance: Advance | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """How many items go before each query's answers, and how many queries before each item's answer.
-
-    Item j goes before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
-
-    Args:
-        tile: the buffers.
-        queries: (n, d), the rows `row_offset` to `row_offset + n`.
-        block: (c, d), the gallery items `col_offset` to `col_offset + c`.
-        rows: answers of the queries, with global column indices.
-        cols: answers of the block's items, with global row indices.
-        row_offset: global index of the first query.
-        col_offset: global index of the block's first item.
-        excluded: pairs that go before nothing.
-        advance: called now and then with the number of pairs done since.
-
-    Returns:
-        (len(rows), n) and (c,) counts, int64, to be added over blocks. The second is None without `cols`.
-    """
-    row_counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
-    col_counts = None if cols is None else torch.zeros(block.shape[0], device=queries.device, dtype=torch.int64)
-    for here in tile.ranges(block.shape[0]):
-        tile.load(tile.gallery, block[here])
-        first_col = col_offset + here.start
-        for mine in tile.ranges(queries.shape[0]):
-            tile.load(tile.queries, queries[mine])
-            scores = tile.product(mine.stop - mine.start, here.stop - here.start)
-            if excluded is not None:
-                excluded.hide_(scores, mine, tile.side, first_col)
-            for counts, answers in zip(row_counts, rows, strict=True):
-                counts[mine] += _count_along_columns(tile, scores, answers, mine, first_col)
-            if cols is not None and col_counts is not None:
-                first_row = row_offset + mine.start
-                col_counts[here] += _count_along_columns(tile, scores.T, cols, here, first_row)
-        if advance is not None:
-            advance(queries.shape[0] * (here.stop - here.start))
-    return row_counts, col_counts
-
-
-def _count_along_columns(tile: ScoreTile, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
-    """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
-
-    Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and
-    several times as fast on the CPU as booleans.
-    """
-    low, high = answers.spans[rows.start // tile.side]
-    answer = answers.score[rows, None]
-    hits = _oriented(tile.hits, scores)
-    if first + scores.shape[1] <= low:  # all columns stand before every answer, and win ties
-        torch.ge(scores, answer, out=hits)
-    else:
-        torch.gt(scores, answer, out=hits)
-        if first < high:  # some stand before an answer, some behind
-            ties, before = _oriented(tile.ties, scores), _oriented(tile.before, scores)
-            place = (answers.index[rows, None] - first).clamp(0, scores.shape[1]).to(scores.dtype)
-            torch.eq(scores, answer, out=ties)
-            torch.lt(tile.places[: scores.shape[1]], place, out=before)
-            hits.addcmul_(ties, before)
-    return (hits @ tile.ones[: scores.shape[1]]).to(torch.int64)
 
 
 def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:

@@ -99,18 +99,17 @@ class RankingCall:
     def run(self, advance: kernel.Advance | None) -> BothRanks:
         """Both steps."""
         queries = self.queries
-        tile = kernel.ScoreTile(queries.device, queries.shape[1], queries.dtype, self.options.workspace_bytes)
-        excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, tile.side)
-        rows, best = self.answers(tile, excluded, advance)
+        scorer = kernel.choose_scorer(queries, self.options, ids=self.ids is not None)
+        excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
+        rows, best = self.answers(scorer, excluded, advance)
         block = {"gallery": self.gallery}
         if best is not None:
             block.update(score=best.score, index=best.index)
         counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
 
         def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            cols = _answers_of_best(kernel.Best(block["score"], block["index"]), tile) if self.both else None
-            row_counts, col_counts = kernel.count_better(
-                tile,
+            cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
+            row_counts, col_counts = scorer.count_better(
                 queries,
                 block["gallery"],
                 rows,
@@ -133,20 +132,21 @@ class RankingCall:
         return BothRanks(ranks[:, 0] if self.flat else ranks, back)
 
     def answers(
-        self, tile: kernel.ScoreTile, excluded: kernel.Excluded | None, advance: kernel.Advance | None
+        self, scorer: kernel.Scorer, excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> tuple[list[kernel.Answers], kernel.Best | None]:
         """The right answers of the queries and, if asked, of the gallery items, with their scores."""
         n, spread = self.queries.shape[0], self.spread
-        mine = kernel.no_best(n, tile)
+        mine = kernel.no_best(n, scorer)
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
         def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             items = block["gallery"]
-            best = kernel.no_best(items.shape[0], tile) if self.both else None
+            best = kernel.no_best(items.shape[0], scorer) if self.both else None
             if self.ids is not None:
+                assert isinstance(scorer, kernel.ScoreTile)
                 kernel.find_best(
-                    tile,
+                    scorer,
                     self.queries,
                     items,
                     self.ids[0],
@@ -160,7 +160,7 @@ class RankingCall:
                 )
             else:
                 for which, score in zip(index, scores, strict=True):
-                    kernel.pair_scores(tile, self.queries, items, which, col_offset=first, into=score)
+                    scorer.pair_scores(self.queries, items, which, col_offset=first, into=score)
                     if best is not None:
                         _merge_back(best, which - first, score, spread.row_start)
             return None if best is None else {"score": best.score, "index": best.index}
@@ -171,9 +171,9 @@ class RankingCall:
         else:
             credits = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
             found = spread.visit(block, find, credits=credits, join=_keep_best)
-        rows = [kernel.answers_of(which, score, tile.side) for which, score in zip(index, scores, strict=True)]
+        rows = [kernel.answers_of(which, score, scorer.side) for which, score in zip(index, scores, strict=True)]
         if self.ids is not None:
-            rows = [_answers_of_best(mine, tile)]
+            rows = [_answers_of_best(mine, scorer)]
         # A view of a buffer that held other credits too: the answers outlive it.
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
@@ -186,8 +186,8 @@ def _keep_best(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
     kernel.Best(held["score"], held["index"]).merge_(added["score"], added["index"])
 
 
-def _answers_of_best(best: kernel.Best, tile: kernel.ScoreTile) -> kernel.Answers:
-    return kernel.answers_of(torch.where(best.index == kernel.NO_INDEX, -1, best.index), best.score, tile.side)
+def _answers_of_best(best: kernel.Best, scorer: kernel.Scorer) -> kernel.Answers:
+    return kernel.answers_of(torch.where(best.index == kernel.NO_INDEX, -1, best.index), best.score, scorer.side)
 
 
 def _merge_back(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:

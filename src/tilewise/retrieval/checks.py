@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise._check import FLOATS, INTEGERS, check_has_float64
-from tilewise.errors import BackendError, DeviceError, DtypeError, RangeError, ShapeError
-from tilewise.options import TileOptions
-
-
-def refuse_backend(options: TileOptions) -> None:
-    """There is one, and it runs everywhere."""
-    if options.backend == "triton":
-        raise BackendError(
-            'retrieval has only the torch backend, which runs on any device, got backend="triton". Use '
-            '"auto" or "torch"'
-        )
+from tilewise.errors import DeviceError, DtypeError, RangeError, ShapeError
 
 
 def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False) -> None:

@@ -17,7 +17,7 @@ from tilewise.kernels import ranks as kernel
 from tilewise.ops.spread import Spread
 from tilewise.options import TileOptions
 from tilewise.retrieval.call import BothRanks, RankingCall
-from tilewise.retrieval.checks import check_tensor, refuse_backend
+from tilewise.retrieval.checks import check_tensor
 from tilewise.retrieval.progress import Progress, reporter
 
 
@@ -165,7 +165,6 @@ def _ranks(
     both: bool,
 ) -> BothRanks:
     options = check_options(options)
-    refuse_backend(options)
     call = RankingCall.of(queries, gallery, answers, exclude, Spread(group_name(group)), options, both)
     with call.arithmetic(), reporter(progress, call.pairs, call.queries.device) as advance:
         return call.run(advance)

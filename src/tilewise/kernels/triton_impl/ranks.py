@@ -1,0 +1,173 @@
+"""Ranks on a GPU: scores are compared where they are computed, and no tile of them is stored.
+
+    before_ij = x_ij > s_i  or  x_ij == s_i and j < p_i          s_i, p_i: score and index of the right answer
+    row count_i = sum_j before_ij          column count_j: the same with rows and columns exchanged
+
+Counts are whole numbers, so atomic additions give the same sum in any order. The right answers' scores come from the
+same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept: a score depends on its two feature
+vectors alone, and equal gallery rows tie exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.precision import float32_precision
+from tilewise.kernels.ranks import Advance, Answers, Excluded
+from tilewise.kernels.triton_impl.launch import FULL, Prepared, cdiv, pieces, readable, vector
+from tilewise.kernels.triton_impl.parts import tile_dot, tile_place
+from tilewise.kernels.triton_impl.sizes import multiprocessors, sizes_for
+from tilewise.options import TileOptions
+
+PAIRS_AT_ONCE = 2**35  # scores of one launch: some 0.1 s of an H200, so that a progress bar moves
+ANSWERS_AT_ONCE = 4  # of a query, for one product
+GATHERED_BYTES = 2**26  # of right answers, copied in the order of their queries
+
+
+@triton.jit
+def goes_before(x, score, index, place):
+    """Where a score is higher than the answer's, or equal and earlier."""
+    return (x > score) | ((x == score) & (index < place))
+
+
+@triton.jit(do_not_specialize=["n", "m", "hidden"])
+def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col_place, col_count, hide, n, m, hidden,
+                 D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+                 PROGRAMS: tl.constexpr, EXACT: tl.constexpr, ANSWERS: tl.constexpr):  # fmt: skip
+    """Adds to row_count (ANSWERS, n) and, where it is asked for, to col_count (m,). hide is (hidden, n): columns, or -1."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    steps = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), PROGRAMS)
+    for step in tl.range(0, steps, flatten=hide is None):
+        tile_row, tile_col = tile_place(tl.program_id(0) + step * PROGRAMS, row_tiles, col_tiles, GROUP)
+        x = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        ok_rows, ok_cols = rows < n, cols < m
+        x = tl.where(ok_rows[:, None] & ok_cols[None, :], x, float("-inf"))
+        if hide is not None:
+            at = hide + rows
+            for _ in range(0, hidden):
+                x = tl.where(tl.load(at, mask=ok_rows, other=-1)[:, None] == cols[None, :], float("-inf"), x)
+                at += n
+        for answer in tl.static_range(ANSWERS):
+            at = rows + answer * n.to(tl.int64)
+            score = tl.load(row_score + at, mask=ok_rows, other=float("inf"))
+            place = tl.load(row_place + at, mask=ok_rows, other=0)
+            before = goes_before(x, score[:, None], cols[None, :], place[:, None])
+            tl.atomic_add(row_count + at, tl.sum(before.to(tl.int32), 1), mask=ok_rows, sem="relaxed")
+        if col_count is not None:
+            score = tl.load(col_score + cols, mask=ok_cols, other=float("inf"))
+            place = tl.load(col_place + cols, mask=ok_cols, other=0)
+            before = goes_before(x, score[None, :], rows[:, None], place[None, :])
+            tl.atomic_add(col_count + cols, tl.sum(before.to(tl.int32), 0), mask=ok_cols, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n"])
+def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """x_ii of the C columns of this program, out of the whole tile around them."""
+    first = tl.program_id(0) * C
+    top = first // R * R
+    x = tile_dot(a_desc, b_desc, top, first, D, R, C, K, EXACT)
+    rows, cols = top + tl.arange(0, R), first + tl.arange(0, C)
+    own = tl.sum(tl.where(rows[:, None] == cols[None, :], x, 0.0), 0)
+    tl.store(out + cols, own, mask=cols < n)
+
+
+class FusedScorer:
+    """A `kernels.ranks.Scorer` of Triton kernels; the host sees no tile."""
+
+    side = 0
+    dtype = torch.float32
+
+    def __init__(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> None:
+        self.device, self.width = device, width
+        self.sizes = sizes_for(device, dtype, width, columns=True)[0]
+        precision = float32_precision() if options.precision == "torch" else options.precision
+        self.exact = FULL if precision == "highest" else "tf32"
+        self.step = max(self.sizes.rows, min(options.workspace_bytes, GATHERED_BYTES) // (width * dtype.itemsize))
+        self.key = (dtype, width, self.exact, self.sizes)
+
+    def pair_scores(self, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor) -> None:
+        """As a `Scorer` does: the answers are gathered in the order of their queries."""
+        if block.shape[0] == 0:
+            return
+        for rows in pieces(queries.shape[0], self.step):
+            local = index[rows] - col_offset
+            inside = (index[rows] >= 0) & (local >= 0) & (local < block.shape[0])
+            items = block[local.clamp(0, block.shape[0] - 1)]
+            own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
+            kernel = self._prepared(diagonal_kernel, (), queries[rows], items)
+            kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
+            into[rows] = torch.where(inside, own, into[rows])
+
+    def count_better(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        rows: Sequence[Answers],
+        cols: Answers | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As a `Scorer` does, a part of the gallery at a time."""
+        n, c = queries.shape[0], block.shape[0]
+        counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
+        col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int32)
+        queries = readable(queries)
+        for here in pieces(c, max(PAIRS_AT_ONCE // max(n, 1), self.sizes.cols)) if n else ():
+            first, width = col_offset + here.start, here.stop - here.start
+            values: dict[str, Any] = {"n": n, "m": width, "hidden": 0}
+            if excluded is not None:
+                values |= {"hide": local_places(excluded.index.T, first), "hidden": excluded.index.shape[1]}
+            for k in range(0, len(rows), ANSWERS_AT_ONCE):
+                some = rows[k : k + ANSWERS_AT_ONCE]
+                values["row_score"] = vector(torch.stack([answers.score for answers in some]))
+                values["row_place"] = local_places(torch.stack([answers.index for answers in some]), first)
+                values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
+                if cols is not None and col_counts is not None and k == 0:
+                    values["col_score"] = vector(cols.score[here])
+                    values["col_place"] = local_places(cols.index[here], row_offset)
+                    values["col_count"] = torch.zeros(width, device=self.device, dtype=torch.int32)
+                kernel = self._prepared(count_kernel, (len(some),), queries, block[here])
+                programs = multiprocessors(self.device) * self.sizes.programs
+                kernel.put({"ANSWERS": len(some), "GROUP": self.sizes.group, "PROGRAMS": programs})
+                kernel.put(values).launch(programs)
+                counts[k : k + len(some)] += values["row_count"]
+                if col_counts is not None and k == 0:
+                    col_counts[here] = values["col_count"]
+                    values |= {"col_score": None, "col_place": None, "col_count": None}
+            if advance is not None:
+                advance(n * width)
+        return counts.long(), None if col_counts is None else col_counts.long()
+
+    def _prepared(self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor) -> Prepared:
+        """A kernel with its tiles."""
+        sizes = self.sizes
+        a, b = readable(queries), readable(items)
+        return Prepared(kernel, self.device, sizes.warps, sizes.stages, (*self.key, *key)).put(
+            {
+                "a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]),
+                "b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]),
+                "D": self.width,
+                "R": sizes.rows,
+                "C": sizes.cols,
+                "K": sizes.depth,
+                "EXACT": self.exact,
+            }
+        )
+
+
+def local_places(index: Tensor, first: int) -> Tensor:
+    """Global indices from `first` on as int32; -1 (before all) stays below 0, and what is far behind is far behind."""
+    return (index - first).clamp(-1, 2**31 - 1).to(torch.int32).contiguous()

@@ -1,0 +1,101 @@
+"""Ranks on a CUDA device: ties, both directions, and that a rank depends on nothing but the features."""
+
+import pytest
+import torch
+from tests.gpu.checks import CHUNK
+
+from tilewise.kernels import ranks
+from tilewise.kernels.triton_impl.ranks import FusedScorer
+from tilewise.options import TileOptions
+from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FUSED, TILES = TileOptions(backend="triton", precision="highest"), TileOptions(backend="torch", precision="highest")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+
+
+def features(seed, rows, d, dtype):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, d, generator=generator, device="cuda").to(dtype)
+
+
+def whole_numbers(seed, rows, d, dtype):
+    return features(seed, rows, d, torch.float32).round().to(dtype)
+
+
+def test_it_is_taken_by_itself():
+    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.bfloat16), TileOptions(), ids=False), FusedScorer)
+    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions(), ids=False), ranks.ScoreTile)
+
+
+@DTYPES
+@pytest.mark.parametrize("d", [8, 72, 512, 1030])
+def test_equal_rows_tie_wherever_they_stand(d, dtype):
+    """A second copy of the gallery: its answers have their first copies before them, and each better item twice."""
+    queries, gallery = features(1, 1500, d, dtype), features(2, 2100, d, dtype)
+    place = torch.randperm(4200, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+    twice = torch.empty_like(torch.cat([gallery, gallery]))
+    twice[place] = torch.cat([gallery, gallery])
+    answer = torch.randint(2100, (1500,), generator=torch.Generator("cuda").manual_seed(4), device="cuda")
+    once = retrieval_ranks(queries, gallery, answer, options=FUSED)
+    copies = torch.stack([place[answer], place[answer + 2100]], 1).sort(1).values
+    got = retrieval_ranks(queries, twice, copies, options=FUSED)
+    assert torch.equal(got[:, 0], 2 * once)
+    assert torch.equal(got[:, 1], 2 * once + 1)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "n, m, d, answers, exclusions", [(1000, 1700, 24, 1, 0), (777, 3000, 40, 6, 2), (130, 129, 9, 4, 1)]
+)
+def test_whole_numbers_are_counted_as_by_tiles(n, m, d, answers, exclusions, dtype):
+    """Every sum is exact, and most scores tie."""
+    queries, gallery = whole_numbers(1, n, d, dtype), whole_numbers(2, m, d, dtype)
+    generator = torch.Generator("cuda").manual_seed(5)
+    index = torch.randint(-1, m, (n, answers), generator=generator, device="cuda")
+    exclude = torch.randint(-1, m, (n, exclusions), generator=generator, device="cuda")
+    exclude[(exclude[:, :, None] == index[:, None, :]).any(2)] = -1
+    more = {"exclude": exclude} if exclusions else {}
+    got = retrieval_ranks_both(queries, gallery, index, options=FUSED, **more)
+    want = retrieval_ranks_both(queries, gallery, index, options=TILES, **more)
+    assert torch.equal(got.query_to_gallery, want.query_to_gallery)
+    assert torch.equal(got.gallery_to_query, want.gallery_to_query)
+
+
+@DTYPES
+def test_ranks_are_those_of_float64_up_to_rounding(dtype):
+    queries, gallery = features(1, 1003, 200, dtype), features(2, 3001, 200, dtype)
+    scores = queries.double() @ gallery.double().T
+    own = scores.diagonal()[:, None]
+    slack = 1e-5 * queries.double().norm(dim=1, keepdim=True) * gallery.double().norm(dim=1).max()
+    got = retrieval_ranks_both(queries, gallery, options=FUSED)
+    assert (got.query_to_gallery >= (scores > own + slack).sum(1)).all()
+    assert (got.query_to_gallery <= (scores > own - slack).sum(1)).all()
+    back, theirs = scores.T[:1003], scores.diagonal()[:, None]
+    assert (got.gallery_to_query[:1003] >= (back > theirs + slack).sum(1)).all()
+    assert (got.gallery_to_query[:1003] <= (back > theirs - slack).sum(1)).all()
+    assert (got.gallery_to_query[1003:] == -1).all()
+
+
+def test_a_rank_depends_on_no_other_query_and_on_no_size():
+    queries, gallery = features(1, 5000, 96, torch.bfloat16), features(2, 9000, 96, torch.bfloat16)
+    whole = retrieval_ranks(queries, gallery, options=FUSED)
+    few = retrieval_ranks(queries[1234:1300], gallery, torch.arange(1234, 1300, device="cuda"), options=FUSED)
+    assert torch.equal(few, whole[1234:1300])
+    small = TileOptions(backend="triton", workspace_mib=1, precision="highest")
+    assert torch.equal(retrieval_ranks(queries, gallery, options=small), whole)
+    wide = torch.full((5000, 99), torch.nan, device="cuda", dtype=torch.bfloat16)
+    wide[:, 1:97] = queries  # rows that no descriptor can read
+    assert torch.equal(retrieval_ranks(wide[:, 1:97], gallery, options=FUSED), whole)
+
+
+def test_memory_does_not_grow_with_the_pairs():
+    queries, gallery = features(1, CHUNK, 64, torch.bfloat16), features(2, CHUNK, 64, torch.bfloat16)
+    retrieval_ranks(queries[:256], gallery[:256], options=FUSED)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    retrieval_ranks(queries, gallery, options=FUSED)
+    assert (
+        torch.cuda.max_memory_allocated() - before < 2**25
+    )  # the right answers, gathered, are 8 MiB; scores would be 16 GiB
