@@ -199,7 +199,7 @@ def test_best_of_blocks_does_not_depend_on_their_order():
         best = kernel.no_best(40, tile)
         for first in [0, 30, 60][order]:
             part = slice(first, first + 30)
-            kernel.find_best(tile, queries, gallery[part], ids[0], ids[1][part], best, col_offset=first)
+            tile.find_best(queries, gallery[part], ids[0], ids[1][part], best, col_offset=first)
         found.append(best.index)
     assert torch.equal(*found)
     right = ids[0][:, None] == ids[1][None, :]

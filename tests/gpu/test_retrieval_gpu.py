@@ -24,8 +24,8 @@ def whole_numbers(seed, rows, d, dtype):
 
 
 def test_it_is_taken_by_itself():
-    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.bfloat16), TileOptions(), ids=False), FusedScorer)
-    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions(), ids=False), ranks.ScoreTile)
+    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.bfloat16), TileOptions()), FusedScorer)
+    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions()), ranks.ScoreTile)
 
 
 @DTYPES
@@ -58,6 +58,32 @@ def test_whole_numbers_are_counted_as_by_tiles(n, m, d, answers, exclusions, dty
     more = {"exclude": exclude} if exclusions else {}
     got = retrieval_ranks_both(queries, gallery, index, options=FUSED, **more)
     want = retrieval_ranks_both(queries, gallery, index, options=TILES, **more)
+    assert torch.equal(got.query_to_gallery, want.query_to_gallery)
+    assert torch.equal(got.gallery_to_query, want.gallery_to_query)
+
+
+@DTYPES
+@pytest.mark.parametrize("classes", [3, 500, 10**6])
+def test_whole_numbers_by_id(classes, dtype):
+    queries, gallery = whole_numbers(1, 900, 20, dtype), whole_numbers(2, 1300, 20, dtype)
+    generator = torch.Generator("cuda").manual_seed(6)
+    ids = [torch.randint(0, classes, (rows,), generator=generator, device="cuda") for rows in (900, 1300)]
+    exclude = torch.randint(-1, 1300, (900, 2), generator=generator, device="cuda")
+    more = {"query_ids": ids[0], "gallery_ids": ids[1], "exclude": exclude}
+    got = retrieval_ranks_both(queries, gallery, options=FUSED, **more)
+    want = retrieval_ranks_both(queries, gallery, options=TILES, **more)
+    assert torch.equal(got.query_to_gallery, want.query_to_gallery)
+    assert torch.equal(got.gallery_to_query, want.gallery_to_query)
+
+
+@DTYPES
+@pytest.mark.parametrize("d", [24, 600])
+def test_ids_of_pairs_are_pairs(d, dtype):
+    """Real numbers: the best answer's score is that with which its rivals are compared."""
+    queries, gallery = features(1, 3000, d, dtype), features(2, 3000, d, dtype)
+    ids = torch.randperm(3000, generator=torch.Generator("cuda").manual_seed(7), device="cuda")
+    want = retrieval_ranks_both(queries, gallery, options=FUSED)
+    got = retrieval_ranks_both(queries, gallery, query_ids=ids, gallery_ids=ids, options=FUSED)
     assert torch.equal(got.query_to_gallery, want.query_to_gallery)
     assert torch.equal(got.gallery_to_query, want.gallery_to_query)
 

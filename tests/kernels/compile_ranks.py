@@ -21,6 +21,7 @@ CARDS = {
     "blackwell": (100, TABLE[10, 2][0], "fp16"),
 }
 TYPES = dict.fromkeys(("row_place", "row_count", "col_place", "col_count", "hide"), "*i32") | {"hidden": "i32"}
+TYPES |= dict.fromkeys(("row_ids", "col_ids", "row_best", "col_best"), "*i64")
 ONE_WAY = {"col_score", "col_place", "col_count", "hide"}
 
 
@@ -33,10 +34,12 @@ def main() -> None:
             (ranks.count_kernel, "one way", many | {"ANSWERS": 1}, ONE_WAY),
             (ranks.count_kernel, "both ways", many | {"ANSWERS": 1}, {"hide"}),
             (ranks.count_kernel, "everything", many | {"ANSWERS": ranks.ANSWERS_AT_ONCE}, set()),
+            (ranks.best_kernel, "one way", many, {"col_best", "hide"}),
+            (ranks.best_kernel, "everything", many, set()),
             (ranks.diagonal_kernel, "", tile, set()),
         ):
             made = compiled(kernel, constants, absent, dtype, desc, capability, sizes.warps, sizes.stages, TYPES)
-            programs = sizes.programs if kernel is ranks.count_kernel else 1
+            programs = 1 if kernel is ranks.diagonal_kernel else sizes.programs
             line = {"card": card, "capability": capability, "kernel": kernel.__name__, "what": what}
             line |= {"shared": made.metadata.shared, "programs": programs, "stack": stack_bytes(made.asm["cubin"])}
             print(json.dumps(line), flush=True)

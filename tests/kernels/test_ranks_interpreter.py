@@ -56,12 +56,38 @@ def test_excluded_pairs_go_before_nothing(exclusions, largest):
     assert (want.query_to_gallery != plain).any()
 
 
+@pytest.mark.parametrize("classes", [1, 9, 4000])
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_the_best_answer_of_equal_id(leave_out, classes):
+    """Few ids: most pairs are right; many: most tiles have no right pair, and some queries none at all."""
+    queries, gallery, generator = numbers(classes, 150, 140, 3)
+    ids = [torch.randint(0, classes, (rows,), generator=generator) * 2**40 for rows in (150, 140)]
+    exclude = torch.randint(-1, 140, (150, 2), generator=generator) if leave_out else None
+    want = both(queries, gallery, query_ids=ids[0], gallery_ids=ids[1], exclude=exclude)
+    if classes == 4000:
+        assert (want.query_to_gallery == -1).any()
+
+
+def test_keys_order_scores_and_places():
+    """Of equal scores, 0.0 and -0.0 among them, the lower index."""
+    scores = torch.tensor([-torch.inf, -3.0, -1e-40, -0.0, 0.0, 1e-40, 2.0, 3e38])
+    queries = torch.ones(1, 1)
+    found = ranks.no_best(1, ranks.choose_scorer(queries, FUSED))
+    for item in range(1, 8):
+        ranks.choose_scorer(queries, FUSED).find_best(
+            queries, scores[item : item + 1, None], torch.zeros(1).long(), torch.zeros(1).long(), found, col_offset=item
+        )
+        assert found.score.item() == scores[item]
+        assert found.index.item() == (item if item != 4 else 3)
+
+
 def test_parts_of_the_gallery_and_of_the_queries_add_up(monkeypatch):
     monkeypatch.setattr(fused, "PAIRS_AT_ONCE", 70 * 64)
     monkeypatch.setattr(fused, "GATHERED_BYTES", 1)
     queries, gallery, _ = numbers(0, 70, 300, 9)
     seen = []
     both(queries, gallery, progress=lambda done, all_: seen.append((done, all_)))
+    both(queries, gallery, query_ids=torch.arange(70) % 7, gallery_ids=torch.arange(300) % 11)
     assert seen[-1] == (70 * 300, 70 * 300)
     assert (70 * 64, 70 * 300) in seen  # the first part of the fused pass
 
@@ -74,7 +100,7 @@ def test_rows_that_no_descriptor_can_read():
 def test_blocks_with_offsets_are_what_a_ring_adds_up():
     queries, gallery, _ = numbers(5, 80, 150, 6)
     want = retrieval_ranks_both(queries, gallery, options=TILES)
-    scorer = ranks.choose_scorer(queries, FUSED, ids=False)
+    scorer = ranks.choose_scorer(queries, FUSED)
     assert isinstance(scorer, fused.FusedScorer)
     index, score = torch.arange(80), torch.zeros(80)
     cuts = [slice(*ends) for ends in itertools.pairwise([0, 1, 70, 70, 150])]
@@ -98,7 +124,7 @@ def test_blocks_with_offsets_are_what_a_ring_adds_up():
 def test_rows_of_another_rank_have_an_offset():
     queries, gallery, _ = numbers(6, 130, 90, 3)
     whole = retrieval_ranks_both(gallery, queries[:100], torch.arange(90), options=TILES)  # 90 right pairs
-    scorer = ranks.choose_scorer(queries, FUSED, ids=False)
+    scorer = ranks.choose_scorer(queries, FUSED)
     score = (gallery * queries[:90]).sum(1)
     cols = ranks.answers_of(torch.arange(90), score, scorer.side)
     total = torch.zeros(90, dtype=torch.int64)
@@ -118,15 +144,18 @@ def test_nothing_to_count(empty):
 
 
 def test_whom_it_does_not_serve(monkeypatch):
-    x, ids = torch.ones(3, 4), torch.arange(3)
+    x = torch.ones(3, 4)
     for call, said in {
         "float64": (lambda: retrieval_ranks(x.double(), x.double(), options=FUSED), "not torch.float64"),
-        "ids": (lambda: retrieval_ranks(x, x, query_ids=ids, gallery_ids=ids, options=FUSED), "equal id"),
+        "bfloat16": (
+            lambda: retrieval_ranks(x.bfloat16(), x.bfloat16(), options=FUSED),
+            "gets bfloat16 products wrong",
+        ),
         "wide": (lambda: retrieval_ranks(torch.ones(1, 9000), torch.ones(1, 9000), options=FUSED), "8192 features"),
     }.values():
         with pytest.raises(BackendError, match=said):
             call()
-    assert isinstance(ranks.choose_scorer(x, TileOptions(), ids=False), ranks.ScoreTile)  # on the CPU, by itself
+    assert isinstance(ranks.choose_scorer(x, TileOptions()), ranks.ScoreTile)  # on the CPU, by itself
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BackendError, match=r'needs a CUDA device.*Use backend="auto"'):
         retrieval_ranks(x, x, options=FUSED)

@@ -23,10 +23,10 @@ SCRIPTS = {
         *("parts_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "merge_kernel",
     },
-    "compile_ranks": {"count_kernel", "diagonal_kernel"},
+    "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
     "compile_direct": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
 }
-SELDOM = {"softplus in doubt", "repair_kernel"}
+SELDOM = {"softplus in doubt", "repair_kernel", "best_kernel"}  # the last: of float32 on an A100
 MOST_STACK = 512  # bytes of a thread: more in a loop over tiles makes it many times slower
 
 

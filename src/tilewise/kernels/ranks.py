@@ -60,6 +60,22 @@ class Scorer(Protocol):
     def pair_scores(self, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor) -> None:
         """Score of (query i, gallery item index_i), written into `into` where that item is in this block."""
 
+    def find_best(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        row_ids: Tensor,
+        col_ids: Tensor,
+        rows_best: Best,
+        cols_best: Best | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> None:
+        """Best item of equal id for each query, and best query for each item; merged into the arguments."""
+
     def count_better(
         self,
         queries: Tensor,
@@ -91,7 +107,7 @@ class Scorer(Protocol):
         """
 
 
-def why_not_fused(device: torch.device, width: int, dtype: torch.dtype, ids: bool) -> str | None:
+def why_not_fused(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
     """Why `triton_impl.ranks` cannot serve this call, or None: by what is the same on all ranks of a group."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
@@ -101,15 +117,18 @@ def why_not_fused(device: torch.device, width: int, dtype: torch.dtype, ids: boo
         return "it multiplies float16, bfloat16 and float32, not torch.float64"
     if not 0 < width <= LARGEST_FUSED_WIDTH:
         return f"it takes 1 to {LARGEST_FUSED_WIDTH} features, not {width}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
-        return "it needs compute capability 8.0"
-    return "it does not look for the best answer of equal id" if ids else None
+    if device.type != "cuda":
+        return "the interpreter gets bfloat16 products wrong" if dtype == torch.bfloat16 else None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and this card has {capability[0]}.{capability[1]}"
+    return None
 
 
-def choose_scorer(queries: Tensor, options: TileOptions, *, ids: bool) -> Scorer:
-    """What counts the ranks of these queries; with ids only a `ScoreTile` does."""
+def choose_scorer(queries: Tensor, options: TileOptions) -> Scorer:
+    """What counts the ranks of these queries."""
     device, width, dtype = queries.device, queries.shape[1], queries.dtype
-    reason = why_not_fused(device, width, dtype, ids)
+    reason = why_not_fused(device, width, dtype)
     if options.backend == "triton" and reason is not None:
         raise BackendError(f'backend "triton" cannot rank {dtype} features on {device}: {reason}. Use backend="auto"')
     if reason is None and options.backend != "torch" and (device.type == "cuda" or options.backend == "triton"):
@@ -202,6 +221,46 @@ class ScoreTile:
             count = rows.stop - rows.start
             scores = self.product(count, count).diagonal()
             into[rows] = torch.where(inside, scores, into[rows])
+
+    def find_best(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        row_ids: Tensor,
+        col_ids: Tensor,
+        rows_best: Best,
+        cols_best: Best | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> None:
+        """As a `Scorer` does. A tile whose rows and columns have no id in common, by their smallest and largest, is not
+        computed: ids in ascending order make this pass nearly free.
+        """
+        row_ends, col_ends = _ends(row_ids, row_ids, self.side), _ends(col_ids, col_ids, self.side)
+        for cols, (low, high) in zip(self.ranges(block.shape[0]), col_ends, strict=True):
+            self.load(self.gallery, block[cols])
+            for rows, (first, last) in zip(self.ranges(queries.shape[0]), row_ends, strict=True):
+                if last < low or high < first:
+                    continue
+                self.load(self.queries, queries[rows])
+                scores = self.product(rows.stop - rows.start, cols.stop - cols.start)
+                if excluded is not None:
+                    excluded.hide_(scores, rows, self.side, col_offset + cols.start)
+                scores.masked_fill_(row_ids[rows, None] != col_ids[None, cols], -torch.inf)
+                top = scores.max(dim=1)  # of equals, the first
+                Best(rows_best.score[rows], rows_best.index[rows]).merge_(
+                    top.values, top.indices + (col_offset + cols.start)
+                )
+                if cols_best is not None:
+                    top = scores.max(dim=0)
+                    Best(cols_best.score[cols], cols_best.index[cols]).merge_(
+                        top.values, top.indices + (row_offset + rows.start)
+                    )
+            if advance is not None:
+                advance(queries.shape[0] * (cols.stop - cols.start))
 
     def count_better(
         self,
@@ -347,49 +406,6 @@ class Excluded:
 def excluded_of(index: Tensor, side: int) -> Excluded:
     """Bring (n, e) exclusions into the form that the tile loops read."""
     return Excluded(index, spans_of(index, side))
-
-
-def find_best(
-    tile: ScoreTile,
-    queries: Tensor,
-    block: Tensor,
-    row_ids: Tensor,
-    col_ids: Tensor,
-    rows_best: Best,
-    cols_best: Best | None = None,
-    *,
-    row_offset: int = 0,
-    col_offset: int = 0,
-    excluded: Excluded | None = None,
-    advance: Advance | None = None,
-) -> None:
-    """Best item of equal id for each query, and best query for each item; merged into the arguments.
-
-    A tile whose rows and columns have no id in common, by their smallest and largest, is not computed: ids in
-    ascending order make this pass nearly free.
-    """
-    row_ends, col_ends = _ends(row_ids, row_ids, tile.side), _ends(col_ids, col_ids, tile.side)
-    for cols, (low, high) in zip(tile.ranges(block.shape[0]), col_ends, strict=True):
-        tile.load(tile.gallery, block[cols])
-        for rows, (first, last) in zip(tile.ranges(queries.shape[0]), row_ends, strict=True):
-            if last < low or high < first:
-                continue
-            tile.load(tile.queries, queries[rows])
-            scores = tile.product(rows.stop - rows.start, cols.stop - cols.start)
-            if excluded is not None:
-                excluded.hide_(scores, rows, tile.side, col_offset + cols.start)
-            scores.masked_fill_(row_ids[rows, None] != col_ids[None, cols], -torch.inf)
-            top = scores.max(dim=1)  # of equals, the first
-            Best(rows_best.score[rows], rows_best.index[rows]).merge_(
-                top.values, top.indices + (col_offset + cols.start)
-            )
-            if cols_best is not None:
-                top = scores.max(dim=0)
-                Best(cols_best.score[cols], cols_best.index[cols]).merge_(
-                    top.values, top.indices + (row_offset + rows.start)
-                )
-        if advance is not None:
-            advance(queries.shape[0] * (cols.stop - cols.start))
 
 
 def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:

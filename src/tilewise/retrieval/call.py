@@ -99,7 +99,7 @@ class RankingCall:
     def run(self, advance: kernel.Advance | None) -> BothRanks:
         """Both steps."""
         queries = self.queries
-        scorer = kernel.choose_scorer(queries, self.options, ids=self.ids is not None)
+        scorer = kernel.choose_scorer(queries, self.options)
         excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
         rows, best = self.answers(scorer, excluded, advance)
         block = {"gallery": self.gallery}
@@ -144,9 +144,7 @@ class RankingCall:
             items = block["gallery"]
             best = kernel.no_best(items.shape[0], scorer) if self.both else None
             if self.ids is not None:
-                assert isinstance(scorer, kernel.ScoreTile)
-                kernel.find_best(
-                    scorer,
+                scorer.find_best(
                     self.queries,
                     items,
                     self.ids[0],

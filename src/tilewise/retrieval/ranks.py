@@ -68,11 +68,11 @@ def retrieval_ranks(
 
     Memory: O(n + m) integers and scores, and one tile. Time: one product of 2 n m d operations; two with ids,
     since the best answer must be known before its rivals can be counted (ids in ascending order save most of
-    the second).
+    the second; on a GPU, any order does).
 
     All scores come from products of one and the same shape, so equal gallery rows tie exactly, and neither n,
-    m nor `workspace_mib` changes a rank (as long as the workspace holds a full tile: 10.3 MiB on the CPU and
-    92 MiB on CUDA at a width of 1,024 in float32). NaN, infinities, and scores that would overflow are
+    m nor `workspace_mib` changes a rank (as long as the workspace holds a full tile: 10.3 MiB on the CPU at a
+    width of 1,024 in float32). NaN, infinities, and scores that would overflow are
     refused.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])

@@ -4,13 +4,13 @@
     row count_i = sum_j before_ij          column count_j: the same with rows and columns exchanged
 
 Counts are whole numbers, so atomic additions give the same sum in any order. The right answers' scores come from the
-same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept: a score depends on its two feature
+same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept; with ids, from the best of a tile: a score depends on its two feature
 vectors alone, and equal gallery rows tie exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.precision import float32_precision
-from tilewise.kernels.ranks import Advance, Answers, Excluded
+from tilewise.kernels.ranks import NO_INDEX, Advance, Answers, Best, Excluded
+from tilewise.kernels.triton_impl.backend import on_device
 from tilewise.kernels.triton_impl.launch import FULL, Prepared, cdiv, pieces, readable, vector
 from tilewise.kernels.triton_impl.parts import tile_dot, tile_place
 from tilewise.kernels.triton_impl.sizes import multiprocessors, sizes_for
@@ -28,7 +29,9 @@ from tilewise.options import TileOptions
 
 PAIRS_AT_ONCE = 2**35  # scores of one launch: some 0.1 s of an H200, so that a progress bar moves
 ANSWERS_AT_ONCE = 4  # of a query, for one product
-GATHERED_BYTES = 2**26  # of right answers, copied in the order of their queries
+GATHERED_BYTES = 2**24  # of right answers, copied in the order of their queries
+NONE = -(2**63)  # no best yet
+LAST = tl.constexpr(2**31 - 1)  # index ^ LAST falls while the index rises
 
 
 @triton.jit
@@ -81,6 +84,62 @@ def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C:
     tl.store(out + cols, own, mask=cols < n)
 
 
+@triton.jit
+def best_key(x, index):
+    """Score and index as one number: the larger, the higher the score and, of equals, the lower the index."""
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits ^ LAST, bits).to(tl.int64) << 32) | (index ^ LAST).to(tl.int64)
+
+
+@triton.jit
+def right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m):
+    """Where a row and a column have the same id, and are not hidden from one another."""
+    ok_rows, ok_cols = rows < n, cols < m
+    mine, theirs = tl.load(row_ids + rows, mask=ok_rows, other=0), tl.load(col_ids + cols, mask=ok_cols, other=0)
+    right = (mine[:, None] == theirs[None, :]) & ok_rows[:, None] & ok_cols[None, :]
+    if hide is not None:
+        at = hide + rows
+        for _ in range(0, hidden):
+            right &= tl.load(at, mask=ok_rows, other=-1)[:, None] != cols[None, :]
+            at += n
+    return right
+
+
+@triton.jit(do_not_specialize=["n", "m", "hidden"])
+def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m, hidden,
+                D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+                PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """The best column of equal id of each row, and row of each column, as keys. A tile without such a pair costs no product."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    steps = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), PROGRAMS)
+    for step in range(0, steps):
+        tile_row, tile_col = tile_place(tl.program_id(0) + step * PROGRAMS, row_tiles, col_tiles, GROUP)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        right = right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m)
+        if tl.max(tl.max(right.to(tl.int32), 1), 0) > 0:
+            x = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+            # Looked up again: a mask that is kept during a product takes its registers.
+            x = tl.where(right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m), x, float("-inf"))
+            top = tl.max(x, 1)
+            at = tl.min(tl.where(x == top[:, None], cols[None, :], m), 1)
+            tl.atomic_max(row_best + rows, best_key(top, at), mask=top > float("-inf"), sem="relaxed")
+            if col_best is not None:
+                top = tl.max(x, 0)
+                at = tl.min(tl.where(x == top[None, :], rows[:, None], n), 0)
+                tl.atomic_max(col_best + cols, best_key(top, at), mask=top > float("-inf"), sem="relaxed")
+
+
+def as_best(key: Tensor, first: int) -> Best:
+    """What the keys of `best_kernel` say, with indices from `first` on."""
+    bits = (key >> 32).to(torch.int32)
+    score = torch.where(bits < 0, bits ^ LAST.value, bits).view(torch.float32)
+    none = key == NONE
+    index = (key & LAST.value ^ LAST.value) + first
+    return Best(torch.where(none, -torch.inf, score), torch.where(none, NO_INDEX, index))
+
+
 class FusedScorer:
     """A `kernels.ranks.Scorer` of Triton kernels; the host sees no tile."""
 
@@ -105,8 +164,42 @@ class FusedScorer:
             items = block[local.clamp(0, block.shape[0] - 1)]
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
             kernel = self._prepared(diagonal_kernel, (), queries[rows], items)
-            kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
+            with on_device(queries):
+                kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
             into[rows] = torch.where(inside, own, into[rows])
+            del items, kernel  # before the next ones are gathered
+
+    def find_best(
+        self,
+        queries: Tensor,
+        block: Tensor,
+        row_ids: Tensor,
+        col_ids: Tensor,
+        rows_best: Best,
+        cols_best: Best | None = None,
+        *,
+        row_offset: int = 0,
+        col_offset: int = 0,
+        excluded: Excluded | None = None,
+        advance: Advance | None = None,
+    ) -> None:
+        """As a `Scorer` does, a part of the gallery at a time."""
+        n, queries = queries.shape[0], readable(queries)
+        for here, values in self._parts(n, block.shape[0], col_offset, excluded):
+            keys = [
+                torch.full((size,), NONE, device=self.device, dtype=torch.int64)
+                for size in (n, here.stop - here.start)[: 1 if cols_best is None else 2]
+            ]
+            values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
+            values |= dict(zip(("row_best", "col_best"), keys, strict=False))
+            self._over_tiles(best_kernel, (), queries, block[here], values)
+            found = as_best(keys[0], col_offset + here.start)
+            rows_best.merge_(found.score, found.index)
+            if cols_best is not None:
+                found = as_best(keys[1], row_offset)
+                Best(cols_best.score[here], cols_best.index[here]).merge_(found.score, found.index)
+            if advance is not None:
+                advance(n * (here.stop - here.start))
 
     def count_better(
         self,
@@ -125,31 +218,48 @@ class FusedScorer:
         counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int32)
         queries = readable(queries)
-        for here in pieces(c, max(PAIRS_AT_ONCE // max(n, 1), self.sizes.cols)) if n else ():
-            first, width = col_offset + here.start, here.stop - here.start
-            values: dict[str, Any] = {"n": n, "m": width, "hidden": 0}
-            if excluded is not None:
-                values |= {"hide": local_places(excluded.index.T, first), "hidden": excluded.index.shape[1]}
-            for k in range(0, len(rows), ANSWERS_AT_ONCE):
-                some = rows[k : k + ANSWERS_AT_ONCE]
+        for here, values in self._parts(n, c, col_offset, excluded):
+            if cols is not None and col_counts is not None:
+                values |= {
+                    "col_score": vector(cols.score[here]),
+                    "col_place": local_places(cols.index[here], row_offset),
+                }
+                values["col_count"] = torch.zeros(here.stop - here.start, device=self.device, dtype=torch.int32)
+            for k in pieces(len(rows), ANSWERS_AT_ONCE):
+                some = rows[k]
                 values["row_score"] = vector(torch.stack([answers.score for answers in some]))
-                values["row_place"] = local_places(torch.stack([answers.index for answers in some]), first)
+                index = torch.stack([answers.index for answers in some])
+                values["row_place"] = local_places(index, col_offset + here.start)
                 values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
-                if cols is not None and col_counts is not None and k == 0:
-                    values["col_score"] = vector(cols.score[here])
-                    values["col_place"] = local_places(cols.index[here], row_offset)
-                    values["col_count"] = torch.zeros(width, device=self.device, dtype=torch.int32)
-                kernel = self._prepared(count_kernel, (len(some),), queries, block[here])
-                programs = multiprocessors(self.device) * self.sizes.programs
-                kernel.put({"ANSWERS": len(some), "GROUP": self.sizes.group, "PROGRAMS": programs})
-                kernel.put(values).launch(programs)
-                counts[k : k + len(some)] += values["row_count"]
-                if col_counts is not None and k == 0:
+                values["ANSWERS"] = len(some)
+                self._over_tiles(count_kernel, (len(some),), queries, block[here], values)
+                counts[k] += values["row_count"]
+                if col_counts is not None and k.start == 0:  # counted once
                     col_counts[here] = values["col_count"]
                     values |= {"col_score": None, "col_place": None, "col_count": None}
             if advance is not None:
-                advance(n * width)
+                advance(n * (here.stop - here.start))
         return counts.long(), None if col_counts is None else col_counts.long()
+
+    def _parts(
+        self, n: int, c: int, col_offset: int, excluded: Excluded | None
+    ) -> Iterator[tuple[slice, dict[str, Any]]]:
+        """Parts of the gallery, and what all kernels want to know of them."""
+        for here in pieces(c, max(PAIRS_AT_ONCE // n, self.sizes.cols)) if n else ():
+            values: dict[str, Any] = {"n": n, "m": here.stop - here.start, "hidden": 0}
+            if excluded is not None:
+                hide = local_places(excluded.index.T, col_offset + here.start)
+                values |= {"hide": hide, "hidden": excluded.index.shape[1]}
+            yield here, values
+
+    def _over_tiles(
+        self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor, values: dict[str, Any]
+    ) -> None:
+        """Persistent programs over all tiles."""
+        programs = multiprocessors(self.device) * self.sizes.programs
+        prepared = self._prepared(kernel, key, queries, items)
+        with on_device(queries):
+            prepared.put({"GROUP": self.sizes.group, "PROGRAMS": programs}).put(values).launch(programs)
 
     def _prepared(self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor) -> Prepared:
         """A kernel with its tiles."""
