@@ -78,7 +78,7 @@ def test_a_wrong_answer_at_the_far_end_is_found(spoil, monkeypatch):
 
 def test_sanitize(capsys):
     sanitize.main("cpu", "torch", torch.float32)
-    assert capsys.readouterr().out.count(":") == len(sanitize.CALLS)
+    assert capsys.readouterr().out.count(":") == len(sanitize.CALLS) + 2
 
 
 SOME_TESTS = """
