@@ -22,6 +22,7 @@ from tilewise.errors import (
     TilewiseError,
 )
 from tilewise.kernels import ranks as kernel
+from tilewise.kernels import ranks_tiled as tiled
 from tilewise.options import TileOptions
 from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
 
@@ -70,12 +71,12 @@ def problems(draw):
 
 
 def with_side(side, work):
-    before = kernel.LARGEST_SIDE
-    kernel.LARGEST_SIDE = {"cpu": side}
+    before = tiled.LARGEST_SIDE
+    tiled.LARGEST_SIDE = {"cpu": side}
     try:
         return work()
     finally:
-        kernel.LARGEST_SIDE = before
+        tiled.LARGEST_SIDE = before
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,12 +170,12 @@ def test_sizes_and_blocks_do_not_change_a_rank():
     for workspace in (7, 32):
         options = TileOptions(workspace_mib=workspace)
         assert torch.equal(retrieval_ranks(queries, gallery, options=options), want.query_to_gallery)
-    tile = kernel.ScoreTile(torch.device("cpu"), 257, torch.float32, 2**28)
+    tile = tiled.ScoreTile(torch.device("cpu"), 257, torch.float32, 2**28)
     cuts = [0, 1, 130, 641, 1300]
     index, score = torch.arange(600), torch.zeros(600)
     blocks = [(first, gallery[first:last]) for first, last in itertools.pairwise(cuts)]
     for first, block in reversed(blocks):
-        tile.pair_scores(queries, block, index, col_offset=first, into=score)
+        tile.pair_scores(kernel.Block(queries, block, col_offset=first), index, score)
     answers = kernel.answers_of(index, score, tile.side)
     parts, back = [], []
     for first, block in blocks:
@@ -182,7 +183,7 @@ def test_sizes_and_blocks_do_not_change_a_rank():
         mine[mine >= 600] = -1
         own = torch.where(mine >= 0, score[mine.clamp(min=0)], torch.inf)
         cols = kernel.answers_of(mine, own, tile.side)
-        rows_part, cols_part = tile.count_better(queries, block, [answers], cols, col_offset=first)
+        rows_part, cols_part = tile.count_better(kernel.Block(queries, block, col_offset=first), [answers], cols)
         parts.append(rows_part[0])
         back.append(torch.where(mine < 0, -1, cols_part))
     assert torch.equal(sum(parts), want.query_to_gallery)
@@ -193,13 +194,13 @@ def test_best_of_blocks_does_not_depend_on_their_order():
     generator = torch.Generator().manual_seed(3)
     queries, gallery = (whole_numbers(generator, rows, 3, largest=1) for rows in (40, 90))
     ids = torch.arange(40) % 4, torch.arange(90) % 4
-    tile = kernel.ScoreTile(torch.device("cpu"), 3, torch.float32, 2**24)
+    tile = tiled.ScoreTile(torch.device("cpu"), 3, torch.float32, 2**24)
     found = []
     for order in (slice(None), slice(None, None, -1)):
         best = kernel.no_best(40, tile)
         for first in [0, 30, 60][order]:
             part = slice(first, first + 30)
-            tile.find_best(queries, gallery[part], ids[0], ids[1][part], best, col_offset=first)
+            tile.find_best(kernel.Block(queries, gallery[part], col_offset=first), ids[0], ids[1][part], best)
         found.append(best.index)
     assert torch.equal(*found)
     right = ids[0][:, None] == ids[1][None, :]
@@ -299,9 +300,9 @@ def test_scratch_for_any_gallery_stays_within_the_workspace(device, width):
     """200,000 x 200,000 scores are 160 GB; the tile does not even know the sizes."""
     for dtype in DTYPES:
         for workspace in (8, 64, 256):
-            side = kernel.tile_side(torch.device(device), width, dtype, workspace * 2**20)
-            types = kernel.product_types(torch.device(device), dtype)
-            need = kernel.scratch_bytes(side, width, types[0].itemsize, types[1].itemsize)
+            side = tiled.tile_side(torch.device(device), width, dtype, workspace * 2**20)
+            types = tiled.product_types(torch.device(device), dtype)
+            need = tiled.scratch_bytes(side, width, types[0].itemsize, types[1].itemsize)
             assert need <= workspace * 2**20
             assert need < 200_000 * 200_000 * 4 / 500
 
@@ -317,9 +318,9 @@ def test_peak_memory_is_the_tile_and_a_few_vectors():
 
 
 def test_scratch_is_what_the_tile_holds():
-    tile = kernel.ScoreTile(torch.device("cpu"), 100, torch.float64, 2**24)
+    tile = tiled.ScoreTile(torch.device("cpu"), 100, torch.float64, 2**24)
     held = sum(t.untyped_storage().nbytes() for t in (tile.queries, tile.gallery, tile.scores))
-    assert held <= kernel.scratch_bytes(tile.side, 100, 8, 8) <= 1.5 * held
+    assert held <= tiled.scratch_bytes(tile.side, 100, 8, 8) <= 1.5 * held
 
 
 def test_progress_reaches_the_end():

@@ -5,6 +5,7 @@ import torch
 from tests.gpu.checks import CHUNK
 
 from tilewise.kernels import ranks
+from tilewise.kernels.ranks_tiled import ScoreTile
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.options import TileOptions
 from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both
@@ -25,7 +26,7 @@ def whole_numbers(seed, rows, d, dtype):
 
 def test_it_is_taken_by_itself():
     assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.bfloat16), TileOptions()), FusedScorer)
-    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions()), ranks.ScoreTile)
+    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions()), ScoreTile)
 
 
 @DTYPES

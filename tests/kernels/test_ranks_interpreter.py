@@ -8,6 +8,7 @@ from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 from tilewise.errors import BackendError
 from tilewise.kernels import ranks
+from tilewise.kernels.ranks_tiled import ScoreTile
 from tilewise.kernels.triton_impl import ranks as fused
 from tilewise.options import TileOptions
 from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both
@@ -74,9 +75,8 @@ def test_keys_order_scores_and_places():
     queries = torch.ones(1, 1)
     found = ranks.no_best(1, ranks.choose_scorer(queries, FUSED))
     for item in range(1, 8):
-        ranks.choose_scorer(queries, FUSED).find_best(
-            queries, scores[item : item + 1, None], torch.zeros(1).long(), torch.zeros(1).long(), found, col_offset=item
-        )
+        block = ranks.Block(queries, scores[item : item + 1, None], col_offset=item)
+        ranks.choose_scorer(queries, FUSED).find_best(block, torch.zeros(1).long(), torch.zeros(1).long(), found)
         assert found.score.item() == scores[item]
         assert found.index.item() == (item if item != 4 else 3)
 
@@ -105,7 +105,7 @@ def test_blocks_with_offsets_are_what_a_ring_adds_up():
     index, score = torch.arange(80), torch.zeros(80)
     cuts = [slice(*ends) for ends in itertools.pairwise([0, 1, 70, 70, 150])]
     for cut in cuts:
-        scorer.pair_scores(queries, gallery[cut], index, col_offset=cut.start, into=score)
+        scorer.pair_scores(ranks.Block(queries, gallery[cut], col_offset=cut.start), index, score)
     assert torch.equal(score, (queries * gallery[:80]).sum(1))
     answers = ranks.answers_of(index, score, scorer.side)
     assert answers.spans == []
@@ -114,7 +114,9 @@ def test_blocks_with_offsets_are_what_a_ring_adds_up():
         mine = torch.arange(cut.start, cut.stop)
         mine[mine >= 80] = -1
         cols = ranks.answers_of(mine, score[mine.clamp(min=0)], scorer.side)
-        rows_part, cols_part = scorer.count_better(queries, gallery[cut], [answers], cols, col_offset=cut.start)
+        rows_part, cols_part = scorer.count_better(
+            ranks.Block(queries, gallery[cut], col_offset=cut.start), [answers], cols
+        )
         total += rows_part[0]
         back.append(torch.where(mine < 0, -1, cols_part))
     assert torch.equal(total, want.query_to_gallery)
@@ -131,7 +133,7 @@ def test_rows_of_another_rank_have_an_offset():
     for cut in (slice(0, 30), slice(30, 100)):
         part = queries[cut]
         none = ranks.answers_of(torch.full((len(part),), -1), torch.zeros(len(part)), scorer.side)
-        rows_part, cols_part = scorer.count_better(part, gallery, [none], cols, row_offset=cut.start)
+        rows_part, cols_part = scorer.count_better(ranks.Block(part, gallery, row_offset=cut.start), [none], cols)
         assert not rows_part.any()  # no answer: nothing is better
         total += cols_part
     assert torch.equal(total, whole.query_to_gallery)
@@ -155,7 +157,7 @@ def test_whom_it_does_not_serve(monkeypatch):
     }.values():
         with pytest.raises(BackendError, match=said):
             call()
-    assert isinstance(ranks.choose_scorer(x, TileOptions()), ranks.ScoreTile)  # on the CPU, by itself
+    assert isinstance(ranks.choose_scorer(x, TileOptions()), ScoreTile)  # on the CPU, by itself
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BackendError, match=r'needs a CUDA device.*Use backend="auto"'):
         retrieval_ranks(x, x, options=FUSED)

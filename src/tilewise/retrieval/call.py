@@ -109,16 +109,8 @@ class RankingCall:
 
         def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
-            row_counts, col_counts = scorer.count_better(
-                queries,
-                block["gallery"],
-                rows,
-                cols,
-                row_offset=self.spread.row_start,
-                col_offset=first,
-                excluded=excluded,
-                advance=advance,
-            )
+            met = kernel.Block(queries, block["gallery"], self.spread.row_start, first, excluded, advance)
+            row_counts, col_counts = scorer.count_better(met, rows, cols)
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
@@ -141,24 +133,13 @@ class RankingCall:
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
         def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            items = block["gallery"]
-            best = kernel.no_best(items.shape[0], scorer) if self.both else None
+            met = kernel.Block(self.queries, block["gallery"], spread.row_start, first, excluded, advance)
+            best = kernel.no_best(met.items.shape[0], scorer) if self.both else None
             if self.ids is not None:
-                scorer.find_best(
-                    self.queries,
-                    items,
-                    self.ids[0],
-                    block["ids"],
-                    mine,
-                    best,
-                    row_offset=spread.row_start,
-                    col_offset=first,
-                    excluded=excluded,
-                    advance=advance,
-                )
+                scorer.find_best(met, self.ids[0], block["ids"], mine, best)
             else:
                 for which, score in zip(index, scores, strict=True):
-                    scorer.pair_scores(self.queries, items, which, col_offset=first, into=score)
+                    scorer.pair_scores(met, which, score)
                     if best is not None:
                         _merge_back(best, which - first, score, spread.row_start)
             return None if best is None else {"score": best.score, "index": best.index}

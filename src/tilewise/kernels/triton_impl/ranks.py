@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.precision import float32_precision
-from tilewise.kernels.ranks import NO_INDEX, Advance, Answers, Best, Excluded
+from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
 from tilewise.kernels.triton_impl.backend import on_device
 from tilewise.kernels.triton_impl.launch import FULL, Prepared, cdiv, pieces, readable, vector
 from tilewise.kernels.triton_impl.parts import tile_dot, tile_place
@@ -154,102 +154,76 @@ class FusedScorer:
         self.step = max(self.sizes.rows, min(options.workspace_bytes, GATHERED_BYTES) // (width * dtype.itemsize))
         self.key = (dtype, width, self.exact, self.sizes)
 
-    def pair_scores(self, queries: Tensor, block: Tensor, index: Tensor, *, col_offset: int, into: Tensor) -> None:
+    def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
         """As a `Scorer` does: the answers are gathered in the order of their queries."""
-        if block.shape[0] == 0:
-            return
-        for rows in pieces(queries.shape[0], self.step):
-            local = index[rows] - col_offset
-            inside = (index[rows] >= 0) & (local >= 0) & (local < block.shape[0])
-            items = block[local.clamp(0, block.shape[0] - 1)]
+        for rows in pieces(block.queries.shape[0] if block.items.shape[0] else 0, self.step):
+            items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
-            kernel = self._prepared(diagonal_kernel, (), queries[rows], items)
-            with on_device(queries):
+            kernel = self._prepared(diagonal_kernel, (), block.queries[rows], items)
+            with on_device(items):
                 kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
             into[rows] = torch.where(inside, own, into[rows])
             del items, kernel  # before the next ones are gathered
 
     def find_best(
-        self,
-        queries: Tensor,
-        block: Tensor,
-        row_ids: Tensor,
-        col_ids: Tensor,
-        rows_best: Best,
-        cols_best: Best | None = None,
-        *,
-        row_offset: int = 0,
-        col_offset: int = 0,
-        excluded: Excluded | None = None,
-        advance: Advance | None = None,
+        self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
     ) -> None:
         """As a `Scorer` does, a part of the gallery at a time."""
-        n, queries = queries.shape[0], readable(queries)
-        for here, values in self._parts(n, block.shape[0], col_offset, excluded):
+        n, queries = block.queries.shape[0], readable(block.queries)
+        for here, values in self._parts(block):
             keys = [
                 torch.full((size,), NONE, device=self.device, dtype=torch.int64)
                 for size in (n, here.stop - here.start)[: 1 if cols_best is None else 2]
             ]
             values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
             values |= dict(zip(("row_best", "col_best"), keys, strict=False))
-            self._over_tiles(best_kernel, (), queries, block[here], values)
-            found = as_best(keys[0], col_offset + here.start)
+            self._over_tiles(best_kernel, (), queries, block.items[here], values)
+            found = as_best(keys[0], block.col_offset + here.start)
             rows_best.merge_(found.score, found.index)
             if cols_best is not None:
-                found = as_best(keys[1], row_offset)
+                found = as_best(keys[1], block.row_offset)
                 Best(cols_best.score[here], cols_best.index[here]).merge_(found.score, found.index)
-            if advance is not None:
-                advance(n * (here.stop - here.start))
+            block.done(here)
 
     def count_better(
-        self,
-        queries: Tensor,
-        block: Tensor,
-        rows: Sequence[Answers],
-        cols: Answers | None = None,
-        *,
-        row_offset: int = 0,
-        col_offset: int = 0,
-        excluded: Excluded | None = None,
-        advance: Advance | None = None,
+        self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As a `Scorer` does, a part of the gallery at a time."""
-        n, c = queries.shape[0], block.shape[0]
+        n, c = block.queries.shape[0], block.items.shape[0]
         counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int32)
-        queries = readable(queries)
-        for here, values in self._parts(n, c, col_offset, excluded):
+        queries = readable(block.queries)
+        for here, values in self._parts(block):
             if cols is not None and col_counts is not None:
                 values |= {
                     "col_score": vector(cols.score[here]),
-                    "col_place": local_places(cols.index[here], row_offset),
+                    "col_place": local_places(cols.index[here], block.row_offset),
                 }
                 values["col_count"] = torch.zeros(here.stop - here.start, device=self.device, dtype=torch.int32)
             for k in pieces(len(rows), ANSWERS_AT_ONCE):
                 some = rows[k]
                 values["row_score"] = vector(torch.stack([answers.score for answers in some]))
                 index = torch.stack([answers.index for answers in some])
-                values["row_place"] = local_places(index, col_offset + here.start)
+                values["row_place"] = local_places(index, block.col_offset + here.start)
                 values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
                 values["ANSWERS"] = len(some)
-                self._over_tiles(count_kernel, (len(some),), queries, block[here], values)
+                self._over_tiles(count_kernel, (len(some),), queries, block.items[here], values)
                 counts[k] += values["row_count"]
                 if col_counts is not None and k.start == 0:  # counted once
                     col_counts[here] = values["col_count"]
                     values |= {"col_score": None, "col_place": None, "col_count": None}
-            if advance is not None:
-                advance(n * (here.stop - here.start))
+            block.done(here)
         return counts.long(), None if col_counts is None else col_counts.long()
 
-    def _parts(
-        self, n: int, c: int, col_offset: int, excluded: Excluded | None
-    ) -> Iterator[tuple[slice, dict[str, Any]]]:
+    def _parts(self, block: Block) -> Iterator[tuple[slice, dict[str, Any]]]:
         """Parts of the gallery, and what all kernels want to know of them."""
-        for here in pieces(c, max(PAIRS_AT_ONCE // n, self.sizes.cols)) if n else ():
+        n = block.queries.shape[0]
+        for here in pieces(block.items.shape[0], max(PAIRS_AT_ONCE // n, self.sizes.cols)) if n else ():
             values: dict[str, Any] = {"n": n, "m": here.stop - here.start, "hidden": 0}
-            if excluded is not None:
-                hide = local_places(excluded.index.T, col_offset + here.start)
-                values |= {"hide": hide, "hidden": excluded.index.shape[1]}
+            if block.excluded is not None:
+                hidden = block.excluded.index
+                hide = local_places(hidden.T, block.col_offset + here.start)
+                values |= {"hide": hide, "hidden": hidden.shape[1]}
             yield here, values
 
     def _over_tiles(

@@ -1,0 +1,183 @@
+"""Ranks counted tile by tile, on any device: see `ranks`.
+
+Axes: n queries (rows), c gallery items of one block (columns), d features; s the side of a tile.
+
+Every product has one shape, (s, d) @ (d, s), out of the same two buffers; a ragged edge is multiplied in full and
+cut afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import ConfigError
+from tilewise.kernels.ranks import Answers, Best, Block, ends_of
+
+LARGEST_SIDE = {"cpu": 512}  # of a tile; the scores of a tile stay in the cache
+LARGEST_SIDE_ELSEWHERE = 2048  # fewer, larger launches for accelerators
+SMALLEST_SIDE = 16
+SQUARE_BUFFERS = 4  # scores, hits, ties, before
+
+
+def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
+    """The most a loop over tiles takes: four squares of scores, a mask, three sets of features."""
+    return (SQUARE_BUFFERS * score_bytes + 1) * side * side + 3 * side * width * feature_bytes
+
+
+def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
+    """The largest power of two up to the device's own side whose buffers fit; n and m do not matter.
+
+    >>> tile_side(torch.device("cpu"), 256, torch.float32, 256 * 2**20)
+    512
+    >>> tile_side(torch.device("cpu"), 256, torch.float32, 1 * 2**20)
+    128
+    """
+    feature, score = product_types(device, dtype)
+    side = LARGEST_SIDE.get(device.type, LARGEST_SIDE_ELSEWHERE)
+    while scratch_bytes(side, width, feature.itemsize, score.itemsize) > workspace_bytes:
+        side //= 2
+        if side < SMALLEST_SIDE:
+            need = scratch_bytes(SMALLEST_SIDE, width, feature.itemsize, score.itemsize)
+            raise ConfigError(
+                f"ranking features of width {width} takes at least {-(-need // 2**20)} MiB of scratch "
+                f"memory, but workspace_mib allows {workspace_bytes // 2**20}. Raise "
+                "TileOptions(workspace_mib=...)"
+            )
+    return side
+
+
+def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """(type of the operands, type of the scores): half types accumulate and are compared in float32."""
+    if dtype in (torch.float16, torch.bfloat16):
+        # Only CUDA multiplies half operands into a float32 result; elsewhere they are widened, which is
+        # exact.
+        return (dtype if device.type == "cuda" else torch.float32), torch.float32
+    return dtype, dtype
+
+
+class ScoreTile:
+    """A `Scorer` with the buffers of one tile, allocated once for a whole call."""
+
+    def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
+        self.side = tile_side(device, width, dtype, workspace_bytes)
+        feature, score = product_types(device, dtype)
+        self.device, self.dtype = device, score
+        self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
+        self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
+        squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
+        self.scores, self.hits, self.ties, self.before = squares
+        self.ones = torch.ones(self.side, device=device, dtype=score)
+        self.places = torch.arange(self.side, device=device, dtype=score)  # exact: a side is far below 2**24
+        self.scratch_bytes = scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
+
+    def ranges(self, length: int) -> list[slice]:
+        """Cut `length` rows into tiles."""
+        return [slice(first, min(first + self.side, length)) for first in range(0, length, self.side)]
+
+    def load(self, buffer: Tensor, features: Tensor) -> None:
+        """Fill a side of the tile. What is left behind the end from before meets no score that is kept."""
+        buffer[: features.shape[0]].copy_(features)
+
+    def product(self, rows: int, cols: int) -> Tensor:
+        """Scores of the loaded queries and gallery items: (rows, cols), a view of the tile's buffer."""
+        if self.queries.dtype == self.scores.dtype:
+            torch.mm(self.queries, self.gallery.T, out=self.scores)
+        else:
+            torch.mm(self.queries, self.gallery.T, out_dtype=self.scores.dtype, out=self.scores)
+        return self.scores[:rows, :cols]
+
+    def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
+        """As a `Scorer` does.
+
+        The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal
+        is kept: the tile's own arithmetic, for s products per pair instead of one.
+        """
+        for rows in self.ranges(block.queries.shape[0] if block.items.shape[0] else 0):
+            items, inside = block.answering(index, rows)
+            self.load(self.queries, block.queries[rows])
+            self.load(self.gallery, items)
+            count = rows.stop - rows.start
+            scores = self.product(count, count).diagonal()
+            into[rows] = torch.where(inside, scores, into[rows])
+
+    def find_best(
+        self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
+    ) -> None:
+        """As a `Scorer` does. A tile whose rows and columns have no id in common, by their smallest and largest, is not
+        computed: ids in ascending order make this pass nearly free.
+        """
+        row_ends, col_ends = ends_of(row_ids, row_ids, self.side), ends_of(col_ids, col_ids, self.side)
+        for cols, (low, high) in zip(self.ranges(block.items.shape[0]), col_ends, strict=True):
+            self.load(self.gallery, block.items[cols])
+            for rows, (first, last) in zip(self.ranges(block.queries.shape[0]), row_ends, strict=True):
+                if last < low or high < first:
+                    continue
+                scores = self._scores(block, rows, cols)
+                scores.masked_fill_(row_ids[rows, None] != col_ids[None, cols], -torch.inf)
+                top = scores.max(dim=1)  # of equals, the first
+                Best(rows_best.score[rows], rows_best.index[rows]).merge_(
+                    top.values, top.indices + (block.col_offset + cols.start)
+                )
+                if cols_best is not None:
+                    top = scores.max(dim=0)
+                    Best(cols_best.score[cols], cols_best.index[cols]).merge_(
+                        top.values, top.indices + (block.row_offset + rows.start)
+                    )
+            block.done(cols)
+
+    def count_better(
+        self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As a `Scorer` does, a tile at a time."""
+        n, c = block.queries.shape[0], block.items.shape[0]
+        row_counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int64)
+        col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int64)
+        for here in self.ranges(c):
+            self.load(self.gallery, block.items[here])
+            for mine in self.ranges(n):
+                scores = self._scores(block, mine, here)
+                for counts, answers in zip(row_counts, rows, strict=True):
+                    counts[mine] += self._count_along_columns(scores, answers, mine, block.col_offset + here.start)
+                if cols is not None and col_counts is not None:
+                    first_row = block.row_offset + mine.start
+                    col_counts[here] += self._count_along_columns(scores.T, cols, here, first_row)
+            block.done(here)
+        return row_counts, col_counts
+
+    def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
+        """Of these queries and the items that are loaded; -inf where a pair is excluded."""
+        self.load(self.queries, block.queries[rows])
+        scores = self.product(rows.stop - rows.start, cols.stop - cols.start)
+        if block.excluded is not None:
+            block.excluded.hide_(scores, rows, self.side, block.col_offset + cols.start)
+        return scores
+
+    def _count_along_columns(self, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
+        """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
+
+        Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and
+        several times as fast on the CPU as booleans.
+        """
+        low, high = answers.spans[rows.start // self.side]
+        answer = answers.score[rows, None]
+        hits = _oriented(self.hits, scores)
+        if first + scores.shape[1] <= low:  # all columns stand before every answer, and win ties
+            torch.ge(scores, answer, out=hits)
+        else:
+            torch.gt(scores, answer, out=hits)
+            if first < high:  # some stand before an answer, some behind
+                ties, before = _oriented(self.ties, scores), _oriented(self.before, scores)
+                place = (answers.index[rows, None] - first).clamp(0, scores.shape[1]).to(scores.dtype)
+                torch.eq(scores, answer, out=ties)
+                torch.lt(self.places[: scores.shape[1]], place, out=before)
+                hits.addcmul_(ties, before)
+        return (hits @ self.ones[: scores.shape[1]]).to(torch.int64)
+
+
+def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:
+    """A view of `buffer` with the shape and the memory order of `scores`, which may be transposed."""
+    rows, cols = scores.shape
+    return buffer[:rows, :cols] if scores.stride(1) == 1 else buffer[:cols, :rows].T
