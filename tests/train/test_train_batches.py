@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from tests.train.small_pictures import picture, stream
 
 from tilewise.errors import ConfigError, DataError
@@ -136,6 +136,28 @@ def test_whatever_pillow_raises_of_a_damaged_image_is_a_record_error(monkeypatch
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA"])
 def test_pictures_of_pixels_are_read(kind):
     assert decode(picture(kind=kind)).size == (24, 16)
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_pictures_are_turned_as_the_camera_says(orientation):
+    image = Image.new("RGB", (24, 16), "black")
+    image.paste("white", (0, 0, 12, 8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    held = io.BytesIO()
+    image.save(held, "PNG", exif=exif)
+    want = ImageOps.exif_transpose(Image.open(io.BytesIO(held.getvalue())))
+    got = decode(held.getvalue())
+    assert got.size == want.size == ((16, 24) if orientation in (5, 6, 7, 8) else (24, 16))
+    assert got.tobytes() == want.tobytes()
+
+
+def test_a_damaged_tag_costs_no_picture(monkeypatch):
+    def broken(self):
+        raise ValueError("damaged")
+
+    monkeypatch.setattr(Image.Image, "getexif", broken)
+    assert decode(picture(kind="BMP")).size == (24, 16)
 
 
 def test_a_format_that_starts_another_program_is_not_read():

@@ -10,7 +10,7 @@ import warnings
 from typing import cast
 
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from tilewise.train.data.records import RecordError
@@ -18,6 +18,15 @@ from tilewise.train.data.records import RecordError
 Box = tuple[int, int, int, int]
 # Pictures of pixels. Pillow knows more, and for some of them (EPS) it starts another program, on a file of a stranger.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
+TURNS = {  # by the number of the EXIF tag
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def decode(data: bytes) -> Image.Image:
@@ -43,13 +52,23 @@ def known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Turned as the camera says in the EXIF tag, as everybody has seen it; a damaged tag is passed over."""
+    try:
+        turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
 def on_white(image: Image.Image) -> Image.Image:
-    """An image of any mode as RGB: transparency is laid on white, and 16 bits of grey become 8.
+    """An image of any mode as upright RGB: transparency is laid on white, and 16 bits of grey become 8.
 
     Pillow by itself cuts off what is above 255, which would make such pictures white. Where 32-bit numbers are not
     those of 8 bits, their range is not known: a `RecordError`.
     """
     image.load()
+    image = upright(image)
     if image.mode.startswith("I;16"):
         return image.convert("I").point(lambda value: value * (1 / 257)).convert("RGB")
     if image.mode in ("I", "F"):
