@@ -193,7 +193,7 @@ def study(a: Tensor, b: Tensor, scale: float, ids: Tensor) -> dict[str, Any]:
 def features_of(folder: Path, rows: int) -> tuple[Tensor, Tensor, float, Tensor, dict[str, Any]]:
     """Images, texts, scale and ids of a training batch of a run, at its best checkpoint."""
     from tilewise.train.data import BatchStream, Position, SkipLog, open_source
-    from tilewise.train.search import load_run
+    from tilewise.train.load_run import load_run
 
     config, encoders, checkpoint = load_run(folder, "cpu")
     skips = SkipLog()

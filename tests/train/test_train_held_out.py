@@ -12,10 +12,10 @@ from tilewise.train import loop, progress
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.data import SkipLog, open_eval_pairs
 from tilewise.train.data import open as module
+from tilewise.train.load_run import choose_checkpoint
 from tilewise.train.loop import train
 from tilewise.train.progress import counted
 from tilewise.train.run_folder import RunFolder
-from tilewise.train.search import choose_checkpoint
 
 IMAGES = 18
 

@@ -13,10 +13,10 @@ from tests.train.test_train_portable import invoke, settings, write_colours
 from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError, ShapeError
 from tilewise.train import ImageTextModel, load_model
 from tilewise.train.config import load_config
+from tilewise.train.load_run import load_run
 from tilewise.train.loop import train
 from tilewise.train.models.pretrained import transformers
 from tilewise.train.run_folder import RunFolder
-from tilewise.train.search import load_run
 
 
 @pytest.fixture(scope="module")

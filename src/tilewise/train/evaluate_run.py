@@ -19,8 +19,8 @@ from tilewise.train.data.files import Preparation
 from tilewise.train.data.open import EvalImages, try_images
 from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
 from tilewise.train.evaluate import KS, Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.load_run import load_run
 from tilewise.train.progress import counted
-from tilewise.train.search import load_run
 
 
 def evaluate_run(

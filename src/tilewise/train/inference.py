@@ -150,7 +150,7 @@ def load_model(
         return ImageTextModel(
             Encoders(load_exported(path).to(place), place, chunk_size=chunk_size), f"{path}, an exported model,"
         )
-    from tilewise.train.search import load_run
+    from tilewise.train.load_run import load_run
 
     _, encoders, kept = load_run(path, device, checkpoint)
     encoders = Encoders(encoders.model, encoders.device, chunk_size=chunk_size)
