@@ -170,19 +170,22 @@ def test_random_calls(capsys):
     assert random_calls.ask(CPU, range(9), seconds=0.0) == 0  # the time is up
 
 
-@pytest.mark.parametrize("spoil", ["value", "gradient", "failure"])
-def test_a_random_call_that_is_wrong_is_told(spoil, monkeypatch, capsys):
-    def spoiled(loss, leaves, upstream=None, **how):
-        value, grads = solve(loss, leaves, upstream, **how)
+@pytest.mark.parametrize("spoil", ["value", "failure", 1.1, -1.0, 0.0])
+@pytest.mark.parametrize("seed, leaves", [(9, {"scale", "bias"}), (43, {"query", "key", "temperature"})])
+def test_a_random_call_that_is_wrong_is_told(seed, leaves, spoil, monkeypatch, capsys):
+    def spoiled(loss, arguments, upstream=None, **how):
+        value, grads = solve(loss, arguments, upstream, **how)
         if "options" not in how:
             return value, grads
         if spoil == "failure":
             raise RuntimeError("out of luck\nand more")
-        return (1.1 * value, grads) if spoil == "value" else (value, {name: 2.0 * x for name, x in grads.items()})
+        return (1.1 * value, grads) if spoil == "value" else (value, {name: spoil * x for name, x in grads.items()})
 
     solve = random_calls.solve
     monkeypatch.setattr(random_calls, "solve", spoiled)
-    assert random_calls.ask(CPU, range(2, 3), seconds=300.0) == 1
+    assert random_calls.ask(CPU, range(seed, seed + 1), seconds=300.0) == 1
     said = capsys.readouterr().out
-    assert said.startswith("seed 2: RuntimeError: out of luck: Call(" if spoil == "failure" else "seed 2: ")
+    assert said.startswith(f"seed {seed}: RuntimeError: out of luck: Call(" if spoil == "failure" else f"seed {seed}: ")
     assert said.endswith("1 calls, 1 wrong\n")
+    if isinstance(spoil, float):  # every leaf, numbers too
+        assert {line.split(": ")[1] for line in said.splitlines()[:-1]} == leaves
