@@ -17,10 +17,10 @@ import torch.nn.functional as F
 import triton
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.launch import Call, tile_descriptor
+from tilewise.kernels.triton_impl.launch.call import Call, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
 
 FORWARD = [
@@ -72,8 +72,8 @@ def problem(spec: PairSpec, rows: int, width: int, dtype: torch.dtype) -> Pair:
         scale=torch.tensor(30.0, device="cuda"),
         bias=bias,
         row_key=key,
-        row_zero=None if spec.softplus else zero,
-        col_zero=zero if spec.col_lse else None,
+        row_shift=None if spec.softplus else zero,
+        col_shift=zero if spec.col_lse else None,
     )
 
 

@@ -46,7 +46,7 @@ def nan_filled_empty(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that every case meets several of them, with ragged edges."""
-    from tilewise.kernels import tiles
+    from tilewise.kernels.torch_impl import tiles
 
     monkeypatch.setattr(tiles, "TILE_ROWS", 48)
     monkeypatch.setattr(tiles, "TILE_COLS", 80)
@@ -58,10 +58,10 @@ def quick(monkeypatch):
     """Triton's interpreter with less work around each operation, and no tapes: sizes change from test to test."""
     from tests.kernels.quick_interpreter import make_quick
 
-    from tilewise.kernels.triton_impl import tape
+    from tilewise.kernels.triton_impl.launch import replay
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(replay, "_recordings", {})
 
 
 @pytest.fixture

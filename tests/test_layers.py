@@ -126,7 +126,7 @@ def test_only_the_ring_moves_tensors():
         ("kernels.tiled", "from tilewise.losses.clip import clip_loss"),
         ("kernels.tiled", "import triton"),
         ("kernels.tiled", "def f():\n    from triton import language"),
-        ("losses.clip", "from tilewise.kernels.tiled import TorchBackend"),
+        ("losses.clip", "from tilewise.kernels.torch_impl.two_pass import TorchBackend"),
         ("losses.clip", "from tilewise import ring"),
         ("ring.blocks", "from tilewise.kernels.spec import Stats"),
         ("cache.step", "import tilewise.losses.clip"),

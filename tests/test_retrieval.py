@@ -22,7 +22,7 @@ from tilewise.errors import (
     TilewiseError,
 )
 from tilewise.kernels import ranks as kernel
-from tilewise.kernels import ranks_tiled as tiled
+from tilewise.kernels.torch_impl import ranks as tiled
 from tilewise.options import TileOptions
 from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from tilewise.errors import ConfigError
 
 BackendName = Literal["auto", "triton", "torch"]
+BACKEND_NAMES: set[str] = set(get_args(BackendName))  # `kernels.registry` adds the names of registered backends
 Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
 GradientsIn = Literal["auto", "forward", "backward"]
@@ -21,8 +22,6 @@ class TileOptions:
         backend: "auto" takes the fastest backend that can serve the call; a name takes that one or fails.
         workspace_mib: the most scratch memory that one call may take, in MiB. Gradients and statistics,
             which grow with the rows plus the columns, come on top.
-        deterministic: the same inputs give bitwise the same results. ``False`` permits a backend to add
-            in any order where that is faster.
         precision: products of float32 inputs. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that backward may leave out of a row. 0 is exact;
@@ -40,17 +39,16 @@ class TileOptions:
     'auto'
     """
 
-    backend: BackendName = "auto"
+    backend: BackendName | str = "auto"
     workspace_mib: int = 256
-    deterministic: bool = True
     precision: Precision = "torch"
     filter_tolerance: float = 0.0
     ring_gradients: RingGradients = "float32"
     gradients: GradientsIn = "auto"
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(BackendName):
-            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(get_args(BackendName))}")
+        if self.backend not in BACKEND_NAMES:
+            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(sorted(BACKEND_NAMES))}")
         if self.precision not in get_args(Precision):
             raise ConfigError(f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}")
         if self.ring_gradients not in get_args(RingGradients):

@@ -31,10 +31,10 @@ from tests.losses.loss_cases import Problem, converted, problem, solve
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.kernels.select import load_backend
+from tilewise.kernels.host_scalar import HostScalar
+from tilewise.kernels.registry import load_backend
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.told import Told
-from tilewise.ops import drop_rows
+from tilewise.ops import rows as drop_rows
 
 LOSS_FLOOR = 1e-5  # a rounded number may hit the truth by luck; nobody must be luckier
 GRAD_FLOOR = {torch.float32: 0.0, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of single numbers and of biases
@@ -205,8 +205,8 @@ def check_ignored(place: Place, dtype: torch.dtype, n: int, d: int, seed: int, p
         assert_close(grads[leaf], want_grads[leaf], max(1e-5, GRAD_FLOOR[dtype]), leaf)
     if place.device != "cuda":
         return
-    asked, ask = [], Told.__call__
-    patch.setattr(Told, "__call__", lambda self: asked.append(1) or ask(self))
+    asked, ask = [], HostScalar.__call__
+    patch.setattr(HostScalar, "__call__", lambda self: asked.append(1) or ask(self))
     with place.no_waiting():  # but for events, which that does not see
         value = made.ours(SimpleNamespace(**made.leaves), options=options)
         assert len(asked) == 1

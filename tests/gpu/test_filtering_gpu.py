@@ -7,8 +7,10 @@ from tests.gpu import filtering
 from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
-from tilewise.kernels.triton_impl import carried, skipping_forward, skipping_host
-from tilewise.kernels.triton_impl.carried import Carried
+from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
+from tilewise.kernels.triton_impl.filtered import strategy as skipping_host
+from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
@@ -98,8 +100,8 @@ def test_flat_scores_after_a_probe(n, d, m, dtype):
 def test_a_large_call_probes_and_carries(flat, seed, monkeypatch):
     """The memory of the classifier's gradient carries exponentials, or nothing; it is the gradient's either way."""
     n, d, m, workspace = 6144, 1024, 65_536, 256  # worth a probe with a fifth of the rows ignored, too
-    made, of = [], Carried.of
-    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: made.append(of(*args)) or made[-1]))
+    made, of = [], SavedColumns.of
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: made.append(of(*args)) or made[-1]))
     make = filtering.flat_head if flat else lambda *args: filtering.make_head(*args, seed)
     head = make(GPU, torch.bfloat16, n, d, m)
     _, want = head.solve(GPU.options(gradients="backward"))
@@ -108,7 +110,7 @@ def test_a_large_call_probes_and_carries(flat, seed, monkeypatch):
         _, grads = head.solve(GPU.options(filter_tolerance=1e-2, workspace_mib=workspace))
     assert report.dense == [flat]
     assert (report.kept_share == [1.0]) == flat
-    assert bool(made[0].doubt == 0) == flat
+    assert bool(made[0].needs_repair == 0) == flat
     assert grads["weight"].data_ptr() == made[0].memory.data_ptr()
     made.clear()
     for name, value in want.items():

@@ -10,8 +10,8 @@ from tests.gpu.checks import Place
 from tests.losses.loss_cases import CASES, problem, solve
 
 import tilewise as tw
-from tilewise.kernels.triton_impl import carried
 from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.two_pass import saved as carried
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
@@ -68,12 +68,12 @@ def test_ignored_rows_are_taken_out_where_that_pays(dtype, seed, monkeypatch):
 
 
 def test_ignored_rows_stay_in_a_captured_graph(seed, monkeypatch):
-    monkeypatch.setattr("tilewise.ops.drop_rows.WORTH_WAITING", 0)
+    monkeypatch.setattr("tilewise.ops.rows.WORTH_WAITING", 0)
     checks.check_captured("cross_entropy_bias", torch.bfloat16, n=1003, d=72, seed=seed)
 
 
 def test_all_rows_ignored(monkeypatch):
-    monkeypatch.setattr("tilewise.ops.drop_rows.WORTH_WAITING", 0)
+    monkeypatch.setattr("tilewise.ops.rows.WORTH_WAITING", 0)
     hidden = torch.randn(50, 16, device="cuda", requires_grad=True)
     target = torch.full((50,), -100, device="cuda")
     loss = tw.linear_cross_entropy(hidden, torch.randn(70, 16, device="cuda"), target, reduction="sum")
@@ -122,18 +122,18 @@ def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, mib
     head = (torch.randn(40_000, 1024, device="cuda", generator=generator) / 32).bfloat16().requires_grad_()
     target = torch.randint(0, 40_000, (1000,), device="cuda", generator=generator)
     target[::9] = -100
-    seen, plain = [], TritonBackend.forward_carrying
+    seen, plain = [], TritonBackend.forward_saving
 
-    def forward_carrying(self, *args):
+    def forward_saving(self, *args):
         stats, held = plain(self, *args)
         seen.append(dataclasses.replace(held))
         return stats, held
 
-    monkeypatch.setattr(TritonBackend, "forward_carrying", forward_carrying)
+    monkeypatch.setattr(TritonBackend, "forward_saving", forward_saving)
     options = tw.TileOptions(backend="triton", gradients="backward", workspace_mib=mib)
     loss = tw.linear_cross_entropy(hidden, head, target, z_loss=1e-3, options=options)
     assert len(seen) == 1
-    assert bool(seen[0].doubt > 0) == (spread > 100.0)
+    assert bool(seen[0].needs_repair > 0) == (spread > 100.0)
     assert seen[0].behind > 0
     assert (seen[0].end == 40_000) == (mib == 256)
     upstream = torch.tensor(0.7, device="cuda")  # no power of 2

@@ -5,7 +5,7 @@ import torch
 from tests.gpu.checks import CHUNK
 
 from tilewise.kernels import ranks
-from tilewise.kernels.ranks_tiled import ScoreTile
+from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.options import TileOptions
 from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both

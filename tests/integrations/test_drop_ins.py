@@ -175,7 +175,7 @@ LABELS = {
 def test_metric_learning(kind):
     labels = LABELS[kind]()
     z = normal(len(labels), D)
-    want = metric_learning_nt_xent(z, labels, z, labels, 0.07, itself=True)
+    want = metric_learning_nt_xent(z, labels, z, labels, 0.07, mask_self=True)
     assert_same(pml.NTXentLoss()(z, labels), want, [z])
     rows = supcon_dense(F.normalize(z, dim=1), labels, 0.1, "none")
     assert_same(pml.SupConLoss()(z, labels), rows.sum() / (rows > 0).sum(), [z])
@@ -185,7 +185,7 @@ def test_metric_learning(kind):
 def test_metric_learning_with_references(kind):
     z, ref, labels = normal(N, D), normal(N + 9, D), LABELS[kind]()
     ref_labels = torch.cat([LABELS[kind](), torch.arange(9)])
-    want = metric_learning_nt_xent(z, labels, ref, ref_labels, 0.07, itself=False)
+    want = metric_learning_nt_xent(z, labels, ref, ref_labels, 0.07, mask_self=False)
     assert_same(pml.NTXentLoss()(z, labels, None, ref, ref_labels), want, [z, ref])
     want = metric_learning_supcon(z, labels, ref, ref_labels, 0.1)
     assert_same(pml.SupConLoss()(z, labels, None, ref, ref_labels), want, [z, ref])

@@ -10,32 +10,34 @@ from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import direct_products, direct_sigmoid, direct_softmax
-from tilewise.kernels.triton_impl.direct import MANY_PARTS
-from tilewise.kernels.triton_impl.launch import FULL
+from tilewise.kernels.triton_impl.launch.call import FULL
+from tilewise.kernels.triton_impl.one_pass import product_kernels as direct_products
+from tilewise.kernels.triton_impl.one_pass import sigmoid_kernels as direct_sigmoid
+from tilewise.kernels.triton_impl.one_pass import softmax_kernels as direct_softmax
+from tilewise.kernels.triton_impl.one_pass.softmax import MANY_PARTS
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE, Sizes
 
 DIAGONAL, ONE = 1, 2
 SOFTCAP, BIAS, ONE_BIAS, SKIP, BIAS_TOTAL = 2, 1, 16, 4, 32
 INTEGERS = {"n", "m", "first", "ahead", "parts", "count"}
-KEYS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
+KEYS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "needs_repair": "*i32"}
 KEYS |= {"column": "*i32", "order": "*i64", "only_if": "*i32"}
 FEATURES = {"a", "b", "g", "scaled", "out", "values", "grad"}
 NONE = dict.fromkeys(
-    ("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_zero", "square", "only_if")
+    ("row_key", "col_key", "row_skip", "col_skip", "bias", "bias_part", "row_shift", "square", "only_if")
 )
 PERSISTENT = {"PROGRAMS": 264, "EXACT": FULL}
 TILED = {
     "exponents of cross entropy": (direct_softmax.exponent_kernel, ONE, 0, 0, ("row_key", "only_if")),
     "exponents, bias and softcap": (direct_softmax.exponent_kernel, ONE, BIAS + SOFTCAP, 0, ("row_key", "bias")),
     "exponents of info_nce with ids": (direct_softmax.exponent_kernel, DIAGONAL, SKIP, 0, ("row_skip", "col_skip")),
-    "exponents in doubt": (direct_softmax.exponent_kernel, ONE, 0, 1, ("row_key",)),
-    "maxima in doubt": (direct_softmax.exponent_kernel, ONE, 0, 3, ("row_key",)),
-    "softplus in doubt": (direct_sigmoid.softplus_kernel, DIAGONAL, ONE_BIAS, 0, ("bias",)),
+    "exponents in needs_repair": (direct_softmax.exponent_kernel, ONE, 0, 1, ("row_key",)),
+    "maxima in needs_repair": (direct_softmax.exponent_kernel, ONE, 0, 3, ("row_key",)),
+    "softplus in needs_repair": (direct_sigmoid.softplus_kernel, DIAGONAL, ONE_BIAS, 0, ("bias",)),
     "sigmoid": (direct_sigmoid.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, ("bias", "bias_part")),
 }
 SMALL = {
-    "start": (direct_softmax.start_kernel, {"BLOCK": 1024}, ("square", "row_zero")),
+    "start": (direct_softmax.start_kernel, {"BLOCK": 1024}, ("square", "row_shift")),
     "shift": (direct_softmax.shift_kernel, {"MANY_PARTS": MANY_PARTS, "BLOCK": 32}, ()),
     "rows": (
         direct_softmax.rows_kernel,

@@ -11,20 +11,25 @@ from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import backward, carried, forward, positive, small_step, tokens
-from tilewise.kernels.triton_impl.launch import FULL
+from tilewise.kernels.triton_impl.launch.call import FULL
+from tilewise.kernels.triton_impl.one_pass import small_batch as small_step
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE, WIDE_TABLE
-from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, MERGE_PARTS
+from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
+from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
+from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
+from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass import token_kernels as tokens
+from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS
 
-POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "doubt": "*i32"}
+POINTERS = {"row_key": "*i64", "col_key": "*i32", "row_skip": "*i32", "col_skip": "*i32", "needs_repair": "*i32"}
 POINTERS |= {"place_part": "*i32", "row_top_col": "*i64", "dense": "*i32"}
 NUMBERS = {"softcap": "fp32", "share": "fp32"} | dict.fromkeys(
     ("a_size", "b_size", "peak_count", "n", "m", "first", "ahead", "a_stride", "b_stride", "g_stride", "parts"), "i32"
 )
 OPTIONAL = {
-    *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_zero", "col_zero", "col_weight", "pos_part"),
+    *("bias", "row_key", "col_key", "row_skip", "col_skip", "row_shift", "col_shift", "col_weight", "pos_part"),
     *("pos_col_part", "sum_part", "peaks", "bias_part", "grad_pos_col", "grad_sum", "span", "grad_col", "col_lse"),
-    *("grad_pos", "row_hits", "row_entropy", "grad_entropy", "e_desc", "dense", "row_factor"),
+    *("grad_pos", "num_positives", "row_entropy", "grad_entropy", "e_desc", "dense", "row_factor"),
 }
 DIAGONAL, ONE, MANY = 1, 2, 3
 MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
@@ -144,7 +149,7 @@ def main() -> None:
                     blocks = {"P": 64, "K": 64}
                 else:
                     blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group}
-                there = present | ({"row_hits"} if kernel is positive.positive_kernel else set())
+                there = present | ({"num_positives"} if kernel is positive.positive_kernel else set())
                 result = compiled(kernel, shared | blocks | bits, there, dtype, sizes, capability)
                 programs = 1 if sizes is None else sizes.programs
                 line = {"card": card, "capability": capability, "loss": loss, "kernel": kernel.__name__}

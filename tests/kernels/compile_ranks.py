@@ -9,7 +9,7 @@ from tests.kernels.compile_skipping import compiled
 from tests.kernels.resources import stack_bytes
 
 from tilewise.kernels.triton_impl import ranks
-from tilewise.kernels.triton_impl.launch import FULL
+from tilewise.kernels.triton_impl.launch.call import FULL
 from tilewise.kernels.triton_impl.sizes import SAFE, TABLE
 
 CARDS = {

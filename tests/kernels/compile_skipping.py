@@ -11,11 +11,12 @@ from tests.kernels.resources import stack_bytes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.triton_impl import forward, skipping
-from tilewise.kernels.triton_impl.launch import FULL
-from tilewise.kernels.triton_impl.skipping_backward import pair_sizes_of
-from tilewise.kernels.triton_impl.skipping_forward import product_sizes_of
-from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, MERGE_PARTS
+from tilewise.kernels.triton_impl.filtered import kernels as skipping
+from tilewise.kernels.triton_impl.filtered.backward import pair_sizes_of
+from tilewise.kernels.triton_impl.filtered.forward import product_sizes_of
+from tilewise.kernels.triton_impl.launch.call import FULL
+from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
+from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS
 
 INTEGERS = {
     *("n", "m", "first", "first_tile", "b_units", "a_units", "out_units", "tiles", "first_row", "all_rows"),
@@ -71,8 +72,8 @@ def main() -> None:
         block = {"R": pairs.rows, "K": pairs.depth}
         column = {"R": pairs.rows, "K": min(pairs.columns, max(16, triton.next_power_of_2(d)))}
         for score in (0, 3) if card == "hopper" else (0,):
-            no = set() if score else {"bias", "row_zero", "bias_share", "bias_factor", "bias_out"}
-            no |= {"col_part", "col_zero", "col_out"}  # of a merge of rows
+            no = set() if score else {"bias", "row_shift", "bias_share", "bias_factor", "bias_out"}
+            no |= {"col_part", "col_shift", "col_out"}  # of a merge of rows
             merge = {"R": product.rows, "C": product.cols} | MERGE
             for kernel, sizes, warps, stages in (
                 (skipping.gather_kernel, {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}, 4, 2),

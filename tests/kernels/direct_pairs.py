@@ -4,7 +4,8 @@ import torch
 
 import tilewise as tw
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import direct, gradients
+from tilewise.kernels.triton_impl.one_pass import softmax as direct
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
 
 EARLY, LATE = (
     tw.TileOptions(backend="triton", precision="highest", gradients=when) for when in ("forward", "backward")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.kernels.pair_checks import check_backward, check_forward
 
-from tilewise.kernels.triton_impl import gradients
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
 
 # NumPy speaks where a GPU is silent: log2(0), or the sum of whatever memory holds, of which nobody wants the result.

@@ -53,7 +53,7 @@ def _clip(make: Maker, scale: float = 14.0, n: int = 131, d: int = 33, noise: fl
         a = a.to(make.dtype)
     zero = scale * (a.double() * b.double()).sum(1).to(stat_dtype(make.dtype))
     index = make.index(n)
-    pair = Pair(a=a, b=b, scale=make.number(scale), row_key=index, row_zero=zero, col_zero=zero)
+    pair = Pair(a=a, b=b, scale=make.number(scale), row_key=index, row_shift=zero, col_shift=zero)
     return pair, PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
@@ -118,7 +118,7 @@ def cross_entropy(make: Maker) -> Case:
         scale=make.number(0.8),
         bias=make.vector(m),
         row_key=make.integers(m, n),
-        row_zero=make.vector(n),
+        row_shift=make.vector(n),
     )
     return pair, PairSpec(row_lse=True, positive="one")
 
@@ -154,7 +154,7 @@ def tokens_masked_and_twice(make: Maker) -> Case:
     b, bias = pair.b.clone(), pair.bias.clone()
     bias[:half:3] = -torch.inf
     b[half : 2 * half], bias[half : 2 * half] = b[:half], bias[:half]
-    pair = dataclasses.replace(pair, b=b, bias=bias, row_key=None, row_zero=None, col_start=20)
+    pair = dataclasses.replace(pair, b=b, bias=bias, row_key=None, row_shift=None, col_start=20)
     return pair, dataclasses.replace(spec, positive="none", softcap=0.0)
 
 
@@ -186,8 +186,8 @@ def nt_xent(make: Maker) -> Case:
     index = make.index(n)
     other = torch.roll(index, n // 2)
     zero = 9.0 * (z.double() * z.double()[other]).sum(1).to(stat_dtype(make.dtype))
-    pair = Pair(a=z, b=z, scale=make.number(9.0), row_key=other, row_zero=zero)
-    return pair, PairSpec(row_lse=True, positive="one", itself=True, symmetric=True)
+    pair = Pair(a=z, b=z, scale=make.number(9.0), row_key=other, row_shift=zero)
+    return pair, PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True)
 
 
 @case
@@ -195,8 +195,8 @@ def supcon(make: Maker) -> Case:
     n = make.rows(133)
     z, labels = make.features(n, 24), make.integers(9, n)
     labels[3] = 1000  # has no positive
-    pair = Pair(a=z, b=z, scale=make.number(9.0), row_key=labels, col_key=labels, row_zero=make.vector(n))
-    return pair, PairSpec(row_lse=True, positive="many", itself=True, symmetric=True)
+    pair = Pair(a=z, b=z, scale=make.number(9.0), row_key=labels, col_key=labels, row_shift=make.vector(n))
+    return pair, PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 
 
 @case
@@ -212,7 +212,7 @@ def supcon_foreign_block(make: Maker) -> Case:
         row_start=200,
         col_start=150,
     )
-    return pair, PairSpec(row_lse=True, positive="many", itself=True)
+    return pair, PairSpec(row_lse=True, positive="many", mask_self=True)
 
 
 @case
@@ -288,7 +288,7 @@ def ruled_out_under_softcap(make: Maker) -> Case:
 @case
 def excluded_under_softcap(make: Maker) -> Case:
     pair, spec = ids_excluded(make)
-    return dataclasses.replace(pair, row_zero=None, col_zero=None), dataclasses.replace(spec, softcap=6.0)
+    return dataclasses.replace(pair, row_shift=None, col_shift=None), dataclasses.replace(spec, softcap=6.0)
 
 
 # Shapes and layouts ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tilewise.kernels.spec import Backend, Grads, GradStats, Needs, Pair, PairSp
 from tilewise.options import TileOptions
 
 STATS = ("row_lse", "row_pos", "row_softplus", "row_sum", "row_entropy", "col_lse")
-CONSTANT = ("row_hits", "row_top", "row_top_col")  # have no gradient
+CONSTANT = ("num_positives", "row_top", "row_top_col")  # have no gradient
 LOOSE = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 1e-5)}  # of statistics and of gradients
 
 
@@ -28,7 +28,7 @@ def leaves_of(pair: Pair, dtype: torch.dtype | None = None) -> Pair:
     a = leaf(pair.a, dtype)
     vectors = {
         name: None if getattr(pair, name) is None else getattr(pair, name).to(stat)
-        for name in ("row_zero", "col_zero", "col_weight")
+        for name in ("row_shift", "col_shift", "col_weight")
     }
     return dataclasses.replace(
         pair,
@@ -88,16 +88,16 @@ def comparable(stats: Stats, pair: Pair) -> dict[str, Tensor]:
     so it is compared as a score, and against its row's log-sum-exp."""
     named = stats_asked(stats)
     named.pop("row_top_col", None)  # see `check_top`
-    if stats.row_top is not None and pair.row_zero is not None:
-        named["row_top"] = stats.row_top + pair.row_zero
+    if stats.row_top is not None and pair.row_shift is not None:
+        named["row_top"] = stats.row_top + pair.row_shift
     for name in ("row_lse", "col_lse"):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
         if name in named:
             named[name] = torch.cat([named[name], torch.ones_like(named[name])])
-    if stats.row_pos is not None and pair.row_zero is not None:
-        assert stats.row_hits is not None
-        named["row_pos"] = stats.row_pos + stats.row_hits * pair.row_zero
+    if stats.row_pos is not None and pair.row_shift is not None:
+        assert stats.num_positives is not None
+        named["row_pos"] = stats.row_pos + stats.num_positives * pair.row_shift
         if stats.row_lse is not None:
-            named["row_nll"] = stats.row_lse * stats.row_hits - stats.row_pos
+            named["row_nll"] = stats.row_lse * stats.num_positives - stats.row_pos
     return named
 
 

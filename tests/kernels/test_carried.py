@@ -14,9 +14,14 @@ from tests.kernels.quick_interpreter import make_quick
 
 import tilewise as tw
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import carried, gradients, launch, sizes, statistics, tape
+from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.carried import Carried, Factors, column_pieces
+from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import forward as statistics
+from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, Factors, column_pieces
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -29,7 +34,7 @@ NEEDS = Needs(a=True, b=True, scale=True)
 def small(monkeypatch):
     """Float32 in chunks of one tile: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(replay, "_recordings", {})
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)
     monkeypatch.setattr(carried, "COLS", 64)
@@ -57,7 +62,7 @@ def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
 @pytest.mark.parametrize("g_cols", [0, 40, 96, 1000])
 @pytest.mark.parametrize("n, m, d", [(48, 400, 32), (24, 500, 64), (70, 333, 128), (64, 1000, 8), (50, 403, 16)])
 def test_what_is_carried_lies_behind_what_is_written(n, m, d, g_cols):
-    found = Carried.of(pair_of(n, m, d), SPEC)
+    found = SavedColumns.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
     found.hold_g(g_cols, found.memory.new_empty)
     columns = column_pieces(m, 128, found)
@@ -100,17 +105,17 @@ def test_chunks_are_no_wider_than_the_memory_has_room_for(monkeypatch):
 def check_wide_chunks(n, m, width, scores, monkeypatch):
     monkeypatch.setattr(carried, "SCORES", scores)
     pair = pair_of(n, m, 64)
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.cols == width
     grad = incoming_gradients(stats)
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
     for name in ("a", "b"):
         assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
 
 
 def test_too_few_columns_carry_nothing():
-    assert Carried.of(pair_of(200, 333, 32), SPEC) is None
+    assert SavedColumns.of(pair_of(200, 333, 32), SPEC) is None
 
 
 @pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "doubtful"])
@@ -118,16 +123,16 @@ def test_too_few_columns_carry_nothing():
 def test_gradients_with_and_without_are_the_same(n, m, d, g_cols, spread, monkeypatch):
     g_of(monkeypatch, g_cols)
     pair = pair_of(n, m, d, spread)
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held is not None
-    assert bool(held.doubt > 0) == (spread > 500.0), "a guess that is too far off is noticed"
+    assert bool(held.needs_repair > 0) == (spread > 500.0), "a guess that is too far off is noticed"
     plain = BACKEND.forward(pair, SPEC, OPTIONS)
     assert_close(stats.row_lse, plain.row_lse, 1e-6, "lse")
     grad = incoming_gradients(plain)
     want = BACKEND.backward(pair, plain, grad, NEEDS, SPEC, OPTIONS)
     memory = held.memory
     assert (held.end == m) == (g_cols == 500), "what is left is all carried if it fits"
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     assert got.b.data_ptr() == memory.data_ptr(), "the memory is the gradient"
     for name in ("a", "b"):  # exponents of about 90 have steps of 8e-6 in float32
         assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 5e-6, name)
@@ -148,15 +153,15 @@ def test_one_row_away_from_the_shift_is_noticed(away):
         pair.a[3] = 0.0
         pair.a[4] = 150.0 * pair.b[9] / (pair.scale * pair.b[9].square().sum())
         pair.row_key[4] = 9
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
-    assert bool(held.doubt > 0)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+    assert bool(held.needs_repair > 0)
     x = pair.scale.double() * pair.a.double() @ pair.b.double().T
     assert_close(stats.row_lse, x.logsumexp(1), 1e-6, "lse")
     grad = incoming_gradients(stats)
     g = grad.row_lse.double()[:, None] * x.softmax(1)
     valid = pair.row_key >= 0
     g[valid, pair.row_key[valid]] += grad.row_pos.double()[valid]
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     assert_close(got.a, pair.scale.double() * g @ pair.b.double(), 2e-5, "a")
     assert_close(got.b, pair.scale.double() * g.T @ pair.a.double(), 2e-5, "b")
 
@@ -177,13 +182,13 @@ KEEP, SIGN = (torch.arange(100) % 3 > 0).float(), (-1.0) ** torch.arange(100)
 def test_every_kind_of_incoming_gradient(kind, scale):
     """The factor of a row may be 0, tiny or negative, and its positive's entry is written in units of it."""
     pair = dataclasses.replace(pair_of(), scale=torch.tensor(scale))
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
-    assert bool(held.doubt == 0)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+    assert bool(held.needs_repair == 0)
     plain = incoming_gradients(stats)
     row_lse, row_pos = COMING[kind](plain.row_lse, plain.row_pos)
     grad = dataclasses.replace(plain, row_lse=row_lse, row_pos=row_pos)
     want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     for name in ("a", "b"):
         assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
     terms = pair.a.double().norm() * want.a.double().norm() / abs(scale or 1e-30)
@@ -193,10 +198,10 @@ def test_every_kind_of_incoming_gradient(kind, scale):
 @pytest.mark.parametrize("needs", [Needs(a=False, b=True, scale=True), Needs(a=False, b=True), Needs(a=True, b=True)])
 def test_fewer_gradients(needs):
     pair = pair_of()
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     grad = incoming_gradients(stats)
     want = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS)
-    got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
     for name in ("a", "b", "scale"):
         one, other = getattr(got, name), getattr(want, name)
         assert (one is None) == (other is None) == (not getattr(needs, name))
@@ -210,12 +215,12 @@ def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch)
     monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
     pair = pair_of(spread=spread)
     pair = dataclasses.replace(pair, a=pair.a.half(), b=pair.b.half(), row_key=pair.row_key.clamp(min=0))
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
-    assert bool(held.doubt > 0) == (spread > 500.0)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+    assert bool(held.needs_repair > 0) == (spread > 500.0)
     grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
     places, of = [], Factors.of
     monkeypatch.setattr(Factors, "of", staticmethod(lambda *args: places.append(of(*args)) or places[-1]))
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     assert places[0].scaled.data_ptr() == got.a.data_ptr()
     same = places[0].each == 1.0
     assert bool(same.all()) == (spread > 500.0)
@@ -232,10 +237,10 @@ def test_the_entry_of_the_positive_is_not_rounded_twice(monkeypatch):
     monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
     pair = pair_of()
     pair = dataclasses.replace(pair, a=(pair.a * 0.1).half(), b=pair.b.half(), bias=None, row_key=torch.arange(48) * 4)
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.end > 48 * 4
     grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     a, b = pair.a.double(), pair.b.double()
     p = (0.3 * a @ b.T).softmax(1)
     p[torch.arange(48), pair.row_key] -= 1.0
@@ -252,11 +257,11 @@ def test_one_row_far_above_the_others(peak, trusted):
     own = pair.b[key[3]]
     a[3] = own * (peak / own.square().sum())
     pair = dataclasses.replace(pair, a=a, row_key=key, scale=torch.tensor(1.0), bias=None)
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
-    assert bool(held.doubt == 0) == trusted
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+    assert bool(held.needs_repair == 0) == trusted
     grad = incoming_gradients(stats)
     want = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
-    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, carried=held)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     for name in ("a", "b"):
         assert_close(getattr(got, name), getattr(want, name), 2e-6, name)
 
@@ -264,7 +269,7 @@ def test_one_row_far_above_the_others(peak, trusted):
 def test_it_spares_products(monkeypatch):
     """The gradient kernel works on the other columns only."""
     pair = pair_of()
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     seen, plain = [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
@@ -272,7 +277,7 @@ def test_it_spares_products(monkeypatch):
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
-    BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, carried=held)
+    BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
     assert seen.count(True) == len(held.columns()) >= 3
     assert seen.count(False) == -(-(400 - held.end) // 96) >= 1
 
@@ -280,7 +285,7 @@ def test_it_spares_products(monkeypatch):
 def test_g_takes_the_memory_that_carried_exponentials(monkeypatch):
     """So that the peak, which is backward's, does not rise; and it is free when backward ends."""
     pair = pair_of()
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.buffer.numel() == 48 * 96
     place, seen, plain = held.buffer.data_ptr(), set(), gradients.Backward._gradient
 
@@ -289,7 +294,7 @@ def test_g_takes_the_memory_that_carried_exponentials(monkeypatch):
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
-    BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, carried=held)
+    BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
     assert {where for carried, where in seen if not carried} == {place}
     assert (True, place) in seen
     assert held.buffer is None
@@ -301,16 +306,16 @@ def test_later_steps_are_two_tapes(spread, monkeypatch):
 
     def step(seed):
         pair = pair_of(spread=spread, seed=seed)
-        stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
-        grads = BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, carried=held)
+        stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+        grads = BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
         assert grads.b.data_ptr() == held.memory.data_ptr()
         assert held.buffer is None
         return stats.row_lse, stats.row_pos, grads.a, grads.b, grads.scale
 
     fresh = step(1)
-    tape._tapes.clear()
+    replay._recordings.clear()
     step(0)
-    assert {kind[0]: made is not None for kind, made in tape._tapes.items()} == {"carrying": True, "backward": True}
+    assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {"carrying": True, "backward": True}
     monkeypatch.setattr(launch.Call, "of", None)
     for one, other in zip(step(1), fresh, strict=True):
         assert torch.equal(one, other)
@@ -319,7 +324,7 @@ def test_later_steps_are_two_tapes(spread, monkeypatch):
 def test_a_workspace_too_small_for_all_rows_carries_nothing(monkeypatch):
     """Backward could not use it."""
     monkeypatch.setattr(statistics, "macro_tile", lambda *args: (32, 64))
-    assert BACKEND.forward_carrying(pair_of(), SPEC, OPTIONS)[1] is None
+    assert BACKEND.forward_saving(pair_of(), SPEC, OPTIONS)[1] is None
 
 
 @pytest.mark.parametrize("mib", [1, 3, 16, 256])
@@ -336,11 +341,11 @@ def test_carried_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib
 
 @pytest.mark.parametrize(
     "change",
-    [{"col_lse": True}, {"softcap": 3.0}, {"row_sum": True}, {"itself": True}, {"positive": "none"}],
+    [{"col_lse": True}, {"softcap": 3.0}, {"row_sum": True}, {"mask_self": True}, {"positive": "none"}],
     ids=str,
 )
 def test_other_losses_carry_nothing(change):
-    assert Carried.of(pair_of(), dataclasses.replace(SPEC, **change)) is None
+    assert SavedColumns.of(pair_of(), dataclasses.replace(SPEC, **change)) is None
 
 
 def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
@@ -355,11 +360,11 @@ def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
             plain(self, i, j, mirrored)
 
     monkeypatch.setattr(statistics.Forward, "_tiles", watched)
-    assert BACKEND.forward_carrying(pair, SPEC, OPTIONS)[1] is not None
+    assert BACKEND.forward_saving(pair, SPEC, OPTIONS)[1] is not None
     widest.clear()
     monkeypatch.setattr(statistics.Forward, "_macro", lambda self: (64, 64))
-    tape._tapes.clear()
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    replay._recordings.clear()
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert max(widest) <= 64
     assert held is None
     assert_close(stats.row_lse, BACKEND.forward(pair, SPEC, OPTIONS).row_lse, 1e-6, "lse")
@@ -368,10 +373,10 @@ def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
 def test_needs_that_do_without(monkeypatch):
     """A frozen classifier, or a bias that learns, takes the ordinary way."""
     pair = pair_of()
-    stats, held = BACKEND.forward_carrying(pair, SPEC, OPTIONS)
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     grad = incoming_gradients(stats)
     for needs in (Needs(a=True, b=False), Needs(a=True, b=True, bias=True)):
-        got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+        got = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
         want = BACKEND.backward(pair, stats, grad, needs, SPEC, OPTIONS)
         assert_close(got.a, want.a, 1e-6, "a")
 
@@ -385,8 +390,8 @@ def test_the_loss_twice_through_one_graph(ignored, monkeypatch):
     classifier = torch.randn(300, 32, generator=generator, requires_grad=True)
     target = torch.randint(0, 300, (40,), generator=generator)
     target[:ignored] = -100
-    seen, plain = [], Carried.of
-    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: seen.append(plain(*args)) or seen[-1]))
+    seen, plain = [], SavedColumns.of
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: seen.append(plain(*args)) or seen[-1]))
     loss = tw.linear_cross_entropy(hidden, classifier, target, options=OPTIONS)
     assert len(seen) == 1
     assert seen[0] is not None
@@ -405,7 +410,7 @@ def test_nothing_is_held_for_a_backward_that_takes_nothing(how, monkeypatch):
     monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
     hidden, classifier = torch.randn(40, 32, requires_grad=True), torch.nn.Parameter(torch.randn(300, 32))
     classifier.requires_grad_(how != "frozen classifier")
-    memory, holds, plain = [], [], Carried.of
+    memory, holds, plain = [], [], SavedColumns.of
 
     def watched(*args):
         found = plain(*args)
@@ -413,7 +418,7 @@ def test_nothing_is_held_for_a_backward_that_takes_nothing(how, monkeypatch):
         holds.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(Carried, "of", staticmethod(watched))
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(watched))
     with torch.set_grad_enabled(how != "no grad"):
         loss = tw.linear_cross_entropy(hidden, classifier, torch.arange(40), options=OPTIONS)
     if how == "a second derivative":

@@ -13,9 +13,10 @@ from tests.kernels.direct_pairs import ALL, EARLY, LATE, softmax_pair, take_seve
 from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 import tilewise as tw
-from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import direct, sizes
+from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl.one_pass import softmax as direct
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = IN_THE_INTERPRETER
@@ -88,14 +89,14 @@ def both(pair, spec, weights, needs):
 @pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize("scale", [400.0, 4000.0])
 def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
-    """Losses of hundreds of nats: the exponentials overflow, cast doubt, and are done again with each row's maximum."""
+    """Losses of hundreds of nats: the exponentials overflow, cast needs_repair, and are done again with each row's maximum."""
     pair, spec = softmax_pair(150, 90, 16, scale)
-    pair.a[70:] *= 1e-3  # rows of the second block are harmless: doubt does not last
+    pair.a[70:] *= 1e-3  # rows of the second block are harmless: needs_repair does not last
     doubts = []
 
     class Spied(direct.Softmax):
         def _exponentials(self, e, row_part, i, scaled):
-            assert self.doubt.item() == 0
+            assert self.needs_repair.item() == 0
             result = super()._exponentials(e, row_part, i, scaled)
             doubts.append(self.call.by_row["shift"][i].clone())
             return result
@@ -189,14 +190,14 @@ def test_only_what_is_needed(field, softplus):
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
 def test_sigmoid_of_small_and_large_scores(scale, columns, monkeypatch):
-    """Scores near 0 make products of 2**columns; above 69 nats they cast doubt, and the loss is taken anew."""
+    """Scores near 0 make products of 2**columns; above 69 nats they cast needs_repair, and the loss is taken anew."""
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(64, columns, 64, 1, 1, 1, 2))
     ran = []
 
     class Spied(direct.Sigmoid):
         def loss_and_grads(self):
             result = super().loss_and_grads()
-            ran.append(self.doubt.item())
+            ran.append(self.needs_repair.item())
             return result
 
     monkeypatch.setattr(direct, "Sigmoid", Spied)

@@ -12,9 +12,10 @@ from tests.kernels.direct_pairs import ALL, EARLY, SOFTMAX, softmax_pair, take_s
 from tests.kernels.interpreted import IN_THE_INTERPRETER
 from triton.runtime import interpreter
 
-from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair
-from tilewise.kernels.triton_impl import direct, launch
+from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.one_pass import softmax as direct
 
 pytestmark = IN_THE_INTERPRETER
 

@@ -13,9 +13,10 @@ from tests.kernels.direct_pairs import EARLY, LATE, SOFTMAX
 from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 from tilewise.errors import GradientError
-from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Pair
-from tilewise.kernels.triton_impl import direct, tape
+from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.one_pass import softmax as direct
 
 pytestmark = IN_THE_INTERPRETER
 
@@ -60,9 +61,9 @@ def test_exponentials_that_wait_leave_a_tape(name, monkeypatch):
     monkeypatch.setattr(kernels, "waits", lambda pair, needs, spec, options: needs.b and spec.row_lse)
     first, second = (problem(name, torch.float32, n=70, seed=seed) for seed in (0, 1))
     fresh = solve(second.ours, second.leaves, options=EARLY)
-    tape._tapes.clear()
+    replay._recordings.clear()
     solve(first.ours, first.leaves, options=EARLY)
-    tapes = [made is not None for kind, made in tape._tapes.items() if kind[0] == "exponentials"]
+    tapes = [made is not None for kind, made in replay._recordings.items() if kind[0] == "exponentials"]
     assert tapes == [True, True], "of all rows, in vain, and of those that count"
     monkeypatch.setattr(direct.Softmax, "__init__", None)
     again = solve(second.ours, second.leaves, options=EARLY)

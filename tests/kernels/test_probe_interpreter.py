@@ -12,14 +12,18 @@ from tests.kernels.quick_interpreter import make_quick
 from tests.kernels.test_skipping_interpreter import make_pair
 
 import tilewise as tw
-from tilewise.kernels import filter as plans
+from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl import carried, gradients, skipping_forward, tape
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.carried import Carried
-from tilewise.kernels.triton_impl.skipping_forward import SkipForward
-from tilewise.kernels.triton_impl.skipping_host import TritonFilter
-from tilewise.ops import drop_rows, filtered
+from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
+from tilewise.kernels.triton_impl.filtered.forward import SkipForward
+from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
+from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
+from tilewise.ops import filtered
+from tilewise.ops import rows as drop_rows
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -34,7 +38,7 @@ ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
 def small(monkeypatch):
     """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
-    monkeypatch.setattr(tape, "_tapes", {})
+    monkeypatch.setattr(replay, "_recordings", {})
     monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
     monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
     monkeypatch.setattr(carried, "WORTH_IT", 0)
@@ -111,7 +115,7 @@ def test_without_room_for_a_sample_none_is_asked(monkeypatch):
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
 def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
     pair, grad = flat_pair(dtype, n=n, m=m, d=d, zero=False)
-    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
     assert plan.dense.tolist() == [1]
     valid = pair.row_key >= 0
     assert (plan.mass[:, valid] == plans.KEPT).all()
@@ -119,13 +123,13 @@ def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
     assert (plan.kept == valid.sum()).all()
     assert plan.mean.isfinite().all()
     assert (held is None) == (dtype == torch.float16)
-    want, want_held = TritonBackend().forward_carrying(pair, SPEC, EXACT)
-    for name in ("row_lse", "row_pos", "row_hits"):
+    want, want_held = TritonBackend().forward_saving(pair, SPEC, EXACT)
+    for name in ("row_lse", "row_pos", "num_positives"):
         assert torch.equal(getattr(stats, name), getattr(want, name)), name
     needs = Needs(a=True, b=True, scale=True)
-    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held) is None
-    assert held is None or held.doubt == 0
-    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
+    assert held is None or held.needs_repair == 0
+    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
     right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, carried=want_held)
     for name in ("a", "b", "scale"):
         assert torch.equal(getattr(got, name), getattr(right, name)), name
@@ -138,16 +142,16 @@ def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
     monkeypatch.setattr(plans, "DENSE_SHARE", 0.8)  # a small vocabulary has few tiles
     pair, grad = make_pair(dtype, n, m, d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
-    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
     assert plan.dense.tolist() == [0]
     assert (held is None) == (dtype == torch.float16)
-    assert held is None or held.doubt > 0
-    got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held)
+    assert held is None or held.needs_repair > 0
+    got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held)
     assert held is None or (got.b.data_ptr() == held.memory.data_ptr() and held.buffer is None)
     monkeypatch.setattr(plans, "order_columns", lambda pair: plan.order)
     monkeypatch.setattr(skipping_forward, "WORTH_PROBING", torch.inf)
     want_stats, want = TritonFilter().forward(pair, SPEC, OPTIONS)
-    for name in ("row_lse", "row_pos", "row_hits"):
+    for name in ("row_lse", "row_pos", "num_positives"):
         assert torch.equal(getattr(stats, name), getattr(want_stats, name)), name
     for name in ("order", "mass", "mean", "kept", "dense"):
         assert torch.equal(getattr(plan, name), getattr(want, name)), name
@@ -162,11 +166,11 @@ def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
     monkeypatch.setattr(plans, "PROBED_SHARE", NEVER)
     pair, grad = flat_pair(n=n, m=m, d=d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
-    stats, plan, held = TritonFilter().forward_carrying(pair, SPEC, OPTIONS)
+    stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
     assert plan.dense.tolist() == [1]
-    assert held.doubt > 0
-    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, carried=held) is None
-    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, carried=held)
+    assert held.needs_repair > 0
+    assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
+    got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
     assert got.b.data_ptr() == held.memory.data_ptr()
     want = TritonBackend().backward(pair, TritonBackend().forward(pair, SPEC, EXACT), grad, needs, SPEC, EXACT)
     for name in ("a", "b"):
@@ -233,12 +237,12 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
     carries, products, plain = [], [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
-        products.append(self.carried is not None and bool(self.carried.doubt == 0))
+        products.append(self.carried is not None and bool(self.carried.needs_repair == 0))
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
-    of = Carried.of
-    monkeypatch.setattr(Carried, "of", staticmethod(lambda *args: carries.append(of(*args)) or carries[-1]))
+    of = SavedColumns.of
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: carries.append(of(*args)) or carries[-1]))
     with tw.record_filtering() as report:
         loss = problem.loss()
     assert report.dense == [dense]
@@ -324,14 +328,14 @@ def test_where_nothing_can_be_carried(settings, spread):
 @pytest.mark.usefixtures("no_zero")
 @pytest.mark.parametrize("how", ["only the rows", "a second derivative", "dropped"])
 def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
-    problem, memory, of = Problem(0.1), [], Carried.of
+    problem, memory, of = Problem(0.1), [], SavedColumns.of
 
     def watched(*args):
         found = of(*args)
         memory.append(weakref.ref(found.memory))
         return found
 
-    monkeypatch.setattr(Carried, "of", staticmethod(watched))
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(watched))
     if how == "only the rows":
         problem.leaves[1].requires_grad_(False)
     loss = problem.loss()
@@ -358,5 +362,5 @@ def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     number = torch.ones(1, dtype=torch.int32)
     with torch.device("meta"):
-        told = carried.Told(number)
+        told = carried.HostScalar(number)
     assert told() == 1

@@ -8,7 +8,7 @@ from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 from tilewise.errors import BackendError
 from tilewise.kernels import ranks
-from tilewise.kernels.ranks_tiled import ScoreTile
+from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl import ranks as fused
 from tilewise.options import TileOptions
 from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both

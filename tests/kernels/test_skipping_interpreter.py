@@ -8,12 +8,13 @@ import torch
 from tests.compare import assert_close
 from tests.kernels.interpreted import IN_THE_INTERPRETER
 
-from tilewise.kernels import filter as plans
-from tilewise.kernels.filter_tiled import TorchFilter
+from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl import skipping_backward, skipping_forward
-from tilewise.kernels.triton_impl.skipping_backward import Blocks
-from tilewise.kernels.triton_impl.skipping_host import TritonFilter
+from tilewise.kernels.torch_impl.filtered import TorchFilter
+from tilewise.kernels.triton_impl.filtered import backward as skipping_backward
+from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
+from tilewise.kernels.triton_impl.filtered.backward import Blocks
+from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.options import TileOptions
 
 pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_dense")]
@@ -43,7 +44,7 @@ def make_pair(dtype, n=70, m=331, d=24, *, bias=True, zero=True):
         scale=torch.tensor(1.1),
         bias=offset if bias else None,
         row_key=key,
-        row_zero=1.1 * (a.float() * b.float()[key]).sum(1) if zero else None,
+        row_shift=1.1 * (a.float() * b.float()[key]).sum(1) if zero else None,
     )
     valid = (key >= 0).float()
     grad = GradStats(row_lse=torch.randn(n, generator=g) * valid, row_pos=torch.randn(n, generator=g) * valid)
@@ -56,7 +57,7 @@ def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None
     stats, plan = TritonFilter().forward(pair, spec, options)
     want_stats, want = TorchFilter().forward(pair, spec, options)
     valid = pair.row_key >= 0
-    for name in ("row_lse", "row_pos", "row_hits"):
+    for name in ("row_lse", "row_pos", "num_positives"):
         assert_close(getattr(stats, name)[valid], getattr(want_stats, name)[valid], 1e-5, name)
     assert torch.equal(plan.order, want.order)
     assert torch.equal(plan.mass < 0, want.mass < 0)

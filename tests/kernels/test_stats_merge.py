@@ -11,8 +11,8 @@ from tests.kernels.pair_cases import CASES, make_case
 from tests.kernels.pair_checks import dense_grads, finite, incoming_gradients, leaves_of, stats_asked
 
 from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, incoming_size
-from tilewise.kernels.tiled import TorchBackend
+from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, largest_gradient
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
 from tilewise.options import TileOptions
 
 BACKEND, OPTIONS = TorchBackend(), TileOptions()
@@ -28,7 +28,7 @@ def column_block(pair: Pair, part: slice) -> Pair:
     return dataclasses.replace(
         pair,
         b=pair.b[part],
-        **{name: cut(getattr(pair, name)) for name in ("bias", "col_key", "col_skip", "col_zero", "col_weight")},
+        **{name: cut(getattr(pair, name)) for name in ("bias", "col_key", "col_skip", "col_shift", "col_weight")},
         col_start=pair.col_start + part.start,
     )
 
@@ -56,7 +56,7 @@ def some_stats(seed: int) -> Stats:
     lse = vector()
     lse[2:4] = -torch.inf
     return Stats(
-        **{name: vector() for name in ("row_pos", "row_hits", "row_softplus", "row_sum", "col_lse")},
+        **{name: vector() for name in ("row_pos", "num_positives", "row_softplus", "row_sum", "col_lse")},
         row_lse=lse,
         row_entropy=torch.where(lse == -torch.inf, 0.0, vector().abs() / 100),
         row_top=lse.round(decimals=-2),  # some are equal
@@ -139,10 +139,10 @@ def test_gradients_of_blocks_give_the_whole(name):
         assert_close(torch.cat(biases), want.bias, 1e-12)
 
 
-def test_incoming_size():
-    assert incoming_size(GradStats()).item() == 1.0
-    assert incoming_size(GradStats(row_lse=torch.zeros(3))).item() == 1.0
-    assert incoming_size(GradStats(row_lse=torch.zeros(0))).item() == 1.0
-    assert incoming_size(
+def test_largest_gradient():
+    assert largest_gradient(GradStats()).item() == 1.0
+    assert largest_gradient(GradStats(row_lse=torch.zeros(3))).item() == 1.0
+    assert largest_gradient(GradStats(row_lse=torch.zeros(0))).item() == 1.0
+    assert largest_gradient(
         GradStats(row_lse=torch.tensor([1e-8, -3e-7]), row_pos=torch.tensor([2e-8]))
     ).item() == pytest.approx(3e-7)

@@ -10,16 +10,18 @@ from tests.kernels.pair_checks import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import gradients, launch, tape
 from tilewise.kernels.triton_impl.backend import STATISTICS, TritonBackend
+from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
 BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest")
 CLIP = PairSpec(row_lse=True, col_lse=True, positive="one")
 CLASSES = PairSpec(row_lse=True, positive="one")
-VIEWS = PairSpec(row_lse=True, positive="one", itself=True, symmetric=True)
-LABELS = PairSpec(row_lse=True, positive="many", itself=True, symmetric=True)
+VIEWS = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True)
+LABELS = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that never meet
 
 
@@ -27,7 +29,7 @@ IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that nev
 def tapes(monkeypatch):
     make_quick(monkeypatch)
     fresh = {}
-    monkeypatch.setattr(tape, "_tapes", fresh)
+    monkeypatch.setattr(replay, "_recordings", fresh)
     return fresh
 
 
@@ -156,13 +158,13 @@ def test_memory_is_given_back_after_its_last_use(tapes):
 def test_what_is_multiplied_is_a_tensor_of_its_own(tapes):
     everything(pair_of(CLIP, 0), CLIP)
     backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]
-    products = [step for step in backward.steps if isinstance(step, tape.Product)]
+    products = [step for step in backward.steps if isinstance(step, replay.Product)]
     assert len(products) == 2
     assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in (step.target, step.left, step.right))
 
 
 def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
-    monkeypatch.setattr(tape, "MOST_TAPES", 4)
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 4)
     for n in range(64, 71):
         everything(pair_of(CLIP, 0, n=n), CLIP)
         assert len(tapes) <= 4
@@ -171,10 +173,10 @@ def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
 def test_memory_that_torch_uses_again_is_no_slot():
     """A sum by torch may take the memory of scratch that was given back: what it holds cannot be repeated."""
     given = torch.zeros(8)
-    fresh = tape.Tape(given.device)
+    fresh = replay.Recording(given.device)
     fresh.take([given])
     scratch = fresh.empty(given, (64,), torch.float32, zero=False)
-    assert fresh.find(scratch[3:]) == tape.Where(1, 12, (61,), (1,), torch.float32)
+    assert fresh.find(scratch[3:]) == replay.Where(1, 12, (61,), (1,), torch.float32)
     del scratch
     summed = torch.zeros(64)
     fresh.slots[1].address = summed.data_ptr()  # as an allocator does that gives it out again
@@ -203,14 +205,14 @@ def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
 
     def empty(self, like, shape, dtype, zero):
         made = like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
-        alive.append((shape, tape.StorageWeakRef(made.untyped_storage())))
+        alive.append((shape, replay.StorageWeakRef(made.untyped_storage())))
         return made
 
     def take_out(self, dots):
         assert all(memory.expired() for shape, memory in alive if shape == (70, 72))
         return plain(self, dots)
 
-    monkeypatch.setattr(tape.Tape, "empty", empty)
+    monkeypatch.setattr(replay.Recording, "empty", empty)
     monkeypatch.setattr(gradients.Backward, "_take_out", take_out)
     everything(pair_of(CLIP, 0), CLIP)
     assert sum(shape == (70, 72) for shape, _ in alive) == 1
@@ -227,5 +229,5 @@ def test_threads_share_tapes(monkeypatch):
 
     pair = pair_of(CLIP, 0)
     want = everything(pair, CLIP)
-    monkeypatch.setattr(tape, "_tapes", Shared(tape._tapes))
+    monkeypatch.setattr(replay, "_recordings", Shared(replay._recordings))
     assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), want, strict=True))

@@ -17,11 +17,12 @@ from tests.kernels.pair_checks import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.kernels import tile_softmax, tiled, tiles
 from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.tiled import TorchBackend
+from tilewise.kernels.torch_impl import tile_softmax, tiles
+from tilewise.kernels.torch_impl import two_pass as tiled
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
 from tilewise.options import TileOptions
 
 BACKEND, OPTIONS = TorchBackend(), TileOptions()
@@ -140,7 +141,7 @@ def test_empty_sides(n, m, d, symmetric):
     a = torch.randn(n, d)
     b = a if symmetric else torch.randn(m, d)
     pair = Pair(a=a, b=b, scale=torch.tensor(2.0), row_key=torch.arange(n).flip(0))
-    spec = PairSpec(row_lse=True, col_lse=not symmetric, positive="one", symmetric=symmetric, itself=symmetric)
+    spec = PairSpec(row_lse=True, col_lse=not symmetric, positive="one", symmetric=symmetric, mask_self=symmetric)
     stats = BACKEND.forward(pair, spec, OPTIONS)
     want = dense_stats(pair, spec)
     for name, value in stats_asked(want).items():
@@ -227,7 +228,7 @@ def test_precision_leaves_what_was_not_told_untold(told):
 def test_a_log_sum_exp_of_1000_is_not_rounded_to_float32():
     """Scores are +-1000 exactly, so a row's probabilities are 1/6; a float32 log-sum-exp would be 3e-5 off."""
     signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-    pair = Pair(a=500.0 * signs, b=torch.ones(6, 2), scale=torch.tensor(1.0), row_zero=torch.tensor([1000.0, -1000.0]))
+    pair = Pair(a=500.0 * signs, b=torch.ones(6, 2), scale=torch.tensor(1.0), row_shift=torch.tensor([1000.0, -1000.0]))
     spec = PairSpec(row_lse=True, col_lse=True)
     stats = BACKEND.forward(pair, spec, OPTIONS)
     assert_close(stats.row_lse, torch.full((2,), math.log(6)), 1e-6)

@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.kernels.pair_checks import check_backward, check_forward
 
-from tilewise.kernels import tiles
 from tilewise.kernels.spec import Pair, PairSpec, stat_dtype
-from tilewise.kernels.tiled import TorchBackend
+from tilewise.kernels.torch_impl import tiles
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
 
 BACKEND = TorchBackend()
 LAYOUTS = {
@@ -55,7 +55,7 @@ def pairs(draw, dtype):
         col_lse=not softplus and not symmetric and draw(st.booleans()),
         softplus=softplus,
         positive=positive,
-        itself=draw(st.booleans()) and not softplus,
+        mask_self=draw(st.booleans()) and not softplus,
         symmetric=symmetric,
         softcap=softcap,
     )
@@ -72,12 +72,12 @@ def pairs(draw, dtype):
         bias=None if symmetric else maybe(normal(m).to(stat)),
         row_key=None if positive == "none" else row_key,
         col_key=(row_key if symmetric else integers(m, high)) if positive == "many" else None,
-        row_zero=None if softplus else maybe(normal(n).to(stat)),
-        col_zero=maybe(normal(m).to(stat)),
+        row_shift=None if softplus else maybe(normal(n).to(stat)),
+        col_shift=maybe(normal(m).to(stat)),
         row_start=row_start,
         col_start=col_start,
     )
-    excludes = spec.itself
+    excludes = spec.mask_self
     if draw(st.booleans()) and not softplus and not symmetric:
         ids = draw(st.sampled_from([3, 50]))
         pair = dataclasses.replace(pair, row_skip=integers(n, ids), col_skip=integers(m, ids))

@@ -21,9 +21,10 @@ from tests.kernels.pair_checks import (
 from tests.losses.loss_cases import converted, problem, solve
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl import gradients, sizes
-from tilewise.kernels.triton_impl.launch import Call
+from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl.launch.call import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
@@ -141,7 +142,7 @@ def test_entropies_and_largest_scores_apart(row_entropy, row_top):
 def test_of_equal_scores_in_different_tiles_the_first_is_the_largest():
     """All columns are the same; a zero that is subtracted must not make one larger than another."""
     pair = Pair(a=torch.randn(9, 16), b=torch.randn(1, 16).expand(300, -1), scale=torch.tensor(3.1))
-    pair = dataclasses.replace(pair, row_zero=torch.randn(9), col_start=11)
+    pair = dataclasses.replace(pair, row_shift=torch.randn(9), col_start=11)
     stats = BACKEND.forward(pair, PairSpec(row_lse=True, row_entropy=True, row_top=True), OPTIONS)
     assert stats.row_top_col.tolist() == [11] * 9
     assert_close(stats.row_entropy, torch.full((9,), math.log(300)), 1e-6)

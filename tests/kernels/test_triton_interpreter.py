@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on the CPU: every case, every switch, scores that cast doubt."""
+"""The Triton kernels in Triton's interpreter, on the CPU: every case, every switch, scores that cast needs_repair."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ from tests.kernels.pair_maker import Maker
 
 from tilewise.kernels.spec import GradStats, Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
-from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.launch import Call
+from tilewise.kernels.triton_impl.launch.call import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
 
 pytestmark = IN_THE_INTERPRETER
 SERVED = [name for name in CASES if name != "siglip_many"]
@@ -96,12 +96,12 @@ def test_every_score_switch_at_once():
         scale=make.number(6.0),
         bias=make.vector(m),
         row_key=make.integers(3 * m, n) - m,
-        row_zero=make.vector(n, 3.0),
-        col_zero=make.vector(m, 3.0),
+        row_shift=make.vector(n, 3.0),
+        col_shift=make.vector(m, 3.0),
         col_start=5,
         row_start=9,
     )
-    check(pair, PairSpec(row_lse=True, col_lse=True, positive="one", softcap=4.0, itself=True))
+    check(pair, PairSpec(row_lse=True, col_lse=True, positive="one", softcap=4.0, mask_self=True))
     # A weighted sum of excluded scores is -inf times something: nobody asks for both.
     keys = {"row_skip": make.integers(4, n), "col_skip": make.integers(4, m)}
     check(dataclasses.replace(pair, **keys), PairSpec(row_lse=True, col_lse=True, positive="one", softcap=4.0))
@@ -112,7 +112,7 @@ def test_every_score_switch_at_once():
 @pytest.mark.parametrize("name", ["cross_entropy", "siglip"])
 def test_the_gradient_of_a_bias_at_a_scale_of_zero(name):
     pair, spec = make_case(name, torch.float32)
-    pair = dataclasses.replace(pair, scale=torch.zeros(()), row_zero=None)
+    pair = dataclasses.replace(pair, scale=torch.zeros(()), row_shift=None)
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     got = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
@@ -127,7 +127,7 @@ def test_the_gradient_of_a_bias_at_a_scale_of_zero(name):
 def test_a_scale_of_zero_or_below(scale, dtype):
     """G is multiplied by the scale and the scale's gradient divided by it: zero must survive."""
     pair, spec = make_case("clip", dtype)
-    pair = dataclasses.replace(pair, scale=torch.tensor(scale), row_zero=None, col_zero=None)
+    pair = dataclasses.replace(pair, scale=torch.tensor(scale), row_shift=None, col_shift=None)
     stats = check_forward(BACKEND, pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     got = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
@@ -147,7 +147,7 @@ def test_a_scale_of_zero_or_below(scale, dtype):
 def doubted(pair, spec) -> bool:
     work = Forward(Call.of(pair, spec, OPTIONS))
     work.run()
-    return bool(work.doubt.item())
+    return bool(work.needs_repair.item())
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
@@ -165,11 +165,11 @@ def test_a_guess_that_knows_nothing_of_the_bias_is_repaired(shift, col_lse):
     make = Maker(torch.float16)
     bias = make.vector(90) + shift
     pair = Pair(a=make.features(70, 16), b=make.features(90, 16), scale=make.number(5.0), bias=bias)
-    pair = dataclasses.replace(pair, row_key=make.index(70), row_zero=torch.full((70,), shift))
+    pair = dataclasses.replace(pair, row_key=make.index(70), row_shift=torch.full((70,), shift))
     spec = PairSpec(row_lse=True, col_lse=col_lse, positive="one")
     assert doubted(pair, spec)
     stats = BACKEND.forward(pair, spec, OPTIONS)
-    without = dataclasses.replace(pair, bias=bias - shift, row_zero=torch.zeros(70))
+    without = dataclasses.replace(pair, bias=bias - shift, row_shift=torch.zeros(70))
     assert not doubted(without, spec)
     want = BACKEND.forward(without, spec, OPTIONS)
     assert (stats.row_lse - want.row_lse).abs().max() < 1e-3
@@ -186,7 +186,7 @@ def test_a_product_of_sigmoids_that_overflows_is_done_again(keyed, monkeypatch):
     spec = PairSpec(softplus=True, positive="one")
     work = Forward(Call.of(pair, spec, OPTIONS))
     assert_close(work.run().row_softplus, torch.full((20,), 150 * math.log(2)), 1e-6)
-    assert work.doubt.item()
+    assert work.needs_repair.item()
 
 
 def spans(pair, spec):

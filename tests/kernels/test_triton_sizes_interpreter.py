@@ -12,11 +12,13 @@ from tests.kernels.pair_maker import Maker
 
 import tilewise as tw
 from tilewise.errors import BackendError
-from tilewise.kernels import select
+from tilewise.kernels import registry as select
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import gradients, launch, sizes
-from tilewise.kernels.triton_impl.gradients import Backward
-from tilewise.kernels.triton_impl.statistics import MERGE_BLOCK, Forward
+from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, Forward
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
@@ -85,7 +87,7 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
         PairSpec(row_lse=True, col_lse=True, positive="one"),
         PairSpec(row_lse=True, row_sum=True, positive="one"),
         PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one"),
-        PairSpec(row_lse=True, positive="many", symmetric=True, itself=True),
+        PairSpec(row_lse=True, positive="many", symmetric=True, mask_self=True),
     ):
         if spec.symmetric and n != m:
             continue

@@ -10,10 +10,11 @@ from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
 
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes, statistics
-from tilewise.kernels.triton_impl.launch import Call
+from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl.launch.call import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.statistics import Forward
+from tilewise.kernels.triton_impl.two_pass import forward as statistics
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
 
 pytestmark = IN_THE_INTERPRETER
 TWO_SIDED = ["clip", "nt_xent", "ids_excluded", "scores_1000", "rows_of_unlike_size"]

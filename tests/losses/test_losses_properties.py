@@ -10,7 +10,7 @@ from tests.compare import assert_close, relative_error
 from tests.losses.loss_cases import CASES, Maker, converted, problem, solve, upstream_like
 
 import tilewise as tw
-from tilewise.kernels import tiles
+from tilewise.kernels.torch_impl import tiles
 
 EXACT = 1e-12
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import tilewise as tw
-from tilewise.kernels import direct as kernels
+from tilewise.kernels.torch_impl import one_pass as kernels
 
 EARLY = tw.TileOptions(gradients="forward")
 LATE = tw.TileOptions(gradients="backward")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.compare import relative_error
 
 import tilewise as tw
-from tilewise.kernels import filter as plans
+from tilewise.kernels import filter_plan as plans
 from tilewise.options import TileOptions
 
 COLS = 500  # 32 tiles of 16, the last one ragged

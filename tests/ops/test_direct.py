@@ -11,9 +11,9 @@ from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
 from torch.nn.functional import normalize
 
 import tilewise as tw
-from tilewise.kernels import direct as kernels
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.tiled import TorchBackend
+from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
 from tilewise.ops.direct import forms_early
 
 MIB = 2**20

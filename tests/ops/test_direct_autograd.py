@@ -12,7 +12,7 @@ from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels import direct as kernels
+from tilewise.kernels.torch_impl import one_pass as kernels
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels.triton_impl import launch, tape
+from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.launch import replay
 from tilewise.ops.early import launches_early, symmetric_loss
 from tilewise.options import TileOptions
 
@@ -20,7 +21,7 @@ CLOSE = 2e-6  # of float32
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch):
     fresh = {}
-    monkeypatch.setattr(tape, "_tapes", fresh)
+    monkeypatch.setattr(replay, "_recordings", fresh)
     return fresh
 
 

@@ -16,8 +16,8 @@ from tests.oracles import linear_cross_entropy_dense
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
-from tilewise.kernels import filter as plans
-from tilewise.kernels.filter_tiled import TorchFilter
+from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.options import TileOptions
 
 
@@ -266,7 +266,7 @@ def test_a_small_workspace_changes_nothing(monkeypatch):
     head = Head(n=300)
     want = head.grads(1e-2)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**18)  # of which half holds the plan
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.ROWS", 16)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.ROWS", 16)
     assert worst(head.grads(1e-2), want) < 1e-10
 
 

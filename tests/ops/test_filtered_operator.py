@@ -10,9 +10,9 @@ from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, random, solve,
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels import filter as plans
-from tilewise.kernels.filter_tiled import TorchFilter, _order_and_sample
+from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.torch_impl.filtered import TorchFilter, _order_and_sample
 from tilewise.ops import filter_report, filtered
 from tilewise.ops.pair_stats import PairKeys, pair_stats
 from tilewise.options import TileOptions
@@ -42,7 +42,7 @@ def test_tolerance_zero_takes_the_exact_operator(monkeypatch):
         (10, COLS, {"row_sum": True}, {}),
         (10, COLS, {"col_lse": True}, {}),
         (10, COLS, {"positive": "many"}, {}),
-        (10, COLS, {"itself": True}, {}),
+        (10, COLS, {"mask_self": True}, {}),
         (10**6, 10**6, {}, {"workspace_mib": 1}),
         (10, COLS, {}, {"filter_tolerance": 0.0}),
     ],
@@ -90,7 +90,7 @@ def test_flat_rows_take_the_dense_path(monkeypatch):
 @pytest.mark.parametrize("name", ["very peaked", "flat"])
 def test_whatever_a_sample_of_the_rows_says_the_loss_is_right(name, share, dense, monkeypatch):
     """And where it expected too few pairs, too many are noticed when they are counted."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
     monkeypatch.setattr(plans, "PROBED_SHARE", share)
     scores, target = SCORES[name](80), torch.arange(80)
     target[::7] = -100
@@ -106,7 +106,7 @@ def test_whatever_a_sample_of_the_rows_says_the_loss_is_right(name, share, dense
 
 def test_rows_that_a_sample_does_not_meet(monkeypatch):
     """Its rows are peaked, all others are flat."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
     scores = SCORES["flat"](200)
     index = torch.arange(200)[plans.sample_of(200, plans.sample_size(200, COLS, 32, TileOptions()))]
     scores[index] = SCORES["very peaked"](len(index))
@@ -135,7 +135,7 @@ def test_a_tolerance_that_float32_cannot_hold_is_none(tolerance):
 @pytest.mark.parametrize("peaked", [False, True])
 def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, monkeypatch):
     """The mean row is one of the sample. A bias may be all that makes scores peaked."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
     bias = (torch.linspace(20.0, -180.0, COLS, dtype=torch.float64) * peaked).roll(99)
     a, b, key = 0.1 * random(80, 24), 0.1 * random(COLS, 24, seed=1), torch.arange(80)
     pair = Pair(a=a, b=b, scale=torch.tensor(-2.0, dtype=torch.float64), bias=bias, row_key=key)
@@ -146,13 +146,13 @@ def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, mo
         order, too_many = _order_and_sample(pair, spec, options)
     assert torch.equal(order, want)
     assert too_many != peaked
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", math.inf)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", math.inf)
     assert bool(TorchFilter().forward(pair, spec, options)[1].dense) == too_many, "and that is what counting says"
 
 
 def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):
     """`torch.set_default_device` says where a program makes its tensors; a sample belongs where the features are."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
     scores, target = SCORES["flat"](80), torch.arange(80)
     want, _ = solve(scores, target, 1e-2)
     hidden, head = scores.clone().requires_grad_(), torch.eye(scores.shape[1], dtype=scores.dtype)

@@ -5,7 +5,7 @@ import torch
 from tests.gpu import filtering
 from tests.gpu.checks import Place
 
-from tilewise.kernels import filter as plans
+from tilewise.kernels import filter_plan as plans
 
 CPU = Place("cpu", "torch")
 
@@ -26,7 +26,7 @@ def test_flat_scores():
 @pytest.fixture
 def probing(monkeypatch):
     """Small calls ask a sample of their rows too."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled.WORTH_PROBING", 0)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", 0)
 
 
 @pytest.mark.usefixtures("probing", "nan_filled_empty")
@@ -50,13 +50,13 @@ def test_a_way_that_is_not_the_exact_one_is_found():
 
 def test_wrong_gradients_are_found(monkeypatch):
     """Were the dropped mass forgotten, the oracle would say so."""
-    monkeypatch.setattr("tilewise.kernels.filter_tiled._Backward._add_means", lambda *_: None)
+    monkeypatch.setattr("tilewise.kernels.torch_impl.filtered._Backward._add_means", lambda *_: None)
     with pytest.raises(AssertionError, match="input"):
         filtering.check_filtered(CPU, torch.float32, 100, 72, 4000, 3)
 
 
 def test_a_broken_bound_is_found(monkeypatch):
-    monkeypatch.setattr("tilewise.kernels.filter.MARGIN", 1.2)
+    monkeypatch.setattr("tilewise.kernels.filter_plan.MARGIN", 1.2)
     with pytest.raises(AssertionError):
         filtering.check_filtered(CPU, torch.float32, 100, 72, 4000, 3)
     assert plans.MARGIN == 1.2

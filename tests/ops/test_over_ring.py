@@ -28,8 +28,8 @@ SPECS = {
     "sum": PairSpec(row_lse=True, row_sum=True),
     "tokens": PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one", softcap=9.0),
     "softplus": PairSpec(softplus=True, positive="one"),
-    "symmetric-one": PairSpec(row_lse=True, positive="one", itself=True, symmetric=True),
-    "symmetric-many": PairSpec(row_lse=True, positive="many", itself=True, symmetric=True),
+    "symmetric-one": PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True),
+    "symmetric-many": PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
 }
 SHARDS = ([4, 3], [3, 0, 5], [2, 1, 4, 3])
 LEAVES = ("a", "b", "scale", "bias")
@@ -66,8 +66,8 @@ def whole(spec: PairSpec, rows: Sequence[int], cols: Sequence[int], dtype: torch
         col_key=None if spec.positive == "one" else labels if spec.symmetric else integers(4, m),
         row_skip=integers(5, n) if with_skip else None,
         col_skip=integers(5, m) if with_skip else None,
-        row_zero=normal(n).to(stat) if spec.row_lse else None,
-        col_zero=normal(m).to(stat) if spec.col_lse else None,
+        row_shift=normal(n).to(stat) if spec.row_lse else None,
+        col_shift=normal(m).to(stat) if spec.col_lse else None,
         col_weight=normal(m).to(stat) if spec.row_sum else None,
     )
 
@@ -255,9 +255,9 @@ def test_frozen_inputs_leave_the_other_gradients_as_they_are(name, frozen):
             key: value[own] if isinstance(value, Tensor) and value.dim() else value for key, value in vars(pair).items()
         }
         leaves = {key: cut[key].clone().requires_grad_(key not in frozen) for key in LEAVES}
-        keys = PairKeys(row_key=cut["row_key"], row_zero=cut["row_zero"], col_zero=cut["col_zero"])
+        keys = PairKeys(row_key=cut["row_key"], row_shift=cut["row_shift"], col_shift=cut["col_shift"])
         stats = pair_stats(*leaves.values(), keys=keys, spec=spec, options=TileOptions(), group_name=group.group_name)
-        names = [key for key in incoming if key != "row_hits"]
+        names = [key for key in incoming if key != "num_positives"]
         sum((getattr(stats, key) * incoming[key][own]).sum() for key in names).backward()
         return {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 

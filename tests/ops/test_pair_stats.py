@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise.errors import BackendError
-from tilewise.kernels import select
+from tilewise.kernels import registry as select
 from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.tiled import TorchBackend
-from tilewise.ops import drop_rows
-from tilewise.ops.drop_rows import KeptRows
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.ops import rows as drop_rows
 from tilewise.ops.pair_stats import NAMES, PairKeys, pair_stats
 from tilewise.ops.paired_scores import near_scores, own_scores
 from tilewise.ops.plan import decode, encode
+from tilewise.ops.rows import KeptRows
 from tilewise.options import TileOptions
 
 OPTIONS = TileOptions()

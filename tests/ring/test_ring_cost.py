@@ -14,7 +14,7 @@ from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.wrapped import Counted, Slow, wrapped
 
 import tilewise as tw
-from tilewise.kernels.tiled import TorchBackend
+from tilewise.kernels.torch_impl.two_pass import TorchBackend
 from tilewise.ring.schedule import backward_bytes, forward_bytes
 from tilewise.ring.virtual import run_virtual
 
@@ -98,7 +98,7 @@ def timed_step(group: Any, link_s: float) -> float:
     a, b = (torch.randn(8, 4, requires_grad=True) for _ in range(2))
     with (
         wrapped(group, Slow, link_s) as (name, _),
-        mock.patch("tilewise.ops.over_ring.choose_backend", return_value=Sleepy()),
+        mock.patch("tilewise.ops.distributed.ring_stats.choose_backend", return_value=Sleepy()),
     ):
         started = time.monotonic()
         tw.clip_loss(a, b, 2.0, group=name).backward()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import GroupError, RangeError
 from tilewise.kernels.spec import Stats
-from tilewise.ops.over_slices import _merge
+from tilewise.ops.distributed.vocab_parallel import _merge
 from tilewise.ring.blocks import Field, go_round
 from tilewise.ring.exchange import find_exchange
 from tilewise.ring.virtual import VirtualGroup, run_virtual
@@ -41,9 +41,9 @@ def test_a_target_that_two_slices_have_spoils_its_row():
 
     def work(group: VirtualGroup) -> Tensor:
         found = torch.tensor([1.0, 0.0, 1.0 * (group.rank() == 0)])
-        local = Stats(row_lse=torch.zeros(3), row_pos=5.0 * found, row_hits=found)
+        local = Stats(row_lse=torch.zeros(3), row_pos=5.0 * found, num_positives=found)
         merged = _merge(find_exchange(group.group_name), local, torch.float32)
-        return merged.row_pos / merged.row_hits
+        return merged.row_pos / merged.num_positives
 
     for mean in run_virtual(2, work):
         assert mean.isnan().tolist() == [True, True, False]

@@ -29,7 +29,7 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
     if pair.row_skip is not None and pair.col_skip is not None:
         excluded = (pair.row_skip[:, None] == pair.col_skip[None, :]) & ~positive
         x_nm = x_nm.masked_fill(excluded, -torch.inf)
-    if spec.itself:
+    if spec.mask_self:
         x_nm = x_nm.masked_fill(rows == cols, -torch.inf)
         positive = positive & (rows != cols)
     return x_nm, positive
@@ -38,22 +38,22 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
 def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
     """The statistics of `Stats`, by their definitions."""
     x_nm, positive = dense_scores(pair, spec)
-    row_zero = 0 if pair.row_zero is None else pair.row_zero[:, None]
-    col_zero = 0 if pair.col_zero is None else pair.col_zero[None, :]
-    row_pos = torch.where(positive, x_nm - row_zero, torch.zeros_like(x_nm)).sum(1)
+    row_shift = 0 if pair.row_shift is None else pair.row_shift[:, None]
+    col_shift = 0 if pair.col_shift is None else pair.col_shift[None, :]
+    row_pos = torch.where(positive, x_nm - row_shift, torch.zeros_like(x_nm)).sum(1)
     signed = torch.where(positive, -x_nm, x_nm)
     has_pos = spec.positive != "none" and not spec.softplus
     top = F.pad(x_nm, (0, int(x_nm.shape[1] == 0)), value=-torch.inf).max(1) if spec.row_top else None
     return Stats(
-        row_lse=torch.logsumexp(x_nm - row_zero, 1) if spec.row_lse else None,
+        row_lse=torch.logsumexp(x_nm - row_shift, 1) if spec.row_lse else None,
         row_pos=row_pos if has_pos else None,
-        row_hits=positive.sum(1).to(x_nm.dtype) if has_pos else None,
+        num_positives=positive.sum(1).to(x_nm.dtype) if has_pos else None,
         row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
         row_sum=None if pair.col_weight is None else x_nm @ pair.col_weight.to(x_nm.dtype),
         row_entropy=_entropy(x_nm) if spec.row_entropy else None,
-        row_top=None if top is None else (top.values - (0 if pair.row_zero is None else pair.row_zero)).detach(),
+        row_top=None if top is None else (top.values - (0 if pair.row_shift is None else pair.row_shift)).detach(),
         row_top_col=None if top is None else top.indices + pair.col_start,
-        col_lse=torch.logsumexp(x_nm - col_zero, 0) if spec.col_lse else None,
+        col_lse=torch.logsumexp(x_nm - col_shift, 0) if spec.col_lse else None,
     )
 
 

@@ -21,14 +21,14 @@ def match_counts(row_key: Tensor, col_key: Tensor) -> Tensor:
     return torch.searchsorted(ordered, row_key, right=True) - torch.searchsorted(ordered, row_key)
 
 
-def hits(pair: Pair, spec: PairSpec) -> Tensor:
+def num_positives(pair: Pair, spec: PairSpec) -> Tensor:
     """The number of positives of each row, the sample itself aside: (n,), in the type of the statistics."""
     assert pair.row_key is not None
     assert pair.col_key is not None
     count = match_counts(pair.row_key, pair.col_key)
-    if spec.itself:
+    if spec.mask_self:
         here = torch.arange(pair.a.shape[0], device=count.device) + (pair.row_start - pair.col_start)
-        count = count - itself_matches(pair.row_key, pair.col_key, here)
+        count = count - self_matches(pair.row_key, pair.col_key, here)
     return count.to(pair.stat_dtype)
 
 
@@ -46,7 +46,7 @@ def dense_ranks(row_key: Tensor, col_key: Tensor) -> tuple[Tensor, Tensor]:
     return rows.int(), torch.searchsorted(ordered, col_key).int()
 
 
-def itself_matches(row_key: Tensor, col_key: Tensor, col_of_row: Tensor) -> Tensor:
+def self_matches(row_key: Tensor, col_key: Tensor, col_of_row: Tensor) -> Tensor:
     """1 for each row whose own column is in the block and has the row's key: (n,) int64."""
     if col_key.numel() == 0:
         return torch.zeros_like(row_key)

@@ -17,7 +17,6 @@ Everything works on one block of gallery items with its column offset, and adds 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,14 +24,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilewise.errors import BackendError
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.select import installed
-from tilewise.options import Precision, TileOptions
+from tilewise.options import Precision
 
 #: Larger than any index: stands for "none yet" where the smallest index wins.
 NO_INDEX = torch.iinfo(torch.int64).max
-LARGEST_FUSED_WIDTH = 8192
 
 Advance = Callable[[int], None]
 
@@ -191,39 +187,6 @@ class Scorer(Protocol):
         Returns:
             (len(rows), n) and (c,) counts, int64, to be added over blocks. The second is None without `cols`.
         """
-
-
-def why_not_fused(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
-    """Why `triton_impl.ranks` cannot serve this call, or None: by what is the same on all ranks of a group."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
-    if not installed("triton"):
-        return "the package triton is not installed"
-    if dtype == torch.float64:
-        return "it multiplies float16, bfloat16 and float32, not torch.float64"
-    if not 0 < width <= LARGEST_FUSED_WIDTH:
-        return f"it takes 1 to {LARGEST_FUSED_WIDTH} features, not {width}"
-    if device.type != "cuda":
-        return "the interpreter gets bfloat16 products wrong" if dtype == torch.bfloat16 else None
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, and this card has {capability[0]}.{capability[1]}"
-    return None
-
-
-def choose_scorer(queries: Tensor, options: TileOptions) -> Scorer:
-    """What counts the ranks of these queries."""
-    device, width, dtype = queries.device, queries.shape[1], queries.dtype
-    reason = why_not_fused(device, width, dtype)
-    if options.backend == "triton" and reason is not None:
-        raise BackendError(f'backend "triton" cannot rank {dtype} features on {device}: {reason}. Use backend="auto"')
-    if reason is None and options.backend != "torch" and (device.type == "cuda" or options.backend == "triton"):
-        from tilewise.kernels.triton_impl.ranks import FusedScorer
-
-        return FusedScorer(device, width, dtype, options)
-    from tilewise.kernels.ranks_tiled import ScoreTile
-
-    return ScoreTile(device, width, dtype, options.workspace_bytes)
 
 
 @contextlib.contextmanager

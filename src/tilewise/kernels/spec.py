@@ -1,15 +1,15 @@
-"""The contract of a kernel: what goes in, what comes out, what a backend promises.
+"""The contract between losses and backends: what goes in, what comes out, what a backend promises.
 
 Scores of one pair of blocks, never stored as a whole:
 
-    x_ij = scale * <a_i, b_j> + bias_j          then, if asked,  softcap * tanh(x_ij / softcap)
+    x_ij = scale * <a_i, b_j> + bias_j          then, with a soft cap,  softcap * tanh(x_ij / softcap)
 
-Integer keys decide everything that a loss says about pairs:
+Integer keys describe what a loss knows about pairs:
 
-    itself    iff  row_start + i == col_start + j            score = -inf, never positive
+    self      iff  row_start + i == col_start + j            score = -inf, never positive   (``mask_self``)
     positive  iff  row_key[i] == col_key[j]                  ("many"), or
-                   row_key[i] == col_start + j               ("one": the key IS the global index of the column;
-                                                              without keys, that of the row: row_start + i)
+                   row_key[i] == col_start + j               ("one": the key is the global index of the column;
+                                                              without keys it is that of the row: row_start + i)
     excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
 
 Axes: n rows of a, m rows of b (the columns of the scores), d features.
@@ -17,20 +17,24 @@ Axes: n rows of a, m rows of b (the columns of the scores), d features.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tilewise.kernels.ranks import Scorer
 from tilewise.options import TileOptions
 
 Positive = Literal["none", "one", "many"]
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSpec:
-    """Which statistics are wanted, and what the keys mean. Hashable; holds no tensor.
+    """Which statistics to compute, and what the keys mean. Hashable; holds no tensor.
 
     Args:
         row_lse, col_lse: the log-sum-exp of each row / each column.
@@ -38,17 +42,17 @@ class PairSpec:
         row_sum: for each row, the sum of col_weight_j * x_ij.
         row_entropy: the entropy of each row's softmax, sum_j p_ij (row_lse_i - x_ij), p_ij = exp(x_ij - row_lse_i).
         row_top: the largest score of each row and the global index of its column (the lowest, if several are equal).
-            Both need ``row_lse`` and go with statistics of rows only, not with ``symmetric`` or ``softplus``.
+            ``row_entropy`` and ``row_top`` need ``row_lse`` and exclude ``col_lse``, ``symmetric`` and ``softplus``.
         positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
             the row's own; ``col_key`` is not used), or any number (equal keys).
-        itself: a row and a column of equal global index are the same sample and never meet.
+        mask_self: a row and a column of equal global index are the same sample; their score is -inf.
         symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
             ``Grads.a`` is then the whole gradient.
         softcap: the cap, or 0 for none.
-        drop_rows: a row with a negative key is no row at all; its statistics are returned as 0, its gradient too.
+        drop_rows: a row with a negative key is ignored; its statistics and its gradient are 0.
         local_keys: over a group, ``row_key`` is a position in this rank's shard of the columns; the ring adds the
             shard's start.
-        same_rows: over a group, every rank holds the same rows and its own slice of the columns
+        same_rows: over a group, every rank holds the same rows and its own shard of the columns
             (vocabulary-parallel); otherwise each rank holds its own rows and its own columns.
     """
 
@@ -59,7 +63,7 @@ class PairSpec:
     row_entropy: bool = False
     row_top: bool = False
     positive: Positive = "none"
-    itself: bool = False
+    mask_self: bool = False
     symmetric: bool = False
     softcap: float = 0.0
     drop_rows: bool = False
@@ -67,8 +71,13 @@ class PairSpec:
     same_rows: bool = False
 
     @property
-    def of_tokens(self) -> bool:
-        """Whether the entropy or the largest score of a row is asked for, as of the tokens of a language model."""
+    def has_positive_scores(self) -> bool:
+        """Whether the scores of the positives are a statistic; the sigmoid loss has them in ``softplus``."""
+        return self.positive != "none" and not self.softplus
+
+    @property
+    def token_stats(self) -> bool:
+        """Whether the entropy or the largest score of each row is wanted."""
         return self.row_entropy or self.row_top
 
 
@@ -76,9 +85,8 @@ class PairSpec:
 class Pair:
     """The tensors of one pair of blocks.
 
-    ``row_zero`` and ``col_zero`` say from where a row or a column measures its scores: its statistics are those
-    of ``x_ij - zero``. With the score of the positive as zero, ``lse - pos`` does not cancel when both are near
-    100 and their difference near 0.001.
+    ``row_shift`` and ``col_shift`` are subtracted from the scores of a row or column in its statistics. A shift close
+    to the positive's score avoids cancellation in ``lse - pos`` when both are near 100 and their difference near 0.001.
     """
 
     a: Tensor  # (n, d)
@@ -89,8 +97,8 @@ class Pair:
     col_key: Tensor | None = None  # (m,) int64
     row_skip: Tensor | None = None  # (n,) int64
     col_skip: Tensor | None = None  # (m,) int64
-    row_zero: Tensor | None = None  # (n,)
-    col_zero: Tensor | None = None  # (m,)
+    row_shift: Tensor | None = None  # (n,)
+    col_shift: Tensor | None = None  # (m,)
     col_weight: Tensor | None = None  # (m,), for row_sum
     row_start: int = 0
     col_start: int = 0
@@ -99,6 +107,43 @@ class Pair:
     def stat_dtype(self) -> torch.dtype:
         """Statistics are float32, or float64 for float64 features."""
         return stat_dtype(self.a.dtype)
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes and types, without numbers."""
+        return PairShape(
+            rows=self.a.shape[0],
+            cols=self.b.shape[0],
+            width=self.a.shape[1],
+            dtype=self.a.dtype,
+            device=self.a.device,
+            has_row_key=self.row_key is not None,
+            has_skips=self.row_skip is not None and self.col_skip is not None,
+            last_start=max(self.row_start, self.col_start),
+        )
+
+
+class PairShape(NamedTuple):
+    """Sizes and types of a `Pair`: all that the choice of a backend and of a strategy depends on. Hashable."""
+
+    rows: int
+    cols: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    has_row_key: bool = False
+    has_skips: bool = False
+    last_start: int = 0  # the larger of row_start and col_start
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of one product of all rows with all columns."""
+        return self.rows * self.cols * self.width
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no scores."""
+        return self.rows == 0 or self.cols == 0 or self.width == 0
 
 
 def stat_dtype(features: torch.dtype) -> torch.dtype:
@@ -111,48 +156,35 @@ class Stats:
     """Statistics of one pair of blocks, or of several merged. A monoid: ``Stats()`` is its zero.
 
     Row statistics of blocks that share their rows merge into those of all the columns, and column statistics
-    of blocks that share their columns into those of all the rows.
+    of blocks that share their columns into those of all the rows. `STATISTICS` says how.
 
-    Numbers are in `stat_dtype`; a backend that has the log-sum-exps in float64 may give them so. What a loss sees is
-    `rounded`; backward takes them as they are, since a log-sum-exp of 1000 in float32 has probabilities 3e-5 off.
+    Numbers are in `stat_dtype`; a backend that has the log-sum-exps in float64 may return them so. A loss gets them
+    `rounded`. Backward takes them unrounded: rounding a log-sum-exp of 1000 to float32 changes probabilities by 3e-5.
     """
 
     row_lse: Tensor | None = None  # (n,)
     row_pos: Tensor | None = None  # (n,) sum of the scores of the positives
-    row_hits: Tensor | None = None  # (n,) number of positives
+    num_positives: Tensor | None = None  # (n,)
     row_softplus: Tensor | None = None  # (n,)
     row_sum: Tensor | None = None  # (n,)
     row_entropy: Tensor | None = None  # (n,)
-    row_top: Tensor | None = None  # (n,) the largest score; no gradient
+    row_top: Tensor | None = None  # (n,) the largest score
     row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
     col_lse: Tensor | None = None  # (m,)
 
     def merge(self, other: Stats) -> Stats:
         """Statistics of both."""
-
-        def join(name: str) -> Tensor | None:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine is None or theirs is None:
-                return theirs if mine is None else mine
-            return torch.logaddexp(mine, theirs) if name.endswith("lse") else mine + theirs
-
-        joined = {field.name: join(field.name) for field in fields(self)}
-        if self.row_entropy is not None and other.row_entropy is not None:
-            assert self.row_lse is not None
-            assert other.row_lse is not None
-            joined["row_entropy"] = merged_entropy(
-                (self.row_lse, self.row_entropy), (other.row_lse, other.row_entropy), joined["row_lse"]
-            )
-        if self.row_top is not None and other.row_top is not None:
-            assert self.row_top_col is not None
-            assert other.row_top_col is not None
-            joined["row_top"], joined["row_top_col"] = merged_top(
-                (self.row_top, self.row_top_col), (other.row_top, other.row_top_col)
-            )
+        joined = {}
+        for stat in STATISTICS:
+            mine, theirs = getattr(self, stat.name), getattr(other, stat.name)
+            if mine is not None and theirs is not None:
+                joined[stat.name] = stat.merge(self, other)
+            else:
+                joined[stat.name] = theirs if mine is None else mine
         return Stats(**joined)
 
     def rounded(self, dtype: torch.dtype) -> Stats:
-        """Numbers in that type; indices stay."""
+        """Numbers in that type; indices unchanged."""
 
         def in_type(value: Tensor | None) -> Tensor | None:
             return value if value is None or not value.is_floating_point() else value.to(dtype)
@@ -160,22 +192,88 @@ class Stats:
         return Stats(**{field.name: in_type(getattr(self, field.name)) for field in fields(self)})
 
     def rows(self) -> Stats:
-        """Only what belongs to the rows."""
-        return Stats(**{f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("row")})
+        """Only the row statistics."""
+        return Stats(**{stat.name: getattr(self, stat.name) for stat in STATISTICS if not stat.of_columns})
+
+    def only(self, names: Sequence[str]) -> Stats:
+        """Only the statistics of these names."""
+        return Stats(**{name: getattr(self, name) for name in names})
 
 
-def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse: Tensor | None) -> Tensor:
-    """The entropy over both parts, each given as (log-sum-exp, entropy), ``lse`` being that of both:
+class Statistic(NamedTuple):
+    """One row of `STATISTICS`: everything that operators, fakes, ring, vocabulary-parallel and row dropping need."""
+
+    name: str
+    wanted: Callable[[PairSpec], bool]  # whether a spec asks for it
+    merge: Callable[[Stats, Stats], Tensor]  # its value over two blocks
+    of_columns: bool = False  # one value for each column instead of each row
+    integer: bool = False  # int64 instead of the type of the statistics
+    gradient: bool = True  # whether it is differentiable
+    saved: bool = False  # whether backward needs its value over all blocks
+
+
+def _sum_of(name: str) -> Callable[[Stats, Stats], Tensor]:
+    return lambda one, other: getattr(one, name) + getattr(other, name)
+
+
+def _log_sum_of(name: str) -> Callable[[Stats, Stats], Tensor]:
+    return lambda one, other: torch.logaddexp(getattr(one, name), getattr(other, name))
+
+
+def _merge_entropy(one: Stats, other: Stats) -> Tensor:
+    assert one.row_lse is not None
+    assert other.row_lse is not None
+    assert one.row_entropy is not None
+    assert other.row_entropy is not None
+    lse = torch.logaddexp(one.row_lse, other.row_lse)
+    return merged_entropy((one.row_lse, one.row_entropy), (other.row_lse, other.row_entropy), lse)
+
+
+def _merge_top(one: Stats, other: Stats) -> tuple[Tensor, Tensor]:
+    assert one.row_top is not None
+    assert other.row_top is not None
+    assert one.row_top_col is not None
+    assert other.row_top_col is not None
+    return merged_top((one.row_top, one.row_top_col), (other.row_top, other.row_top_col))
+
+
+STATISTICS: tuple[Statistic, ...] = (
+    Statistic("row_lse", lambda spec: spec.row_lse, _log_sum_of("row_lse"), saved=True),
+    Statistic("row_pos", lambda spec: spec.has_positive_scores, _sum_of("row_pos"), saved=True),
+    Statistic("row_softplus", lambda spec: spec.softplus, _sum_of("row_softplus")),
+    Statistic("row_sum", lambda spec: spec.row_sum, _sum_of("row_sum")),
+    Statistic("row_entropy", lambda spec: spec.row_entropy, _merge_entropy, saved=True),
+    Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
+    Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
+    Statistic("row_top", lambda spec: spec.row_top, lambda one, other: _merge_top(one, other)[0], gradient=False),
+    Statistic(
+        "row_top_col",
+        lambda spec: spec.row_top,
+        lambda one, other: _merge_top(one, other)[1],
+        integer=True,
+        gradient=False,
+    ),
+)
+GRADIENT_NAMES = tuple(stat.name for stat in STATISTICS if stat.gradient)
+
+
+@functools.lru_cache(maxsize=256)
+def wanted_stats(spec: PairSpec) -> tuple[Statistic, ...]:
+    """The statistics that ``spec`` asks for, in the order of the table."""
+    return tuple(stat for stat in STATISTICS if stat.wanted(spec))
+
+
+def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse: Tensor) -> Tensor:
+    """The entropy over both blocks, each given as (log-sum-exp, entropy), ``lse`` being that of both:
 
     H = w_1 (H_1 + lse - lse_1) + w_2 (H_2 + lse - lse_2),   w_k = exp(lse_k - lse).
 
-    No term is negative, so that nothing cancels.
+    No term is negative, so nothing cancels.
     """
-    assert lse is not None
 
-    def share(part_lse: Tensor, entropy: Tensor) -> Tensor:
-        above = lse - part_lse
-        return torch.where(part_lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above))
+    def share(block_lse: Tensor, entropy: Tensor) -> Tensor:
+        above = lse - block_lse
+        return torch.where(block_lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above))
 
     return share(*one) + share(*other)
 
@@ -189,7 +287,7 @@ def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class GradStats:
-    """The incoming gradient of each statistic; None where nobody asks. Hits and largest scores have none."""
+    """The gradient of the loss with respect to each differentiable statistic; None where there is none."""
 
     row_lse: Tensor | None = None
     row_pos: Tensor | None = None
@@ -199,8 +297,7 @@ class GradStats:
     col_lse: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
+class Needs(NamedTuple):
     """Which gradients are wanted. A side that is not wanted costs no product."""
 
     a: bool = True
@@ -219,19 +316,138 @@ class Grads:
     bias: Tensor | None = None
 
 
-class Backend(Protocol):
-    """A way to compute the statistics and their gradients."""
+@dataclass(frozen=True, kw_only=True)
+class RowWeights:
+    """The weights of a scalar loss, without gradient.
+
+        L = sum_i w_i l_i + sum_i square_i row_lse_i^2         w_i = share * each_i
+        l_i = softplus_i                                       with ``softplus``
+        l_i = (row_lse_i + col_lse_i) / 2 - pos_i              with ``col_lse`` (as many rows as columns)
+        l_i = row_lse_i - pos_i                                otherwise
+
+    A row that does not count has the weight 0.
+    """
+
+    share: float = 1.0
+    each: Tensor | None = None  # (n,), in the type of the statistics; None for ones
+    square: Tensor | None = None  # (n,)
+
+    def full(self, pair: Pair) -> Tensor:
+        """w_i of all rows: (n,)."""
+        if self.each is None:
+            return torch.full((pair.a.shape[0],), self.share, dtype=pair.stat_dtype, device=pair.a.device)
+        return self.each if self.share == 1.0 else self.each * self.share
+
+    def rows(self, part: slice | Tensor) -> RowWeights:
+        """The weights of some rows."""
+        each = None if self.each is None else self.each[part]
+        return RowWeights(share=self.share, each=each, square=None if self.square is None else self.square[part])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterPlan:
+    """What the filter saves for backward: which (row, tile) pairs are kept. See `filter_plan`.
+
+    Axes: m columns in a new order, T tiles of them, n rows, d features.
+    """
+
+    order: Tensor  # (m,) int32, the column at each place
+    mass: Tensor  # (T, n) in the features' type: -1 for a kept pair, or the dropped mass divided by the tolerance
+    mean: Tensor  # (T, d) in the features' type: the mean column of each tile
+    kept: Tensor  # (T,) int32, the number of rows that keep the tile
+    keep_all: Tensor  # (1,) int32, 1 if backward computes every pair, because that is faster
+
+
+class OnePass(Protocol):
+    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this loss cannot be computed so, or None."""
+
+    def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
+        """Rows whose scores with all columns fit ``memory`` bytes; all rows where no scores are kept."""
+
+    def saved_like(
+        self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Sizes and types of the tensors that `forward` saves; (0,) for one that is not needed."""
+
+    def forward(
+        self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss, 0-d, and the tensors to save, with room for ``rows`` rows (at least those of the pair)."""
+
+    def backward(
+        self,
+        saved: Sequence[Tensor],
+        pair: Pair,
+        grad_output: Tensor,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        shape: PairShape,
+        *,
+        overwrite: bool = False,
+    ) -> Grads:
+        """The gradients multiplied by ``grad_output``, in the types of the inputs.
+
+        ``shape`` is the one that `saved_like` was called with; it may have more rows than the pair. With ``overwrite``
+        the memory of ``saved`` may become a gradient.
+        """
+
+
+class Filtered(Protocol):
+    """A capability: gradients without the (row, tile) pairs that carry almost no probability; see `filter_plan`."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+        """The statistics, all of them exact, and the plan for backward."""
+
+    def forward_saving(
+        self, pair: Pair, spec: PairSpec, options: TileOptions
+    ) -> tuple[Stats, FilterPlan, object | None]:
+        """The same, and what `Backend.forward_saving` saves for the case that backward computes every pair."""
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        saved: object | None = None,
+    ) -> Grads | None:
+        """Gradients from the pairs that are kept; None if the exact backward must run instead.
+
+        The memory of ``saved`` may become a gradient, unless the result is None.
+        """
+
+
+class Backend:
+    """A way to compute the statistics and their gradients. `forward` and `backward` are the strategy `two_pass`.
+
+    The other strategies are capabilities. A missing one is None: calls then take `two_pass` of the same backend,
+    and ranks are counted with `forward`.
+    """
 
     name: str
+    one_pass: OnePass | None = None
+    filtered: Filtered | None = None
+    offers_ranks: bool = False
 
-    def why_not(self, pair: Pair, spec: PairSpec, options: TileOptions) -> str | None:
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this backend cannot serve the call, or None if it can."""
+        return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """The statistics that ``spec`` asks for."""
+        raise NotImplementedError
 
-    def forward_carrying(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """The same where the gradient of the columns will be asked for, and what may spare ``backward`` work."""
+    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
+        """`forward`, and an opaque object that may spare `backward` work, where the columns need a gradient."""
+        return self.forward(pair, spec, options), None
 
     def backward(
         self,
@@ -243,27 +459,40 @@ class Backend(Protocol):
         options: TileOptions,
         *,
         grad_dtype: torch.dtype | None = None,
-        carried: object | None = None,
+        saved: object | None = None,
     ) -> Grads:
-        """Gradients, given statistics over ALL blocks: ``row_lse``, ``row_entropy``, ``col_lse``, ``row_pos`` if known.
+        """Gradients, given the saved statistics (see `STATISTICS`) over ALL blocks; ``row_pos`` may be missing.
 
         G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
                + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
         dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
         ``grad_dtype`` is the type of the feature gradients, by default that of the features; a ring, which adds
-        up the gradients of many blocks, asks for float32. ``carried`` is what ``forward_carrying`` gave, once.
+        up the gradients of many blocks, asks for float32. ``saved`` is what `forward_saving` returned; it is used once.
         """
+        raise NotImplementedError
+
+    def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
+        """Memory of backward above inputs, gradients and workspace, such as float32 sums of half-type gradients."""
+        return 0
+
+    def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
+        """With ``offers_ranks``: why `scorer` cannot serve this retrieval, or None."""
+        return None
+
+    def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
+        """With ``offers_ranks``: what counts ranks, where `why_no_ranks` returns None."""
+        raise NotImplementedError
 
 
-def incoming_size(grad: GradStats) -> Tensor:
-    """The largest incoming gradient, as a 0-d tensor; 1 if all are zero.
+def largest_gradient(grad: GradStats) -> Tensor:
+    """The largest absolute value among the gradients of the statistics, as a 0-d tensor; 1 if all are zero.
 
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
     in [-2, 2]: float16 would lose gradients of a mean over a million rows.
     """
-    parts = [getattr(grad, field.name) for field in fields(grad)]
-    tops = [part.abs().amax() for part in parts if part is not None and part.numel()]
+    given = [getattr(grad, field.name) for field in fields(grad)]
+    tops = [part.abs().amax() for part in given if part is not None and part.numel()]
     if not tops:
         return torch.ones(())
     top = torch.stack(tops).amax()

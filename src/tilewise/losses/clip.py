@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.early import launches_early, symmetric_loss
-from tilewise.ops.pair_stats import PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores
-from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.autograd import pair_loss, pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.paired_scores import positive_shift
+from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("image_features", "text_features")
@@ -54,25 +54,20 @@ def clip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    if reduction != "none" and logit_bias is None and launches_early(a, b, scale, options, name):
-        return symmetric_loss(a, b, scale, 1.0 if reduction == "sum" else 1.0 / a.shape[0], options)
-    zero = near_scores(a, b, scale)
-    stats = pair_stats(
-        a,
-        b,
-        scale,
-        keys=PairKeys(row_zero=zero, col_zero=zero),
-        spec=PairSpec(row_lse=True, col_lse=True, positive="one"),
-        options=options,
-        group_name=name,
-    )
-    assert stats.row_lse is not None
-    assert stats.col_lse is not None
-    assert stats.row_pos is not None
-    loss_n = torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos
+    shift = positive_shift(a, b, scale)
+    keys = PairKeys(row_shift=shift, col_shift=shift)
+    spec = PairSpec(row_lse=True, col_lse=True, positive="one")
+    if reduction == "none" or name:
+        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name)
+        assert stats.row_lse is not None
+        assert stats.col_lse is not None
+        assert stats.row_pos is not None
+        loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
+    else:
+        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
     if logit_bias is not None:
-        loss_n = loss_n + 0.0 * _check.check_scalar("logit_bias", logit_bias, a)
-    return reduce_rows(loss_n, reduction, name)
+        loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a)
+    return loss
 
 
 class ClipLoss(nn.Module):

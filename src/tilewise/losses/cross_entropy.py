@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
-from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.ops.columns import column_spread, column_sum
-from tilewise.ops.direct import forms_early, pair_loss
-from tilewise.ops.filtered import filtered_stats
-from tilewise.ops.pair_stats import PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores
+from tilewise.ops.autograd import pair_loss, pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
+from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import TileOptions
 
 NAMES = ("input", "linear_weight")
@@ -81,7 +80,7 @@ def linear_cross_entropy(
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
     check_z_loss(z_loss)
     said = _settings(reduction, label_smoothing, z_loss, ignore_index, shift) if name else ""
-    start, classes = column_spread(c, said, name)
+    start, classes = shard_of_columns(c, said, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
@@ -91,37 +90,37 @@ def linear_cross_entropy(
     valid = y != ignore_index
     key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key is nobody's
     own = key - start if name else key
-    zero = _target_scores(a, c, own, scale, bias, cap, name)
+    row_shift = _target_scores(a, c, own, scale, bias, cap, name)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
         col_weight = torch.ones(c.shape[0], dtype=stat, device=a.device) if weight is None else weight.to(stat)
-    target_weight = None if weight is None else column_sum(_pick(weight.to(stat), own), name)
-    keys = PairKeys(row_key=key, row_zero=zero, col_weight=col_weight)
+    target_weight = None if weight is None else sum_over_ranks(_pick(weight.to(stat), own), name)
+    keys = PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight)
     spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
-    if reduction != "none" and forms_early(a, c, scale, bias, spec=spec, options=options, group_name=name):
+    if reduction != "none" and not smooth and not name:
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
         total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
         square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
         # Weights that add up to 0 say so: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
-        early = pair_loss(a, c, scale, bias, weight=each, square=square, keys=keys, spec=spec, options=options)
-        return early + _nan_if_wrong(total, valid, key)
-    compute = filtered_stats if options.filter_tolerance > 0.0 else pair_stats
-    stats = compute(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
+        weights = RowWeights(each=each, square=square)
+        loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, spec=spec, options=options)
+        return loss + _nan_if_wrong(total, valid, key)
+    stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     assert stats.row_lse is not None
     assert stats.row_pos is not None
-    assert stats.row_hits is not None
-    # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
-    hits = torch.where(valid, stats.row_hits.detach(), 1.0)
-    loss_n = stats.row_lse - stats.row_pos / hits
+    assert stats.num_positives is not None
+    # A target that no column has leaves 0 positives, and 0 / 0 gives NaN; an ignored row has none and is no error.
+    positives = torch.where(valid, stats.num_positives.detach(), 1.0)
+    loss_n = stats.row_lse - stats.row_pos / positives
     if target_weight is not None:
         loss_n = target_weight * loss_n
-    lse = stats.row_lse if zero is None else stats.row_lse + zero
+    lse = stats.row_lse if row_shift is None else stats.row_lse + row_shift
     if smooth:
         assert col_weight is not None
         assert stats.row_sum is not None
-        uniform = column_sum(col_weight.sum(), name) * lse - stats.row_sum
+        uniform = sum_over_ranks(col_weight.sum(), name) * lse - stats.row_sum
         loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing * uniform / classes
     if z_loss:
         loss_n = loss_n + z_loss * lse.square()
@@ -226,13 +225,13 @@ def _target_scores(
     a: Tensor, c: Tensor, own: Tensor, scale: Tensor, bias: Tensor | None, softcap: float, group_name: str
 ) -> Tensor | None:
     """About the score of each row's target, from which the row measures its scores: (n,), no gradient."""
-    near = near_scores(a, c, scale, own)
+    near = positive_shift(a, c, scale, own)
     if near is None:
         return None
     score = torch.where((own >= 0) & (own < c.shape[0]), near, 0.0)
     if bias is not None:
         score = score + _pick(bias.detach().to(score.dtype), own)
-    score = column_sum(score, group_name)
+    score = sum_over_ranks(score, group_name)
     if softcap:
         return softcap * torch.tanh(score / softcap)
     # A target that a bias of -inf rules out is no place to measure from: -inf less -inf is not a number.

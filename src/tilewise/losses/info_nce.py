@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.direct import forms_early, pair_loss
-from tilewise.ops.pair_stats import PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores, own_scores
+from tilewise.ops.autograd import pair_loss, pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
@@ -78,31 +77,28 @@ def info_nce(
         raise ConfigError("in_batch=False without negative_keys leaves nothing to tell the key from: pass some")
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
-    zero = near_scores(a, b, scale)
+    shift = positive_shift(a, b, scale)
 
     if in_batch:
-        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_zero=zero, col_zero=zero)
+        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift)
         spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
-        scalar = reduction != "none" and negatives is None
-        if scalar and forms_early(a, b, scale, None, spec=spec, options=options, group_name=name):
-            return pair_loss(a, b, scale, weight=row_weights(a, reduction), keys=keys, spec=spec, options=options)
+        if reduction != "none" and negatives is None and not name:
+            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
         stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
     else:
-        _refuse_forward_mode(a, b)
-        pos = _measured(scale * own_scores(a, b[:, None, :], None), zero).squeeze(1)
+        pos = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
         lse = pos
     if negatives is not None and negatives.dim() == 3:
-        _refuse_forward_mode(negatives)
-        x_nk = _measured(scale * own_scores(a, negatives, negative_mask), zero)
+        x_nk = _shifted(scale * own_scores(a, negatives, negative_mask), shift)
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
         lse = torch.logaddexp(
-            lse, _shared_lse(a, negatives, scale, zero, query_id, negative_id, negative_mask, options, name)
+            lse, _shared_lse(a, negatives, scale, shift, query_id, negative_id, negative_mask, options, name)
         )
     loss_n = lse - pos
     if symmetric:
@@ -115,7 +111,7 @@ def _shared_lse(
     a: Tensor,
     negatives: Tensor,
     scale: Tensor,
-    zero: Tensor | None,
+    shift: Tensor | None,
     query_id: Tensor | None,
     negative_id: Tensor | None,
     mask: Tensor | None,
@@ -134,7 +130,7 @@ def _shared_lse(
         negatives,
         scale,
         bias,
-        keys=PairKeys(row_skip=skip, col_skip=negative_id, row_zero=zero),
+        keys=PairKeys(row_skip=skip, col_skip=negative_id, row_shift=shift),
         spec=PairSpec(row_lse=True),
         options=options,
         group_name=name,
@@ -143,17 +139,9 @@ def _shared_lse(
     return stats.row_lse
 
 
-def _refuse_forward_mode(*features: Tensor) -> None:
-    """The operator behind would take a tangent for a zero, in silence; autograd functions refuse it by themselves."""
-    if not torch.compiler.is_compiling() and any(unpack_dual(value).tangent is not None for value in features):
-        raise GradientError(
-            "tilewise losses have no forward-mode derivatives (torch.func.jvp, jacfwd, forward_ad). Use backward"
-        )
-
-
-def _measured(x_nk: Tensor, zero: Tensor | None) -> Tensor:
-    """Scores from the zero of their row."""
-    return x_nk if zero is None else x_nk - zero[:, None]
+def _shifted(x_nk: Tensor, shift: Tensor | None) -> Tensor:
+    """Scores less the shift of their row."""
+    return x_nk if shift is None else x_nk - shift[:, None]
 
 
 def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.pair_stats import pair_stats
+from tilewise.ops.autograd import pair_stats
 from tilewise.options import TileOptions
 
 

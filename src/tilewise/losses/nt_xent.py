@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.pair_stats import PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
@@ -54,13 +55,13 @@ def nt_xent(
     scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
-    zero = near_scores(z, z, scale, other)
+    shift = positive_shift(z, z, scale, other)
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=other, row_zero=zero),
-        spec=PairSpec(row_lse=True, positive="one", itself=True, symmetric=True, local_keys=True),
+        keys=PairKeys(row_key=other, row_shift=shift),
+        spec=PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, local_keys=True),
         options=options,
         group_name=name,
     )

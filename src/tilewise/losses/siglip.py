@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
-from tilewise.ops.direct import forms_early, pair_loss
-from tilewise.ops.pair_stats import pair_stats
+from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
@@ -57,8 +56,8 @@ def siglip_loss(
     # Its gradient is the sum of the columns' gradients, which half types could not hold one by one.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     spec = PairSpec(softplus=True, positive="one")
-    if reduction != "none" and forms_early(a, b, scale, bias, spec=spec, options=options, group_name=name):
-        return pair_loss(a, b, scale, bias, weight=row_weights(a, reduction), spec=spec, options=options)
+    if reduction != "none" and not name:
+        return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
     stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name)
     assert stats.row_softplus is not None
     return reduce_rows(stats.row_softplus, reduction, name)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
-from tilewise.ops.pair_stats import PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
@@ -54,21 +55,21 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-    zero = near_scores(z, z, scale, None if z.dtype in HALF else _next_of_label(key))
+    shift = positive_shift(z, z, scale, None if z.dtype in HALF else _next_of_label(key))
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=key, col_key=key, row_zero=zero),
-        spec=PairSpec(row_lse=True, positive="many", itself=True, symmetric=True),
+        keys=PairKeys(row_key=key, col_key=key, row_shift=shift),
+        spec=PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
         options=options,
         group_name=name,
     )
     assert stats.row_lse is not None
     assert stats.row_pos is not None
-    assert stats.row_hits is not None
-    hits = stats.row_hits.detach()
-    loss_n = torch.where(hits > 0, stats.row_lse - stats.row_pos / hits.clamp(min=1), 0.0)
+    assert stats.num_positives is not None
+    count = stats.num_positives.detach()
+    loss_n = torch.where(count > 0, stats.row_lse - stats.row_pos / count.clamp(min=1), 0.0)
     return reduce_rows(loss_n, reduction, name)
 
 

@@ -13,8 +13,9 @@ from tilewise.errors import ConfigError
 from tilewise.kernels.spec import PairSpec, Stats
 from tilewise.losses.cross_entropy import NAMES, _check_target, _rows, _target_scores
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.ops.columns import column_spread
-from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys
+from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.options import TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
@@ -96,20 +97,20 @@ def linear_token_stats(
     bias = check_bias("linear_bias", linear_bias, c)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    y = valid = key = zero = None
+    y = valid = key = row_shift = None
     if target is not None:
         settings = f"ignore_index={int(ignore_index)} shift={int(shift)}" if name else ""
-        start, classes = column_spread(c, settings, name)
+        start, classes = shard_of_columns(c, settings, name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
-        zero = _target_scores(a, c, key - start, scale, bias, cap, name)
+        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name)
     stats = pair_stats(
         a,
         c,
         scale,
         bias,
-        keys=PairKeys(row_key=key, row_zero=zero),
+        keys=PairKeys(row_key=key, row_shift=row_shift),
         spec=PairSpec(
             row_lse=True,
             row_entropy="entropy" in asked,
@@ -122,7 +123,7 @@ def linear_token_stats(
         options=options,
         group_name=name,
     )
-    found = _found(stats, asked, valid, zero)
+    found = _found(stats, asked, valid, row_shift)
     if "correct" in asked:
         assert stats.row_top_col is not None
         assert valid is not None
@@ -130,7 +131,7 @@ def linear_token_stats(
     return TokenStats(**{field: value.reshape(shape) for field, value in found.items()})
 
 
-def _found(stats: Stats, asked: tuple[str, ...], valid: Tensor | None, zero: Tensor | None) -> dict[str, Tensor]:
+def _found(stats: Stats, asked: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
     """What was asked for, (n,) each, with the values of tokens that do not count."""
     found: dict[str, Tensor] = {}
     lse, entropy, top = stats.row_lse, stats.row_entropy, stats.row_top_col
@@ -138,11 +139,11 @@ def _found(stats: Stats, asked: tuple[str, ...], valid: Tensor | None, zero: Ten
     if "log_prob" in asked:
         assert valid is not None
         assert stats.row_pos is not None
-        assert stats.row_hits is not None
+        assert stats.num_positives is not None
         # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
-        found["log_prob"] = stats.row_pos / torch.where(valid, stats.row_hits.detach(), 1.0) - lse
+        found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
     if "logsumexp" in asked:
-        found["logsumexp"] = lse if zero is None else lse + zero
+        found["logsumexp"] = lse if row_shift is None else lse + row_shift
     if "entropy" in asked and entropy is not None:
         found["entropy"] = entropy
     if valid is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.kernels.filter import FilterPlan
+from tilewise.kernels.spec import FilterPlan
 
 
 @dataclass
@@ -44,7 +44,7 @@ class FilterReport:
     @property
     def dense(self) -> list[bool]:
         """Whether backward computes all pairs."""
-        return [bool(plan.dense) for plan, _, _ in self._plans]
+        return [bool(plan.keep_all) for plan, _, _ in self._plans]
 
     @property
     def mean_dropped(self) -> list[float]:

@@ -1,16 +1,20 @@
 """Scores of given pairs, in O(n d): a row with its own column, or with its own K columns.
 
+Eager calls do not go through torch's dispatcher: it would import the compiler.
+
 Axes: n rows, m columns, d features, k columns that belong to one row.
 """
 
-# No `from __future__ import annotations` here: the operator's schema is read from the annotations.
+# No `from __future__ import annotations` here: the operators' schemas are read from the annotations.
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import stat_dtype
-from tilewise.ops.pair_stats import _no_second
+from tilewise.kernels.spec import HALF_TYPES, stat_dtype
+from tilewise.ops.autograd import no_second_derivative
+from tilewise.ops.call import holds_numbers
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 CHUNK_ELEMENTS = 2**23  # 32 MiB of float32 at a time
@@ -21,21 +25,21 @@ def _chunks(rows: int, width: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def near_scores(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor | None:
-    """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), no gradient.
+def positive_shift(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor | None:
+    """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), without gradient. The shift of each row.
 
-    A zero from which a row measures its scores: it need not be exact, only near the positive's score. None for half
-    types, whose products are coarser than what a zero saves.
+    It need not be exact, only near the positive's score. None for half types, whose products are coarser than what a
+    shift saves.
     """
-    if a.dtype in (torch.float16, torch.bfloat16):
+    if a.dtype in HALF_TYPES:
         return None
-    return scale.detach() * torch.ops.tilewise.near_scores(a.detach(), b.detach(), index)
+    compute = _row_products if holds_numbers(a) else torch.ops.tilewise.row_products
+    return scale.detach() * compute(a.detach(), b.detach(), index)
 
 
-@torch.library.custom_op("tilewise::near_scores", mutates_args=())
-def _near_scores(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
+def _row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
     out = a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
-    if b.shape[0] == 0:  # a rank's slice of the columns may be empty
+    if b.shape[0] == 0:  # a rank's shard of the columns may be empty
         return out.zero_()
     for part in _chunks(a.shape[0], a.shape[1]):
         picked = b[part] if index is None else b[index[part].clamp(0, b.shape[0] - 1)]
@@ -43,46 +47,58 @@ def _near_scores(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
     return out
 
 
-@_near_scores.register_fake
+_row_products_op = torch.library.custom_op("tilewise::row_products", _row_products, mutates_args=())
+
+
+@_row_products_op.register_fake
 def _(a, b, index):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
 
 
-@torch.library.custom_op("tilewise::own_scores", mutates_args=())
-def own_scores(a: Tensor, own: Tensor, keep: OptTensor) -> Tensor:
+def own_scores(a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
     """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False.
 
-    What lies behind a False, NaN included, reaches neither the scores nor a gradient.
+    Whatever lies behind a False, NaN included, reaches neither the scores nor a gradient.
     """
+    if holds_numbers(a):
+        scores: Tensor = _OwnScores.apply(a, own, keep)
+        return scores
+    return torch.ops.tilewise.own_scores(a, own, keep)
+
+
+def _own_scores(a: Tensor, own: Tensor, keep: OptTensor) -> Tensor:
     out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
     with torch.autocast(a.device.type, enabled=False):
         for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
-            out[part] = torch.bmm(_own(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
+            out[part] = torch.bmm(_kept(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
     return out
 
 
-def _own(own: Tensor, keep: Tensor | None, part: slice) -> Tensor:
+def _kept(own: Tensor, keep: Tensor | None, part: slice) -> Tensor:
     kept = own[part].to(stat_dtype(own.dtype))
     return kept if keep is None else torch.where(keep[part, :, None], kept, 0.0)
 
 
-@own_scores.register_fake
-def _(a, own, keep):  # type: ignore[no-untyped-def]
-    return a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-
-
-@torch.library.custom_op("tilewise::own_grads", mutates_args=())
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
     with torch.autocast(a.device.type, enabled=False):
         for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             g_nk = grad[part] if keep is None else torch.where(keep[part], grad[part], 0.0)
-            grad_a[part] = torch.bmm(g_nk[:, None, :], _own(own, keep, part)).squeeze(1).to(a.dtype)
+            grad_a[part] = torch.bmm(g_nk[:, None, :], _kept(own, keep, part)).squeeze(1).to(a.dtype)
             grad_own[part] = (g_nk[:, :, None] * a[part, None, :].to(g_nk.dtype)).to(own.dtype)
     return grad_a, grad_own
 
 
-@_own_grads.register_fake
+_own_scores_op = torch.library.custom_op("tilewise::own_scores", _own_scores, mutates_args=())
+_own_grads_op = torch.library.custom_op("tilewise::own_grads", _own_grads, mutates_args=())
+
+
+@_own_scores_op.register_fake
+def _(a, own, keep):  # type: ignore[no-untyped-def]
+    return a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
+
+
+@_own_grads_op.register_fake
 def _(a, own, keep, grad):  # type: ignore[no-untyped-def]
     return torch.empty_like(a), torch.empty_like(own)
 
@@ -92,10 +108,27 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    grad_a, grad_own = torch.ops.tilewise.own_grads(*ctx.saved_tensors, grad)
+    saved = ctx.saved_tensors
+    # With create_graph a second derivative may follow; the registered operator raises an error there.
+    eager = holds_numbers(saved[0]) and not torch.is_grad_enabled()
+    compute: Callable[..., tuple[Tensor, Tensor]] = _own_grads if eager else torch.ops.tilewise.own_grads
+    grad_a, grad_own = compute(*saved, grad)
     needs_a, needs_own = ctx.needs_input_grad[:2]
     return grad_a if needs_a else None, grad_own if needs_own else None, None
 
 
-own_scores.register_autograd(_pull_back, setup_context=_save)
-_own_grads.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+_own_scores_op.register_autograd(_pull_back, setup_context=_save)
+_own_grads_op.register_autograd(no_second_derivative, setup_context=lambda ctx, inputs, output: None)
+
+
+class _OwnScores(torch.autograd.Function):
+    """`own_scores` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, own, keep)
+        return _own_scores(a, own, keep)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _pull_back(ctx, *grads)

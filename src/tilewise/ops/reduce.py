@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import stat_dtype
+from tilewise.kernels.spec import RowWeights
+from tilewise.ops.distributed.collectives import reduce_over_group
 
 
 def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
@@ -18,13 +18,10 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
     if reduction == "none":
         return loss_n
     if group_name:
-        from tilewise.ops.group_ops import reduce_over_group
-
         return reduce_over_group(loss_n, reduction, group_name)
     return loss_n.sum() if reduction == "sum" else loss_n.mean()
 
 
-def row_weights(a: Tensor, reduction: str) -> Tensor:
-    """What each row of ``a`` counts in a sum or a mean: (n,)."""
-    share = 1.0 if reduction == "sum" else 1.0 / max(a.shape[0], 1)
-    return torch.full((a.shape[0],), share, dtype=stat_dtype(a.dtype), device=a.device)
+def row_weights(a: Tensor, reduction: str) -> RowWeights:
+    """The weights of a sum or a mean over the rows of ``a``."""
+    return RowWeights(share=1.0 if reduction == "sum" else 1.0 / max(a.shape[0], 1))

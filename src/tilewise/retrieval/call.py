@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import ShapeError
 from tilewise.kernels import ranks as kernel
-from tilewise.ops.spread import Field, Spread
+from tilewise.ops.distributed.ring_loop import Field, RingLoop, choose_scorer
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index, check_not_excluded
 
@@ -40,7 +40,7 @@ class RankingCall:
     flat: bool  # the ranks of queries are (n,)
     ids: tuple[Tensor, Tensor] | None
     exclude: Tensor | None  # (n, e)
-    spread: Spread
+    ring: RingLoop
     options: TileOptions
     both: bool
 
@@ -51,14 +51,14 @@ class RankingCall:
         gallery: Tensor,
         answers: tuple[Tensor | None, Tensor | None, Tensor | None],
         exclude: Tensor | None,
-        spread: Spread,
+        ring: RingLoop,
         options: TileOptions,
         both: bool,
     ) -> RankingCall:
         """Checked, by all ranks together: an error of one is an error of each."""
         positives, query_ids, gallery_ids = answers
-        with spread.telling():
-            check_features(queries, gallery, over_group=spread.exchange.world > 1)
+        with ring.telling():
+            check_features(queries, gallery, over_group=ring.exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None
             n, m = queries.shape[0], gallery.shape[0]
@@ -75,22 +75,22 @@ class RankingCall:
             "device": queries.device.type,
             "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         }
-        spread.meet(n, m, queries.device, told)
-        with spread.telling():
+        ring.meet(n, m, queries.device, told)
+        with ring.telling():
             if own:
-                positives = torch.arange(n, device=queries.device) + spread.col_start
-            index = None if positives is None else check_index("positives", positives, queries, spread.all_cols)
-            out = None if exclude is None else check_index("exclude", exclude, queries, spread.all_cols)
+                positives = torch.arange(n, device=queries.device) + ring.col_start
+            index = None if positives is None else check_index("positives", positives, queries, ring.all_cols)
+            out = None if exclude is None else check_index("exclude", exclude, queries, ring.all_cols)
             if index is not None and out is not None:
                 check_not_excluded(index, out)
-        spread.meet(n, m, queries.device, {"call": "ranking, with indices that are in range"})
+        ring.meet(n, m, queries.device, {"call": "ranking, with indices that are in range"})
         flat = positives is None or positives.dim() == 1
-        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, spread, options, both)
+        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, ring, options, both)
 
     @property
     def pairs(self) -> int:
         """Scores to compute: every pair once, or twice with ids."""
-        return self.queries.shape[0] * self.spread.all_cols * (1 if self.ids is None else 2)
+        return self.queries.shape[0] * self.ring.all_cols * (1 if self.ids is None else 2)
 
     def arithmetic(self) -> Any:
         """A context without gradients and autocast, with products as the options say."""
@@ -99,7 +99,7 @@ class RankingCall:
     def run(self, advance: kernel.Advance | None) -> BothRanks:
         """Both steps."""
         queries = self.queries
-        scorer = kernel.choose_scorer(queries, self.options)
+        scorer = choose_scorer(queries.device, queries.shape[1], queries.dtype, self.options)
         excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
         rows, best = self.answers(scorer, excluded, advance)
         block = {"gallery": self.gallery}
@@ -109,13 +109,13 @@ class RankingCall:
 
         def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
-            met = kernel.Block(queries, block["gallery"], self.spread.row_start, first, excluded, advance)
+            met = kernel.Block(queries, block["gallery"], self.ring.row_start, first, excluded, advance)
             row_counts, col_counts = scorer.count_better(met, rows, cols)
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
         credits = [Field("count", torch.int64)] if self.both else []
-        home = self.spread.visit(block, count, credits=credits, join=_add)
+        home = self.ring.visit(block, count, credits=credits, join=_add)
         index = torch.stack([answers.index for answers in rows]) if rows else counts
         ranks = torch.where(index < 0, -1, counts).T.contiguous()
         back = self.gallery.new_zeros(0, dtype=torch.int64)
@@ -127,13 +127,13 @@ class RankingCall:
         self, scorer: kernel.Scorer, excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> tuple[list[kernel.Answers], kernel.Best | None]:
         """The right answers of the queries and, if asked, of the gallery items, with their scores."""
-        n, spread = self.queries.shape[0], self.spread
+        n, ring = self.queries.shape[0], self.ring
         mine = kernel.no_best(n, scorer)
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
         def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            met = kernel.Block(self.queries, block["gallery"], spread.row_start, first, excluded, advance)
+            met = kernel.Block(self.queries, block["gallery"], ring.row_start, first, excluded, advance)
             best = kernel.no_best(met.items.shape[0], scorer) if self.both else None
             if self.ids is not None:
                 scorer.find_best(met, self.ids[0], block["ids"], mine, best)
@@ -141,15 +141,15 @@ class RankingCall:
                 for which, score in zip(index, scores, strict=True):
                     scorer.pair_scores(met, which, score)
                     if best is not None:
-                        _merge_back(best, which - first, score, spread.row_start)
+                        _merge_back(best, which - first, score, ring.row_start)
             return None if best is None else {"score": best.score, "index": best.index}
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
         if self.own:  # no other rank's block has an answer
-            found = find(spread.col_start, block) or {}
+            found = find(ring.col_start, block) or {}
         else:
             credits = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
-            found = spread.visit(block, find, credits=credits, join=_keep_best)
+            found = ring.visit(block, find, credits=credits, join=_keep_best)
         rows = [kernel.answers_of(which, score, scorer.side) for which, score in zip(index, scores, strict=True)]
         if self.ids is not None:
             rows = [_answers_of_best(mine, scorer)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise._check import INTEGERS, check_options, group_name
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
-from tilewise.ops.spread import Spread
+from tilewise.ops.distributed.ring_loop import RingLoop
 from tilewise.options import TileOptions
 from tilewise.retrieval.call import BothRanks, RankingCall
 from tilewise.retrieval.checks import check_tensor
@@ -165,6 +165,6 @@ def _ranks(
     both: bool,
 ) -> BothRanks:
     options = check_options(options)
-    call = RankingCall.of(queries, gallery, answers, exclude, Spread(group_name(group)), options, both)
+    call = RankingCall.of(queries, gallery, answers, exclude, RingLoop(group_name(group)), options, both)
     with call.arithmetic(), reporter(progress, call.pairs, call.queries.device) as advance:
         return call.run(advance)

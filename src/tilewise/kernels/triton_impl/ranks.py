@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
-from tilewise.kernels.triton_impl.backend import on_device
-from tilewise.kernels.triton_impl.launch import FULL, Prepared, cdiv, pieces, readable, vector
-from tilewise.kernels.triton_impl.parts import tile_dot, tile_place
+from tilewise.kernels.triton_impl.launch.call import FULL, Prepared, cdiv, on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.primitives import tile_dot, tile_place
 from tilewise.kernels.triton_impl.sizes import multiprocessors, sizes_for
 from tilewise.options import TileOptions
 

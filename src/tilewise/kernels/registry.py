@@ -1,0 +1,121 @@
+"""Which backends exist, and which one serves a call. The only file that names implementations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tilewise.errors import BackendError
+from tilewise.kernels.ranks import Scorer
+from tilewise.kernels.spec import Backend, PairShape, PairSpec
+from tilewise.kernels.two_pass_ranks import TwoPassScorer
+from tilewise.options import BACKEND_NAMES, TileOptions
+
+log = logging.getLogger("tilewise")
+
+
+class Entry(NamedTuple):
+    """A backend that is imported when it is first used."""
+
+    load: Callable[[], Backend]
+    why_not: Callable[[torch.device, TileOptions], str | None]  # asked before it is imported
+
+
+@functools.cache
+def _triton() -> Backend:
+    from tilewise.kernels.triton_impl.backend import TritonBackend
+
+    return TritonBackend()
+
+
+@functools.cache
+def _torch() -> Backend:
+    from tilewise.kernels.torch_impl.backend import TorchBackend
+
+    return TorchBackend()
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    """Whether the package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _why_not_triton(device: torch.device, options: TileOptions) -> str | None:
+    if device.type != "cuda":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1" and options.backend == "triton"
+        if not interpreted:
+            return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+    return None if installed("triton") else "the package triton is not installed"
+
+
+# In the order of preference of "auto". The torch backend is the last of these two and never refuses.
+_ENTRIES: dict[str, Entry] = {
+    "triton": Entry(_triton, _why_not_triton),
+    "torch": Entry(_torch, lambda device, options: None),
+}
+_AUTO = tuple(_ENTRIES)
+
+
+def register_backend(backend: Backend) -> None:
+    """Make a backend available as ``TileOptions(backend=backend.name)``. "auto" does not choose it."""
+    _ENTRIES[backend.name] = Entry(lambda: backend, lambda device, options: None)
+    BACKEND_NAMES.add(backend.name)
+    choose_backend.cache_clear()
+
+
+def unregister_backend(name: str) -> None:
+    """Undo `register_backend`."""
+    del _ENTRIES[name]
+    BACKEND_NAMES.discard(name)
+    choose_backend.cache_clear()
+
+
+def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+    """Why the backend ``name`` cannot serve this call, or None if it can."""
+    reason = _ENTRIES[name].why_not(shape.device, options)
+    return reason or _ENTRIES[name].load().why_not(shape, spec, options)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Backend:
+    """The backend that ``options`` names, or the first that can serve the call."""
+    if options.backend != "auto":
+        if reason := why_not(options.backend, shape, spec, options):
+            raise BackendError(
+                f"backend {options.backend!r} cannot serve {shape.rows} x {shape.cols} scores of width {shape.width}, "
+                f'{shape.dtype} on {shape.device}: {reason}. Use backend="auto"'
+            )
+        return _ENTRIES[options.backend].load()
+    for name in _AUTO:
+        reason = why_not(name, shape, spec, options)
+        if reason is None:
+            log.debug("backend %s chosen", name)
+            return _ENTRIES[name].load()
+        log.debug("backend %s not chosen: %s", name, reason)
+    raise AssertionError("the torch backend never refuses")
+
+
+def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
+    """What counts the ranks of features of this width and type. A backend without ranks uses its `forward`."""
+    names = _AUTO if options.backend == "auto" else (options.backend,)
+    for name in names:
+        reason = _ENTRIES[name].why_not(device, options)
+        backend = None if reason else _ENTRIES[name].load()
+        if backend is not None and not backend.offers_ranks:
+            return TwoPassScorer(backend, device, dtype, options)
+        if backend is not None:
+            reason = backend.why_no_ranks(device, width, dtype)
+            if reason is None:
+                return backend.scorer(device, width, dtype, options)
+        log.debug("backend %s not chosen: %s", name, reason)
+    raise BackendError(
+        f"backend {options.backend!r} cannot rank {dtype} features of width {width} on {device}: {reason}. "
+        'Use backend="auto"'
+    )

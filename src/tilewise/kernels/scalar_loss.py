@@ -1,0 +1,92 @@
+"""Scalar losses of pair scores: the loss from the statistics, its gradient, and what a one-pass strategy saves.
+
+`RowWeights` in `spec` has the equations. Axes: n rows, m columns, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import HALF_TYPES, Grads, GradStats, Needs, PairShape, PairSpec, Stats, stat_dtype
+
+
+def is_one_sided(spec: PairSpec) -> bool:
+    """Whether the loss is of rows only, with at most one positive each: what every one-pass strategy can do."""
+    if spec.col_lse or spec.symmetric or spec.row_sum or spec.token_stats or spec.mask_self or spec.positive != "one":
+        return False
+    return spec.row_lse != spec.softplus and not (spec.softplus and spec.softcap)
+
+
+def loss_of_stats(
+    weight: Tensor, square: Tensor | None, stats: Stats, row_shift: Tensor | float | None, spec: PairSpec
+) -> tuple[Tensor, GradStats]:
+    """The loss, float64 and 0-d, and its gradient with respect to the statistics.
+
+    Args:
+        weight, square: (n,), see `RowWeights`.
+        stats: of these rows, measured from ``row_shift``.
+    """
+    wide = weight.double()
+    if spec.softplus:
+        assert stats.row_softplus is not None
+        return (wide * stats.row_softplus).sum(), GradStats(row_softplus=weight)
+    assert stats.row_lse is not None
+    assert stats.row_pos is not None
+    if spec.col_lse:
+        assert stats.col_lse is not None
+        loss = (wide * (torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos)).sum()
+        return loss, GradStats(row_lse=weight / 2, col_lse=weight / 2, row_pos=-weight)
+    assert stats.num_positives is not None
+    counts, lse_grad = weight != 0, weight
+    # A target that no column has leaves 0 positives, and 0 / 0 gives NaN; a row that does not count is no error.
+    positives = torch.where(counts, stats.num_positives, 1.0)
+    loss = torch.where(counts, wide * (stats.row_lse - stats.row_pos / positives), 0.0).sum()
+    if square is not None:
+        lse, squared = stats.row_lse if row_shift is None else stats.row_lse + row_shift, square != 0
+        loss = loss + torch.where(squared, square.double() * lse.square(), 0.0).sum()
+        lse_grad = lse_grad + torch.where(squared, 2.0 * square * lse, 0.0).to(lse_grad.dtype)
+    return loss, GradStats(row_lse=lse_grad, row_pos=-weight / positives)
+
+
+def saved_dtype(features: torch.dtype) -> torch.dtype:
+    """The type in which one-pass gradients are saved: that of the products.
+
+    They are rounded once, after the multiplication by ``grad_output``. A loss scale lifts gradients that float16
+    could not hold without it.
+    """
+    return torch.float32 if features in HALF_TYPES else features
+
+
+def gradients_like(shape: PairShape, needs: Needs) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Sizes and types of `saved_gradients`."""
+    stat, saved = stat_dtype(shape.dtype), saved_dtype(shape.dtype)
+    sizes = ((shape.rows, shape.width), saved), ((shape.cols, shape.width), saved), ((), stat), ((shape.cols,), stat)
+    return [like if need else ((0,), stat) for need, like in zip(needs, sizes, strict=True)]
+
+
+def saved_gradients(grads: Grads, rows: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Gradients as the tensors that forward saves, those of the rows padded to ``rows``; empty for a missing one."""
+    nothing = like.new_empty(0, dtype=stat_dtype(like.dtype))
+    a = grads.a
+    if a is not None and a.shape[0] < rows:
+        a = torch.nn.functional.pad(a, (0, 0, 0, rows - a.shape[0]))
+    values = a, grads.b, grads.scale, grads.bias
+    return tuple(nothing.clone() if value is None else value for value in values)
+
+
+def gradients_of(saved: Sequence[Tensor], needs: Needs, rows: int) -> Grads:
+    """The gradients that `saved_gradients` saved, of the first ``rows`` rows."""
+    a, b, scale, bias = (value if need else None for value, need in zip(saved, needs, strict=True))
+    return Grads(a=None if a is None else a[:rows], b=b, scale=scale, bias=bias)
+
+
+def no_rows(shape: PairShape, needs: Needs, device: torch.device) -> Grads:
+    """The gradients of a loss over no rows at all."""
+    sizes = [
+        torch.zeros(size, dtype=dtype, device=device) if need else None
+        for (size, dtype), need in zip(gradients_like(shape, needs), needs, strict=True)
+    ]
+    return Grads(a=sizes[0], b=sizes[1], scale=sizes[2], bias=sizes[3])

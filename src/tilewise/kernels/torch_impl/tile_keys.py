@@ -1,0 +1,121 @@
+"""What the keys say about the pairs of one tile: which are positive, excluded, or a sample with itself.
+
+Axes: r, c rows and columns of one tile; i, j their slices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import keys
+from tilewise.kernels.spec import Pair, PairSpec
+
+
+class TileKeys:
+    """The keys of a pair of blocks, asked about one tile at a time.
+
+    With "one" positive a row knows its column, so nothing of the tile's size is built; with "many" a mask is.
+    """
+
+    def __init__(self, pair: Pair, spec: PairSpec) -> None:
+        self.pair, self.spec = pair, spec
+        self.pos_col: Tensor | None = None  # (n,), where in the block a row's positive is, or outside of it
+        if spec.positive == "one":
+            itself = torch.arange(pair.row_start, pair.row_start + pair.a.shape[0], device=pair.a.device)
+            key = itself if pair.row_key is None else pair.row_key
+            self.pos_col = key - pair.col_start
+            if spec.mask_self:  # a sample is never its own positive
+                self.pos_col.masked_fill_(key == itself, -1)
+
+    def num_positives(self) -> Tensor:
+        """The number of positives of each row: (n,)."""
+        if self.pos_col is not None:
+            return ((self.pos_col >= 0) & (self.pos_col < self.pair.b.shape[0])).to(self.pair.stat_dtype)
+        return keys.num_positives(self.pair, self.spec)
+
+    def exclude_(self, x_rc: Tensor, i: slice, j: slice) -> None:
+        """-inf for pairs that never meet: those that share a skip key and are not positive, and samples themselves."""
+        pair = self.pair
+        if pair.row_skip is not None and pair.col_skip is not None:
+            mask_rc = pair.row_skip[i, None] == pair.col_skip[None, j]
+            if self.spec.positive == "one":
+                place, inside = self._place(i, j)
+                mask_rc.scatter_(1, place, mask_rc.gather(1, place) & ~inside)
+            elif self.spec.positive == "many":
+                mask_rc &= ~self._mask(i, j)
+            x_rc.masked_fill_(mask_rc, -torch.inf)
+        if self.spec.mask_self:
+            x_rc.diagonal(self._diagonal(i, j)).fill_(-torch.inf)
+
+    def positive_sums(self, x_rc: Tensor, i: slice, j: slice, spare: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For each row the sum over its positives of x - row_shift, float64: (r,).
+
+        With symmetric scores, a tile off the diagonal stands for its mirror image too: (c,) for the rows j.
+        """
+        mirrored = self.spec.symmetric and i != j
+        if self.spec.positive == "one":
+            return self._picked(x_rc, i, j), self._picked(x_rc.T, j, i) if mirrored else None
+        mask_rc = self._mask(i, j)
+        # In float64: a hundred scores of 1000, of which the mean less the zero is asked, leave float32 two digits.
+        torch.where(mask_rc, x_rc, x_rc.new_zeros(()), out=spare)
+        row = spare.sum(1, dtype=torch.float64) - self._zero(i) * mask_rc.sum(1)
+        if not mirrored:
+            return row, None
+        return row, spare.sum(0, dtype=torch.float64) - self._zero(j) * mask_rc.sum(0)
+
+    def flip_positives_(self, x_rc: Tensor, i: slice, j: slice) -> None:
+        """Change the sign of the positives, in place."""
+        if self.spec.positive == "one":
+            place, inside = self._place(i, j)
+            found = x_rc.gather(1, place)
+            x_rc.scatter_(1, place, torch.where(inside, -found, found))
+        elif self.spec.positive == "many":
+            torch.where(self._mask(i, j), -x_rc, x_rc, out=x_rc)
+
+    def add_at_positives_(self, g_rc: Tensor, value: Tensor, i: slice, j: slice, spare: Tensor) -> None:
+        """Add value_i at the positives of row i, in place; with symmetric scores value_j as well."""
+        value = value.to(g_rc.dtype)
+        if self.spec.positive == "one":
+            self._scatter_add(g_rc, value, i, j)
+            if self.spec.symmetric:
+                self._scatter_add(g_rc.T, value, j, i)
+            return
+        if self.spec.symmetric:
+            torch.add(value[i, None], value[None, j], out=spare)
+            g_rc.add_(spare.mul_(self._mask(i, j)))
+        else:
+            g_rc.addcmul_(value[i, None], self._mask(i, j).to(g_rc.dtype))
+
+    def _scatter_add(self, g_rc: Tensor, value: Tensor, i: slice, j: slice) -> None:
+        place, inside = self._place(i, j)
+        g_rc.scatter_add_(1, place, torch.where(inside, value[i, None], 0.0))
+
+    def _picked(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
+        place, inside = self._place(i, j)
+        found = x_rc.gather(1, place).squeeze(1).double() - self._zero(i)
+        return torch.where(inside.squeeze(1), found, 0.0)
+
+    def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        """For "one" positive: its column in the tile (r, 1), and whether it is there at all (r, 1)."""
+        assert self.pos_col is not None
+        place = (self.pos_col[i] - j.start)[:, None]
+        width = j.stop - j.start
+        return place.clamp(0, width - 1), (place >= 0) & (place < width)
+
+    def _mask(self, i: slice, j: slice) -> Tensor:
+        """For "many" positives: where they are, (r, c) bool."""
+        assert self.pair.row_key is not None
+        assert self.pair.col_key is not None
+        mask_rc = self.pair.row_key[i, None] == self.pair.col_key[None, j]
+        if self.spec.mask_self:
+            mask_rc.diagonal(self._diagonal(i, j)).fill_(False)
+        return mask_rc
+
+    def _diagonal(self, i: slice, j: slice) -> int:
+        """Where the pairs of a sample with itself lie in the tile; clamped to an empty diagonal outside of it."""
+        offset = (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
+        return max(-(i.stop - i.start), min(offset, j.stop - j.start))
+
+    def _zero(self, part: slice) -> Tensor | float:
+        return 0.0 if self.pair.row_shift is None else self.pair.row_shift[part].double()

@@ -1,0 +1,1 @@
+"""Gradients without the (row, tile) pairs that carry almost no probability."""

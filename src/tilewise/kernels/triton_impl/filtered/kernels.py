@@ -1,0 +1,339 @@
+"""Kernels that leave out what carries no probability. See `tilewise.kernels.filter_plan` for what they compute.
+
+    forward    gather_kernel   a chunk of the columns in their new order, and the mean of each tile
+               parts_kernel    the log-sum-exp of each row in each tile: one product
+               choose_kernel   the row's log-sum-exp, and which tiles it drops
+    backward   drop_kernel     what is dropped, times the incoming gradient
+               list_kernel     the rows that keep each tile, in blocks
+               pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
+               column_kernel   the gradient of a tile's columns
+               add_rows_kernel a row's shares, added in the order of the tiles
+
+Every number has one owner, so that sums have one order. Scores are in units of log2.
+
+Strides come in units of 16 bytes, UNIT numbers each, so that the compiler knows how rows are aligned and fetches them ahead.
+
+Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.primitives import BIAS, LN2, LOG2E, SOFTCAP, score_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
+
+
+@triton.jit(do_not_specialize=["m", "first", "first_tile", "b_units", "out_units"])
+def gather_kernel(b, order, bias, out, mean, skip_if, m, first, first_tile, b_units, out_units,
+                  D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
+    width = W
+    if skip_if is not None:
+        width = tl.where(tl.load(skip_if) != 0, 0, W)
+    tile = tl.program_id(0) // ((D + K - 1) // K)
+    at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
+    total = tl.zeros((K,), tl.float32)
+    count = 0.0
+    for start in range(0, width, R):
+        here = tile * W + start + tl.arange(0, R)
+        ok = here < m
+        col = tl.load(order + first + here, mask=ok, other=0).to(tl.int64)
+        inside = ok[:, None] & (at < D)[None, :]
+        value = tl.load(b + col[:, None] * b_units * UNIT + at[None, :], mask=inside, other=0.0)
+        tl.store(out + here.to(tl.int64)[:, None] * out_units * UNIT + at[None, :], value, mask=inside)
+        if bias is not None:
+            ok = ok & (tl.load(bias + first + here, mask=ok, other=0.0) > float("-inf"))
+            value = tl.where(ok[:, None], value, 0.0)
+        total += tl.sum(value.to(tl.float32), 0)
+        count += tl.sum(ok.to(tl.float32), 0)
+    total = total / tl.maximum(count, 1.0)
+    tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
+
+
+@triton.jit
+def log_sum(x):
+    """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added."""
+    top = tl.max(x, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "first_tile"])
+def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, part, skip_if, n, m, first, first_tile,
+                 D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                 GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """part[tile, row] = log2 of the sum of exp(x - the row's zero) over the tile; m columns from place ``first`` on."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if skip_if is not None:
+        tiles = tl.where(tl.load(skip_if) != 0, 0, tiles)
+    s = tl.load(scale)
+    own_bias = bias
+    if BIAS & SCORE:
+        own_bias = bias + first
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        x = score_tile(acc, rows, cols, n, m, s, own_bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+        safe, total = log_sum(x)
+        if row_shift is not None:
+            # A row's zero lies near its largest scores: subtracted first, it leaves more digits to the sum.
+            safe -= tl.load(row_shift + rows, mask=rows < n, other=0.0) * LOG2E
+        tl.store(part + (first_tile + tile_col).to(tl.int64) * n + rows, safe + total, mask=rows < n)
+
+
+@triton.jit(do_not_specialize=["softcap", "m"])
+def probe_kernel(product, order, scale, bias, softcap, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+                 R: tl.constexpr):  # fmt: skip
+    """The same of S rows whose products are there: product is (m, S), columns in their old order."""
+    tile = tl.program_id(0) // (S // R)
+    row = (tl.program_id(0) % (S // R)) * R + tl.arange(0, R)
+    place = tile * W + tl.arange(0, W)
+    ok = place < m
+    col = tl.load(order + place, mask=ok, other=0)
+    acc = tl.load(product + col.to(tl.int64)[None, :] * S + row[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
+    # A column past the end is one past m: it scores -inf.
+    col = tl.where(ok, col, m)
+    x = score_tile(acc, row, col, S, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+    safe, total = log_sum(x)
+    tl.store(part + tile.to(tl.int64) * S + row, safe + total)
+
+
+@triton.jit
+def log_masses(part, t, row, tiles, n, lse, own):
+    """log2 of the mass of each row in the tiles t; NaN, which is below nothing, in the tile of its positive."""
+    ok = (t < tiles)[:, None] & (row < n)[None, :]
+    v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf")) - lse[None, :]
+    return tl.where(t[:, None] == own[None, :], float("nan"), v)
+
+
+@triton.jit(do_not_specialize=["m"])
+def places_kernel(order, place, m, BLOCK: tl.constexpr):
+    """Where in the order each column is."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place + tl.load(order + at, mask=at < m, other=0), at, mask=at < m)
+
+
+@triton.jit(do_not_specialize=["tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"])
+def choose_kernel(part, place, row_key, row_lse, mass, skip_if, tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
+                  W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
+
+    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. If skip_if says so, no
+    part is looked at, a row drops nothing, and its log-sum-exp is somebody else's. place says where in the order a column is.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok_row = row < n
+    seen = tiles
+    if skip_if is not None:
+        seen = tl.where(tl.load(skip_if) != 0, 0, tiles)
+    high = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    for start in range(0, seen, T):
+        t = start + tl.arange(0, T)
+        ok = (t < seen)[:, None] & ok_row[None, :]
+        v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
+        higher = tl.maximum(high, tl.max(v, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(v - safe[None, :]), 0)
+        high = higher
+    lse = high + tl.log2(total)
+    tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
+
+    key = tl.load(row_key + first_row + row, mask=ok_row, other=-1)
+    valid = key >= 0
+    inside = valid & (key >= col_start) & (key - col_start < m)
+    own = tl.load(place + (key - col_start), mask=inside, other=0)
+    own = tl.where(inside, own // W, -1)
+    # Below usable / tiles no row can drop too much; at usable one tile alone would be.
+    below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
+    above = tl.zeros((R,), tl.float32) + tl.log2(usable)
+    for _ in range(HALVINGS):
+        middle = (below + above) * 0.5
+        dropped = tl.zeros((R,), tl.float32)
+        for start in range(0, seen, T):
+            v = log_masses(part, start + tl.arange(0, T), row, seen, n, lse, own)
+            dropped += tl.sum(tl.where(v < middle[None, :], tl.exp2(v), 0.0), 0)
+        fits = dropped <= usable
+        below = tl.where(fits, middle, below)
+        above = tl.where(fits, above, middle)
+    for start in range(0, tiles, T):
+        t = start + tl.arange(0, T)
+        ok = (t < tiles)[:, None] & ok_row[None, :]
+        # Without parts the masses are NaN, which is below nothing.
+        v = log_masses(part, t, row, seen, n, lse, own)
+        stands = tl.exp2(v) / tolerance
+        stands = tl.where(v < below[None, :], stands, -1.0)
+        stands = tl.where(valid[None, :], stands, 0.0)
+        at = mass + t.to(tl.int64)[:, None] * all_rows + (first_row + row)[None, :]
+        tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tolerance", "softcap", "n"])
+def drop_kernel(mass, grad_row, factor, row_shift, row_lse, count, out, tolerance, softcap, n, SCORE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """out = the mass that is dropped times the incoming gradient and ``factor``; 0 where a pair is kept."""
+    blocks = tl.cdiv(n, BLOCK)
+    tile = tl.program_id(0) // blocks
+    row = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < n
+    at = tile.to(tl.int64) * n + row
+    share = tl.load(mass + at, mask=ok, other=0.0).to(tl.float32)
+    value = share * tl.load(grad_row + row, mask=ok, other=0.0) * tl.load(factor)
+    if SOFTCAP & SCORE:
+        # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
+        x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
+        if row_shift is not None:
+            x += tl.load(row_shift + row, mask=ok, other=0.0)
+        value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
+    # A row that drops nothing may meet 0 * inf.
+    tl.store(out + at, tl.where(share > 0.0, value, 0.0).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["n", "room", "blocks"])
+def list_kernel(mass, starts, firsts, rows, table, n, room, blocks, R: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows that keep tile t, in order, from rows[starts[t]] on, and its blocks of R of them, from firsts[t] on.
+
+    There is room for so many pairs and blocks; whoever keeps more computes everything, and needs no list.
+    """
+    tile = tl.program_id(0)
+    start, stop = tl.load(starts + tile), tl.load(starts + tile + 1)
+    at = start
+    for first in range(0, n, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        keep = tl.load(mass + tile.to(tl.int64) * n + row, mask=row < n, other=0.0) < 0.0
+        place = at + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(rows + place, row, mask=keep & (place < room))
+        at += tl.sum(keep.to(tl.int32), 0)
+    block, last = tl.load(firsts + tile), tl.load(firsts + tile + 1)
+    for first in range(block, last, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        ok = (index < last) & (index < blocks)
+        begin = start + (index - block) * R
+        tl.store(table + index, tl.zeros((BLOCK,), tl.int32) + tile, mask=ok)
+        tl.store(table + blocks + index, begin, mask=ok)
+        tl.store(table + 2 * blocks + index, tl.minimum(begin + R, stop), mask=ok)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "softcap",
+        "m",
+        "col_start",
+        "first_block",
+        "blocks",
+        "first_g",
+        "first_u",
+        "a_units",
+        "b_units",
+    ]
+)
+def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, g, u,
+                m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
+                D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+                EXACT: tl.constexpr):  # fmt: skip
+    """G of one block of pairs (up to R rows that keep a tile, and the tile), and G B of each of its pairs.
+
+    table is (3, blocks): the tile, the first pair, the pair behind the last.
+    """
+    block = first_block + tl.program_id(0)
+    tile = tl.load(table + block)
+    pair = tl.load(table + blocks + block) + tl.arange(0, R)
+    ok = pair < tl.load(table + 2 * blocks + block)
+    row = tl.load(rows + pair, mask=ok, other=0).to(tl.int64)
+    place = tile * W + tl.arange(0, W)
+    ok_col = place < m
+    col = tl.load(order + place, mask=ok_col, other=0)
+    row_at = a + row[:, None] * a_units * UNIT
+    col_at = b + col.to(tl.int64)[:, None] * b_units * UNIT
+    acc = tl.zeros((R, W), tl.float32)
+    for k in range(0, (D + K - 1) // K):
+        at = k * K + tl.arange(0, K)
+        left = tl.load(row_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+        right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+    # A column past the end is one past m: it scores -inf.
+    x = score_tile(
+        acc, row, tl.where(ok_col, col, m), 0, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0
+    )
+    level = tl.load(row_lse + row)
+    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
+    f = outer_factor(factor)
+    from_zero = x
+    if row_shift is not None:
+        from_zero = x - (tl.load(row_shift + row) * LOG2E)[:, None]
+    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_zero - level[:, None])
+    hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
+    value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
+    if SOFTCAP & SCORE:
+        ratio = x * (1.0 / (softcap * LOG2E))
+        value = value * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+    value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
+    if g is not None:
+        entry = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+        tl.store(g + entry, value, mask=ok[:, None])
+    if u is not None:
+        to = u + (pair - first_u).to(tl.int64)[:, None] * D
+        for k in range(0, (D + K - 1) // K):
+            at = k * K + tl.arange(0, K)
+            right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
+            tl.store(
+                to + at[None, :],
+                tl.dot(value, right, input_precision=EXACT),
+                mask=ok[:, None] & (at < D)[None, :],
+            )
+
+
+@triton.jit(do_not_specialize=["m", "first_tile", "first_g", "a_units"])
+def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, factor, bias_factor, out, bias_out,
+                  m, first_tile, first_g, a_units,
+                  D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """out[column] = factor * (G' A + the tile's share of what was dropped), K features of one tile, in the old order."""
+    tile = first_tile + tl.program_id(0) // ((D + K - 1) // K)
+    part = tl.program_id(0) % ((D + K - 1) // K)
+    at = part * K + tl.arange(0, K)
+    place = tile * W + tl.arange(0, W)
+    ok_col = place < m
+    col = tl.load(order + place, mask=ok_col, other=0).to(tl.int64)
+    width = tl.load(count + tile)
+    mean = tl.load(share + tile.to(tl.int64) * D + at, mask=at < D, other=0.0) / width
+    live = tl.full((W,), 1.0, tl.float32)
+    if bias is not None:
+        live = tl.where(tl.load(bias + col, mask=ok_col, other=0.0) > float("-inf"), 1.0, 0.0)
+    acc = live[:, None] * mean[None, :]
+    sums = tl.zeros((W,), tl.float32)
+    stop = tl.load(starts + tile + 1)
+    for first in range(tl.load(starts + tile), stop, R):
+        pair = first + tl.arange(0, R)
+        ok = pair < stop
+        row = tl.load(rows + pair, mask=ok, other=0).to(tl.int64)
+        from_g = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
+        value = tl.load(g + from_g, mask=ok[:, None], other=0.0)
+        right = tl.load(a + row[:, None] * a_units * UNIT + at[None, :], mask=(at < D)[None, :], other=0.0)
+        acc = tl.dot(value.T, right, acc, input_precision=EXACT)
+        if bias_out is not None:
+            if part == 0:
+                sums += tl.sum(value.to(tl.float32), 0)
+    to = out + col[:, None] * D + at[None, :]
+    tl.store(to, (acc * tl.load(factor)).to(out.dtype.element_ty), mask=ok_col[:, None] & (at < D)[None, :])
+    if bias_out is not None:
+        if part == 0:
+            sums += live * (tl.load(bias_share + tile) / width)
+            tl.store(bias_out + col, sums * tl.load(bias_factor), mask=ok_col)
+
+
+@triton.jit(do_not_specialize=["n"])
+def add_rows_kernel(total, u, pairs, starts, n, D: tl.constexpr, K: tl.constexpr):
+    """total[row] += u[pair] for the pairs of the row, which are pairs[starts[row] : starts[row + 1]]."""
+    row = tl.program_id(0) // ((D + K - 1) // K)
+    at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
+    first, stop = tl.load(starts + row), tl.load(starts + row + 1)
+    if first < stop:
+        here = total + row.to(tl.int64) * D + at
+        value = tl.load(here, mask=at < D, other=0.0)
+        for index in range(first, stop):
+            pair = tl.load(pairs + index).to(tl.int64)
+            value += tl.load(u + pair * D + at, mask=at < D, other=0.0)
+        tl.store(here, value, mask=at < D)

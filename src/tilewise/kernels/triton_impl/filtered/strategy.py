@@ -1,0 +1,65 @@
+"""The strategy `filtered` of the Triton backend: the memory that it takes, and how the exact case is handled.
+
+What a call allocates above inputs and gradients, with w the workspace: forward, the plan (at most w / 2), a chunk of the
+columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
+(w / 8, or that of one tile), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
+
+A large call probes a sample of its rows first (at most w / 2, in memory that is needed later anyway, or before it is): how
+many pairs would they keep? The answer, `keep_all`, stays on the device. The kernels of both cases are launched, those of
+the filter and those of the exact loss (`two_pass`) with the exponentials that it saves; the kernels of one case return at
+once. The host learns which at the start of backward, where it needs the number of kept pairs anyway. The saved
+exponentials lie in the memory of the columns' gradient in both cases; where the exact kernels did not run, they are marked
+as needing repair.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl.filtered.backward import SkipBackward
+from tilewise.kernels.triton_impl.filtered.forward import SkipForward
+from tilewise.kernels.triton_impl.launch.call import on_device
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
+from tilewise.options import TileOptions
+
+
+class TritonFilter:
+    """The capability `filtered` of the Triton backend."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+        """Statistics of all pairs, and which of them backward may drop."""
+        with on_device(pair.a), torch.no_grad():
+            return SkipForward(pair, spec, options).run()[:2]
+
+    def forward_saving(
+        self, pair: Pair, spec: PairSpec, options: TileOptions
+    ) -> tuple[Stats, FilterPlan, SavedColumns | None]:
+        """The same, and the saved exponentials of the exact case."""
+        with on_device(pair.a), torch.no_grad():
+            return SkipForward(pair, spec, options, save=True).run()
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        saved: object | None = None,
+    ) -> Grads | None:
+        """Gradients of the kept pairs. The host waits once, for their number.
+
+        If the probe in forward found that the exact case is faster, the host has that answer already and does not wait.
+        """
+        if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        assert saved is None or isinstance(saved, SavedColumns)
+        if saved is not None and saved.probed_exact is not None and saved.probed_exact():
+            return None
+        with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+            return SkipBackward(pair, stats, plan, grad, needs, spec, options, saved).run()

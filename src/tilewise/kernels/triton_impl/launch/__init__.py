@@ -1,0 +1,1 @@
+"""How kernels are launched: checked arguments, recorded launches, launches through the driver."""

@@ -1,0 +1,1 @@
+"""A scalar loss and its gradients from one pass over the scores."""

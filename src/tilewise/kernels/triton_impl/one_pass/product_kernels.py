@@ -1,0 +1,189 @@
+"""Kernels beside the two products of a softmax loss whose gradients are formed in forward; E and f_i are `direct_softmax`'s.
+
+    dA_i = scale f_i sum_j E_ij b_j     dB_j = sum_i E_ij (scale f_i a_i)     dbias_j = sum_i f_i E_ij
+
+Where the features are a half type, two roundings are still in the positive's term: E_ij, and f_i a_i. A term that is
+most of the gradient, or all of it where scores are flat, is worth better: a dense loss rounds G, which is then -w_i, to
+itself. So the entry is also kept as it was before, and what the roundings changed is made good when the products are
+done, in float32 and for the positives alone: `finish_rows_kernel` in dA, `positives_kernel` in dB.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.primitives import in_units, row_stride
+
+
+@triton.jit(do_not_specialize=["n", "a_stride", "b_stride"])
+def finish_rows_kernel(total, out, scaled, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
+                       BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """out_i = scale f_i total_i, scaled_i = scale f_i a_i, and for each program the sum of f_i <total_i, a_i>.
+
+    That sum is the program's part of the scale's gradient. Where there are entries, what rounding took from the
+    positive's is put back: total_i += (entry - its rounding) b_pos.
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at, ok = rows.to(tl.int64)[:, None], rows < n
+    f = tl.load(factor + rows, mask=ok, other=0.0)[:, None]
+    s = tl.load(scale)
+    if entry is not None:
+        exact = tl.load(entry + rows, mask=ok, other=0.0)
+        lost = (exact - exact.to(b.dtype.element_ty).to(tl.float32))[:, None]
+        pos = tl.load(column + rows, mask=ok, other=-1).to(tl.int64)[:, None]
+    dot = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for k in range(0, D, WIDTH):
+        col = k + tl.arange(0, WIDTH)
+        here = ok[:, None] & (col < D)[None, :]
+        value = tl.load(total + at * D + col[None, :], mask=here, other=0.0)
+        if entry is not None:
+            own = b + pos * row_stride(b, b_stride) + col[None, :]
+            value += lost * tl.load(own, mask=here & (pos >= 0), other=0.0).to(tl.float32)
+        value = f * value
+        if dots is not None or scaled is not None:
+            row = tl.load(a + at * row_stride(a, a_stride) + col[None, :], mask=here, other=0.0).to(tl.float32)
+        if dots is not None:
+            dot += value * row
+        if scaled is not None:
+            tl.store(scaled + at * D + col[None, :], (row * (f * s)).to(scaled.dtype.element_ty), mask=here)
+        if out is not None:
+            tl.store(out + at * D + col[None, :], (value * s).to(out.dtype.element_ty), mask=here)
+    if dots is not None:
+        tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit
+def positives_of(row, here, col, a, scaled, factor, entry, s, D: tl.constexpr, STRIDE: tl.constexpr):
+    """Of one row or several: scale f_i entry_i a_i, and v_i s_i, v and s rounded."""
+    e = tl.load(entry + row)
+    f = s * tl.load(factor + row)
+    x = tl.load(a + row * STRIDE + col, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(scaled + row * D + col, mask=here, other=0.0).to(tl.float32)
+    v = e.to(scaled.dtype.element_ty).to(tl.float32)
+    return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # what is not here may be infinite
+
+
+@triton.jit
+def positives_from(place, stop, mine, col, a, scaled, factor, entry, order, column, s, D: tl.constexpr, STRIDE: tl.constexpr,
+                   RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Of the rows whose column is mine, at sorted places up to ``stop``, at most RUN of them."""
+    all_places = place + tl.arange(0, RUN)
+    found = tl.load(column + all_places, mask=all_places < stop, other=-2) == mine
+    end = place + tl.sum(found.to(tl.int32), 0)
+    exact = tl.zeros((WIDTH,), tl.float32)
+    held = tl.zeros((WIDTH,), tl.float32)
+    for start in range(place, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        rows = tl.load(order + at, mask=at < end, other=0)[:, None]
+        here = (at < end)[:, None] & (col < D)[None, :]
+        one, other = positives_of(rows, here, col[None, :], a, scaled, factor, entry, s, D, STRIDE)
+        exact += tl.sum(one, 0)
+        held += tl.sum(other, 0)
+    return exact, held
+
+
+@triton.jit(do_not_specialize=["n"])
+def runs_kernel(a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr,
+                BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """For `positives_kernel`, of a column that many rows have: what those from each RUN-th sorted place up to the next add."""
+    chunks = tl.cdiv(D, WIDTH)
+    run = tl.program_id(0) // chunks + 1
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + run * RUN)
+    goes = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
+    stop = tl.where(goes, tl.minimum(n, run * RUN + RUN), 0)
+    s = tl.load(scale)
+    exact, held = positives_from(
+        run * RUN, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    here = goes & (col < D)
+    tl.store(exacts + run * D + col, exact, mask=here)
+    tl.store(helds + run * D + col, held, mask=here)
+
+
+@triton.jit(do_not_specialize=["n"])
+def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr,
+                     EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """grad_j += sum over the rows i whose positive is j of scale f_i entry_i a_i - v_i s_i, v and s rounded: what dB holds.
+
+    ``column`` is sorted, ``order`` says which row has it. A program has WIDTH features of one sorted place; the first of
+    a column takes all its rows, in order, and the others return. Most columns have one row, which is taken by itself;
+    from the next RUN-th place on, `runs_kernel` has added up what a column's rows add.
+
+    A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before, and is rounded once more. What it holds
+    besides sum v_i s_i is the negatives' share, and an error of which the size is known, ulp^2 / 12 in the mean of its
+    square. So that the first rounding leaves no more than it must, the sum of both is multiplied by the negatives' part of
+    its squares (Stein's estimate), where it is not more than a rounding can be. A share that drowns in the rounding comes
+    to nothing, as it does where a dense gradient is rounded, and the positives' is then rounded once.
+    """
+    chunks = tl.cdiv(D, WIDTH)
+    place = tl.program_id(0) // chunks
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + place)
+    first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # never of -1: these are the lowest
+    where = grad + mine.to(tl.int64) * D + col
+    here = first & (col < D)
+    before = tl.load(where, mask=here, other=0.0).to(tl.float32)
+    s = tl.load(scale)
+    row = tl.load(order + place, mask=first, other=0)
+    exact, held = positives_of(row, here, col, a, scaled, factor, entry, s, D, STRIDE)
+    run = place // RUN + 1
+    stop = tl.where(first, tl.minimum(n, run * RUN), 0)
+    more, more_held = positives_from(
+        place + 1, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    exact += more
+    held += more_held
+    goes = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
+    while goes:
+        exact += tl.load(exacts + run * D + col, mask=here, other=0.0)
+        held += tl.load(helds + run * D + col, mask=here, other=0.0)
+        run += 1
+        goes = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
+    rest = tl.where(tl.abs(before) < float("inf"), before - held, before)
+    if EPS > 0.0:
+        ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        seen = tl.sum(rest * rest, 0)
+        rounding = tl.sum(ulp * ulp, 0) * (1.0 / 12.0)
+        share = 1.0 - rounding / tl.where(seen == 0.0, 1.0, seen)
+        drowns = (tl.abs(rest) <= ulp) & (ulp < float("inf"))
+        rest = tl.where(drowns, rest * tl.where(share > 0.0, share, 0.0), rest)
+    tl.store(where, (exact + rest).to(grad.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["n", "m", "g_stride"])
+def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The gradient of the bias: sum_i f_i E_ij for each column."""
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    ok = cols < m
+    read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))  # a row is as long in memory
+    total = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for start in range(0, n, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        f = tl.load(factor + rows, mask=rows < n, other=0.0)
+        here = (rows < n)[:, None] & read[None, :]
+        place = g + rows.to(tl.int64)[:, None] * row_stride(g, g_stride) + cols[None, :]
+        value = tl.load(place, mask=here, other=0.0)
+        total += value.to(tl.float32) * f[:, None]
+    sums = tl.sum(total, 0)
+    if not FIRST:
+        sums += tl.load(out + cols, mask=ok, other=0.0)
+    tl.store(out + cols, sums, mask=ok)
+
+
+@triton.jit(do_not_specialize=["count"])
+def multiply_kernel(
+    values, out, by, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = values * by, in float32 up to the last rounding; in place, nothing to do for the usual 1.
+
+    ``count`` is a multiple of UNIT.
+    """
+    f = tl.load(by).to(tl.float32)
+    count = in_units(count, UNIT)
+    blocks = tl.cdiv(count, BLOCK)
+    if IN_PLACE:
+        blocks = tl.where(f == 1.0, 0, blocks)
+    for block in range(tl.program_id(0), blocks, PROGRAMS):
+        at = tl.full((BLOCK,), BLOCK, tl.int64) * block + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * f
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)

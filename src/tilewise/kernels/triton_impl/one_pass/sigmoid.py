@@ -1,0 +1,47 @@
+"""The sigmoid loss and its gradients: the backward of two passes, whose kernel also computes the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.scalar_loss import saved_dtype
+from tilewise.kernels.spec import Grads, GradStats, Needs, RowWeights, Stats
+from tilewise.kernels.triton_impl.launch.call import Call
+from tilewise.kernels.triton_impl.one_pass import sigmoid_kernels
+from tilewise.kernels.triton_impl.one_pass.products import sum_parts
+from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, Bias
+
+
+class Sigmoid(Backward):
+    """Backward of the sigmoid loss, whose kernel writes the loss too, and the positives' entries of G as well."""
+
+    def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
+        super().__init__(
+            call, Stats(), GradStats(row_softplus=weights.full(call.pair)), needs, saved_dtype(call.a.dtype)
+        )
+        size = multiprocessors(call.a.device) * self.sizes.programs * self.sizes.rows
+        self.loss_part, self.safe_part = call.empty(size, zero=True), call.empty(size)
+        self.needs_repair = call.empty(1, dtype=torch.int32, zero=True)
+
+    def loss_and_grads(self) -> tuple[Tensor, Grads]:
+        """All macro-tiles."""
+        grads, call = self.run(), self.call
+        everything = slice(0, self.n), slice(0, self.m)
+        call.run(
+            sigmoid_kernels.softplus_kernel,
+            *everything,
+            self.sizes,
+            loss_part=self.safe_part,
+            needs_repair=self.needs_repair,
+        )
+        return torch.where(self.needs_repair[0] != 0, sum_parts([self.safe_part]), sum_parts([self.loss_part])), grads
+
+    def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
+        values = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
+        values |= {"needs_repair": self.needs_repair, "factor": self.inside, "TERMS": self.bits}
+        self.call.run(sigmoid_kernels.sigmoid_kernel, i, j, self.sizes, **values)
+        if bias is not None:
+            bias.add(j)

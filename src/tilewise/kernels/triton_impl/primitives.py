@@ -1,0 +1,182 @@
+"""Pieces that the kernels share. Scores are in units of log2 inside a kernel: exp2 is what the hardware has.
+
+Axes: R, C rows and columns of a tile; D features, K of them at a time.
+
+Constants stand on the left of `&` and `==`: Triton's interpreter hands switches over as plain numbers.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+SMALLEST_SUM = tl.constexpr(2.0**-80)  # what underflows below it is 2**-38 of it at most
+LARGEST_SUM = tl.constexpr(2.0**120)
+
+# What a score is made of beside its product (bits of SCORE)
+BIAS = tl.constexpr(1)  # one number for each column
+SOFTCAP = tl.constexpr(2)
+SKIP = tl.constexpr(4)
+MASK_SELF = tl.constexpr(8)
+ONE_BIAS = tl.constexpr(16)  # the same number for all columns
+
+# Positives (values of POSITIVE)
+DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
+ONE = tl.constexpr(2)  # row_key holds the global index of the column
+MANY = tl.constexpr(3)  # equal keys
+
+
+@triton.jit
+def in_units(stride, UNIT: tl.constexpr):
+    """The stride, in a form in which the compiler sees that it is a multiple of UNIT, and reads as much at once."""
+    return stride // UNIT * UNIT
+
+
+@triton.jit
+def row_stride(features, stride):
+    """That of features whose rows start at 16-byte addresses."""
+    return in_units(stride, 128 // features.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def tile_place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile, GROUP row tiles abreast so that column tiles are found in the cache."""
+    in_group = GROUP * col_tiles
+    first = (tile // in_group) * GROUP
+    abreast = tl.minimum(row_tiles - first, GROUP)
+    return first + (tile % in_group) % abreast, (tile % in_group) // abreast
+
+
+@triton.jit
+def tile_dot(
+    a_desc, b_desc, row, col, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr
+):
+    """Products of one tile: (R, C) float32. Rows, columns and features out of bounds are read as zeros."""
+    acc = tl.zeros((R, C), dtype=tl.float32)
+    for k in range(0, (D + K - 1) // K):
+        a = a_desc.load([row, k * K])
+        b = b_desc.load([col, k * K])
+        acc = tl.dot(a, b.T, acc, input_precision=EXACT)
+    return acc
+
+
+@triton.jit
+def tanh(x):
+    """tanh by one exponential; its absolute error is that of float32."""
+    e = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def same_sample(rows, cols, ahead):
+    """Where a row and a column are the same sample; ``ahead`` is the rows' global start less the columns'."""
+    return (rows[:, None] + ahead) == cols[None, :]
+
+
+@triton.jit
+def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
+    """The column of each row's only positive in this macro-tile, whose columns start at first; -1 if elsewhere."""
+    if DIAGONAL == POSITIVE:
+        key = rows.to(tl.int64) + ahead
+    else:
+        key = tl.load(row_key + rows, mask=rows < n, other=-1) - first
+    if MASK_SELF & SCORE:
+        key = tl.where(key == rows + ahead, -1, key)
+    return tl.where((rows < n) & (key >= 0) & (key < m), key, -1).to(tl.int32)
+
+
+@triton.jit
+def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
+    """Where the positives of a tile are: (R, C) bool."""
+    if MANY == POSITIVE:
+        key = tl.load(row_key + rows, mask=rows < n, other=-1)
+        other = tl.load(col_key + cols, mask=cols < m, other=-3)
+        hit = key[:, None] == other[None, :]  # ranks: -1 is a row that matches nothing, and no column
+    else:
+        hit = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)[:, None] == cols[None, :]
+    if MASK_SELF & SCORE:
+        hit = hit & ((rows[:, None] + ahead) != cols[None, :])
+    return hit
+
+
+@triton.jit
+def any_here(
+    rows, n, m, row_key, first, ahead, first_row, first_col, R: tl.constexpr, C: tl.constexpr, POSITIVE: tl.constexpr
+):
+    """Whether the only positive of any of these rows lies in this tile."""
+    if DIAGONAL == POSITIVE:
+        return (first_row + ahead < first_col + C) & (first_row + ahead + R > first_col)
+    key = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE)
+    return tl.max(((key >= first_col) & (key < first_col + C)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
+               SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0):  # fmt: skip
+    """Scores less ``shift``, in units of log2, -inf in columns past the end and where a pair never meets."""
+    inside = cols < m
+    # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
+    if BIAS & SCORE:
+        offset = tl.load(bias + cols, mask=inside, other=float("-inf"))
+    elif ONE_BIAS & SCORE:
+        offset = tl.where(inside, tl.load(bias), float("-inf"))
+    else:
+        offset = tl.where(inside, 0.0, float("-inf"))
+    if SOFTCAP & SCORE:
+        # The cap lifts a bias of -inf to -softcap, as its equation says; only columns past the end stay out.
+        x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
+        x = tl.where(inside[None, :], x, float("-inf")) - shift
+    else:
+        x = acc * (scale * LOG2E) + (offset * LOG2E - shift)[None, :]
+    if SKIP & SCORE:
+        one = tl.load(row_skip + rows, mask=rows < n, other=-2)
+        apart = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
+        if POSITIVE != 0:
+            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            apart = apart & (hit == 0)
+        x = tl.where(apart, float("-inf"), x)
+    if MASK_SELF & SCORE:
+        x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
+    return x
+
+
+@triton.jit
+def near_sums(e):
+    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper they are 8 and 64 apart."""
+    R: tl.constexpr = e.shape[0]
+    C: tl.constexpr = e.shape[1]
+    if R >= 64:
+        near = tl.reshape(tl.sum(tl.sum(tl.reshape(e, (R // 64, 4, 2, 8, C)), 2), 0), (32, C))
+    else:
+        near = e
+    return near
+
+
+@triton.jit
+def halves(tile):
+    """The left and the right half of a tile's columns; each thread holds some of both."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_tile(desc, row, col, tile):
+    """Write a tile, at once or in 2 or 4 pieces of as many columns as ``desc`` has: those on their way take shared memory."""
+    C: tl.constexpr = tile.shape[1]
+    W: tl.constexpr = desc.block_shape[1]
+    tile = tile.to(desc.dtype)
+    if C == W:
+        desc.store([row, col], tile)
+    else:
+        left, right = halves(tile)
+        if C == 2 * W:
+            desc.store([row, col], left)
+            desc.store([row, col + W], right)
+        else:
+            tl.static_assert(C == 4 * W)
+            first, second = halves(left)
+            desc.store([row, col], first)
+            desc.store([row, col + W], second)
+            third, fourth = halves(right)
+            desc.store([row, col + 2 * W], third)
+            desc.store([row, col + 3 * W], fourth)

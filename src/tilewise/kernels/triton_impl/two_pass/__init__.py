@@ -1,0 +1,1 @@
+"""Statistics in forward; scores recomputed for the gradients in backward."""

@@ -1,0 +1,402 @@
+"""Backward of the Triton backend: G of a macro-tile, then two products, added up in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
+from tilewise.kernels.triton_impl import primitives as parts
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, tile_descriptor, unit_of, vector
+from tilewise.kernels.triton_impl.sizes import Sizes
+from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
+from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
+from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
+from tilewise.options import TileOptions
+
+FINISH_ROWS = 16
+ONE_MACRO = 16384  # rows or columns
+SPAN_BLOCK = 1024
+
+
+def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOptions) -> tuple[int, int]:
+    """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
+    budget, item = options.workspace_bytes, shape.dtype.itemsize
+    n, m, d = shape.rows, shape.cols, shape.width
+    tile, entries = max(sizes.rows, sizes.cols), budget * 3 // 4 // item  # of G
+    block = max(tile, budget // 4 // (4 * d) // tile * tile)  # rows whose float32 gradients fit
+    rows = max(tile, min(8192, block, entries // tile) // tile * tile)
+    if spec.symmetric:
+        while rows > tile and rows * rows > entries:
+            rows = cdiv(rows // 2, tile) * tile
+        return rows, rows
+    all_rows, all_cols = cdiv(n, tile) * tile, cdiv(m, tile) * tile
+    rows = min(rows, all_rows)
+    # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
+    if n <= ONE_MACRO and all_rows * tile <= entries:
+        rows = all_rows
+    elif m <= ONE_MACRO and all_cols * tile <= entries:
+        rows = entries // all_cols // tile * tile
+        return min(rows, block) if shape.dtype == torch.float16 else rows, all_cols
+    # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
+    most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
+    return rows, min(all_cols, max(tile, most), 65536)
+
+
+class Backward:
+    """Gradients of all macro-tiles."""
+
+    def __init__(
+        self,
+        call: Call,
+        stats: Stats,
+        grad: GradStats,
+        needs: Needs,
+        grad_dtype: torch.dtype,
+        saved: SavedColumns | None = None,
+        factors: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
+        self.pair, self.spec, self.sizes = call.pair, call.spec, call.gradient_sizes
+        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
+        sym, scale = self.spec.symmetric, self.pair.scale
+        self.need_a = needs.a or sym or (needs.scale and not needs.b)
+        self.need_b = needs.b and not sym
+        self.row_step, self.col_step = self._macro()
+        rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
+        self.saved = saved if rows_only and self.row_step >= self.n else None
+        self.factors: Factors | None = None
+        if self.pair.a.dtype == torch.float16:
+            # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
+            inside, outside = factors
+            if inside is None or outside is None:
+                size = largest_gradient(grad).to(scale)
+                inside, outside = 1.0 / size, scale * size
+            self.inside = inside
+            self.outside: Tensor | None = outside
+        else:
+            self.inside, self.outside = scale, None
+        row_in = vector(grad.row_softplus if self.spec.softplus else grad.row_lse)
+        row_lse = vector(stats.row_lse)
+        grad_pos = vector(grad.row_pos)
+        call.by_row |= {"row_lse": row_lse, "grad_row": row_in, "grad_pos": grad_pos, "grad_sum": vector(grad.row_sum)}
+        call.by_row |= {"row_entropy": vector(stats.row_entropy), "grad_entropy": vector(grad.row_entropy)}
+        call.by_col |= {
+            "col_lse": row_lse if sym else vector(stats.col_lse),
+            "grad_col": row_in if sym else vector(grad.col_lse),
+            "grad_pos_col": grad_pos if sym else None,
+        }
+        bits = backward.ROWS.value * (grad.row_lse is not None)
+        bits += backward.ENTROPY.value * (grad.row_entropy is not None)
+        bits += backward.COLS.value * (call.by_col["grad_col"] is not None)
+        bits += backward.SOFTPLUS.value * self.spec.softplus + backward.ROW_SUM.value * (grad.row_sum is not None)
+        self.shared_bias = bool(call.score_bits & parts.ONE_BIAS.value)
+        bits += backward.MIRROR.value * sym + backward.BIAS_TOTAL.value * (needs.bias and self.shared_bias)
+        bits += backward.BIAS_COLS.value * (needs.bias and not self.shared_bias)
+        self.bits = bits
+        self.span = self._span()
+        if self.span is not None:
+            self._shares(self.span)
+        if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
+            own = vector(stats.row_pos)
+            if own is None:
+                own = call.empty(self.n)
+                call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
+            call.by_row["own"] = own
+        call.row_cuts.clear()
+        call.col_cuts.clear()
+
+    def _macro(self) -> tuple[int, int]:
+        return macro_tile(self.pair.shape, self.spec, self.sizes, self.call.options)
+
+    def _span(self) -> Tensor | None:
+        """How far apart the log-sum-exps are, and the largest, when both directions share an exponential."""
+        call = self.call
+        if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
+            return None
+        out = call.empty(2)
+        values = {"row_lse": call.by_row["row_lse"], "row_shift": call.by_row["row_shift"], "out": out, "n": self.n}
+        values |= {"col_lse": call.by_col["col_lse"], "col_shift": call.by_col["col_shift"], "m": self.m}
+        call.prepare(backward.span_kernel, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
+        return out
+
+    def _shares(self, span: Tensor) -> None:
+        """u of each row and v of each column."""
+        call, sym = self.call, self.spec.symmetric
+        u = call.empty(self.n)
+        v = u if sym else call.empty(self.m)
+        values: dict[str, Any] = {"row_share": u, "col_share": v, "factor": self.inside, "span": span}
+        values |= {"n": self.n, "m": 0 if sym else self.m, "BLOCK": SPAN_BLOCK}
+        programs = cdiv(self.n, SPAN_BLOCK) + (0 if sym else cdiv(self.m, SPAN_BLOCK))
+        ready = call.prepare(backward.share_kernel, 4, 2, ()).put(call.by_row).put(call.by_col)
+        ready.put(values).launch(programs)
+        call.by_row["row_share"], call.by_col["col_share"] = u, v
+
+    def run(self) -> Grads:
+        """All macro-tiles; with symmetric scores those on and above the diagonal."""
+        call, pair, sym = self.call, self.pair, self.spec.symmetric
+        row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.saved)
+        item = pair.a.element_size()
+        others_from = 0 if self.saved is None else self.saved.end
+        width = cdiv(min(self.m - others_from, self.col_step) * item, 16) * 16 // item
+        g_all = None if self.saved is None else self.saved.g(self.n, width)
+        if g_all is None:
+            g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
+        dot_a, dot_b = self.needs.scale and self.need_a, self.needs.scale and not self.need_a
+        grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1, dot=dot_a) if self.need_a else None
+        out_b = None if self.saved is None else self.saved.memory
+        once_b = len(row_pieces) == 1
+        grad_b = Sum(self, self.m, whole=True, once=once_b, dot=dot_b, out=out_b) if self.need_b else None
+        bias = Bias(self) if self.needs.bias else None
+        views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
+        if self.saved is not None:
+            # Where the row gradients go is not written before all columns are done.
+            spare = None if grad_a is None or grad_a.total is None else grad_a.out
+            self.factors = Factors.of(call, self.saved, self.inside, spare)
+        for i in row_pieces:
+            for j in col_pieces:
+                if sym and j.start < i.start:
+                    continue
+                shape = i.stop - i.start, j.stop - j.start
+                ready = None if self.saved is None else self.saved.chunk(j)
+                if ready is not None or shape not in views:
+                    g = g_all[: shape[0], : shape[1]] if ready is None else ready
+                    views[shape] = g, g.T, tile_descriptor(g, self.sizes)
+                g, g_t, desc = views[shape]
+                a = call.rows(i, self.sizes)["a"]
+                if ready is not None:
+                    del views[shape]
+                    assert self.factors is not None
+                    a = self.factors.scaled
+                self._gradient(g, desc, i, j, bias)
+                if grad_a is not None:
+                    grad_a.add(i, g, call.cols(j, self.sizes)["b"])
+                    if sym and i != j:
+                        grad_a.add(j, g_t, a)
+                    if self.factors is not None and j.stop == others_from:
+                        grad_a.times(i, self.factors.each)
+                if grad_b is not None:
+                    grad_b.add(j, g_t, a)
+            if grad_a is not None and not sym:
+                grad_a.finish(i, call.a)
+        del g_all, g, g_t, desc
+        views.clear()
+        if self.saved is not None:
+            self.saved.buffer = self.factors = None
+        call.prepared.clear()  # their arguments hold G too
+        if grad_a is not None and sym:
+            grad_a.finish(slice(0, self.n), call.a)
+        if grad_b is not None:
+            grad_b.finish(slice(0, self.m), call.b)
+        source = grad_a if grad_a is not None else grad_b
+        grad_scale = None
+        if self.needs.scale:
+            assert source is not None
+            grad_scale = self._take_out(torch.cat(source.dots) if len(source.dots) > 1 else source.dots[0])
+        return Grads(
+            a=grad_a.out if grad_a is not None and self.needs.a else None,
+            b=None if grad_b is None else grad_b.out,
+            scale=grad_scale,
+            bias=None if bias is None else bias.finish(),
+        )
+
+    def _take_out(self, dots: Tensor) -> Tensor:
+        """The sum of ``dots`` without the factor that G was multiplied by: (), and half of it if each pair came twice."""
+        out = self.call.empty()
+        values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
+        values |= {"share": 0.5 if self.spec.symmetric else 1.0, "INVERSE": True, "BLOCK": SPAN_BLOCK}
+        self.call.prepare(backward.scale_kernel, 4, 2, ()).put(values).launch(1)
+        return out
+
+    def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
+        """G of the macro-tile (i, j)."""
+        call = self.call
+        part = None if bias is None else bias.part(i, j)
+        shared = {"factor": self.inside, "TERMS": self.bits}
+        span, factor = self.span, None
+        if self.saved is not None and self.factors is not None:
+            factor = self.factors.ones
+            if j.start < self.saved.end:
+                factor = self.factors.each
+                span = self.saved.needs_repair  # a span that only the doubtful exceed
+        for wide in (False, True) if self.span is not None else (True,):
+            more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide, "CARRY": span is not self.span}
+            call.run(backward.gradient_kernel, i, j, self.sizes, **more, **shared)
+        if self._meets(i, j):
+            more = {"g": g, "g_stride": g.stride(0), "row_factor": factor}
+            call.run_positive(positive.positive_gradient_kernel, i, j, **more, **shared)
+        if bias is not None:
+            bias.add(j)
+
+    def _meets(self, i: slice, j: slice) -> bool:
+        """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
+        if self.call.positive == parts.DIAGONAL.value:
+            return self.call.meets_itself(i, j)
+        return self.call.positive == parts.ONE.value
+
+
+class Bias:
+    """The gradient of the bias: column sums of G before it is rounded, or, for a bias that all columns share, its total.
+
+    The tiles leave an only positive out of G: what it adds to its column is added here.
+    """
+
+    def __init__(self, parent: Backward) -> None:
+        self.parent, self.shared = parent, parent.shared_bias
+        self.total = parent.pair.scale.new_zeros(1 if self.shared else parent.m)
+        self.factor = parent.inside.masked_fill(parent.inside == 0, backward.TINY_SCALE.value)  # as the kernels do
+        self.held: Tensor | None = None
+
+    def part(self, i: slice, j: slice) -> Tensor:
+        """Where the kernel puts the sums of G over the rows, or over the columns, of each tile."""
+        n, m, sizes = i.stop - i.start, j.stop - j.start, self.parent.sizes
+        size = cdiv(m, sizes.cols) * n if self.shared else cdiv(n, sizes.rows) * m
+        self.held = self.total.new_empty(size)
+        return self.held
+
+    def add(self, j: slice) -> None:
+        """The share of one macro-tile."""
+        assert self.held is not None
+        if self.shared:
+            self.total += self.held.sum()
+        else:
+            self.total[j] += self.held.view(-1, j.stop - j.start).sum(0)
+
+    def _add_positives(self) -> None:
+        """A positive is worth g_pos more than the tiles know, or, of a sigmoid loss, 1 less: sigmoid(x) - 1."""
+        parent, call = self.parent, self.parent.call
+        if call.positive not in (parts.DIAGONAL.value, parts.ONE.value):
+            return
+        coming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
+        if coming is None:
+            return
+        worth = coming * (-self.factor if parent.spec.softplus else self.factor)
+        if parent.spec.softcap:
+            own, zero = call.by_row["own"], parent.pair.row_shift
+            assert own is not None
+            worth = worth * (1.0 - ((own if zero is None else own + zero) / parent.spec.softcap).square())
+        rows = torch.arange(parent.n, device=coming.device) + parent.pair.row_start
+        key = rows if parent.pair.row_key is None else parent.pair.row_key
+        here = key - parent.pair.col_start
+        inside = (here >= 0) & (here < parent.m)
+        if parent.spec.mask_self:
+            inside &= key != rows
+        worth = torch.where(inside, worth, 0.0)
+        if self.shared:
+            self.total += worth.sum()
+        else:
+            self.total.index_put_((here.clamp(0, parent.m - 1),), worth, accumulate=True)  # sorts: no atomics
+
+    def finish(self) -> Tensor:
+        """One number for each column. Columns that share one bias share its gradient: only their sum means anything."""
+        self._add_positives()
+        if self.shared:
+            return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
+        return self.total / self.factor
+
+
+class Sum:
+    """The gradient of one side: products with G, added up and brought into their final type.
+
+    ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
+    ``once``: each row meets one macro-tile only, so its product is final and needs no float32 accumulator.
+    ``dot``: the gradient of the scale is taken from this side.
+    ``out``: memory that the gradient may take.
+    """
+
+    def __init__(
+        self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool, out: Tensor | None = None
+    ) -> None:
+        self.parent, self.whole, self.dot = parent, whole, dot
+        self.scaled = parent.outside is not None  # a factor is still to be multiplied in
+        in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
+        new = parent.call.empty
+        held = rows if whole else min(rows, parent.row_step)
+        self.out = out if in_place else None
+        if self.out is None and (in_place or not whole):
+            self.out = new(rows, parent.d, dtype=parent.grad_dtype)
+        self.total = None if in_place else new(held, parent.d, dtype=torch.float32)
+        self.started: set[int] = set()
+        self.dots: list[Tensor] = []
+
+    def add(self, i: slice, left: Tensor, right: Tensor) -> None:
+        """total[i] += left @ right."""
+        first = i.start not in self.started
+        self.started.add(i.start)
+        target = self._held(i)
+        product(target, left, right, first)
+        if self.parent.call.recording is not None:
+            self.parent.call.recording.multiplied(product, target, left, right, first)
+
+    def times(self, i: slice, each: Tensor) -> None:
+        """total[i] *= each, a number for every row."""
+        target = self._held(i)
+        rows_times(target, each, each, True)
+        if self.parent.call.recording is not None:
+            self.parent.call.recording.multiplied(rows_times, target, each, each, True)
+
+    def _held(self, i: slice) -> Tensor:
+        """Where the rows i are added up."""
+        held = self.out if self.total is None else self.total
+        assert held is not None
+        return held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
+
+    def finish(self, i: slice, features: Tensor) -> None:
+        """The final values of the rows ``i``, and their part of the scale's gradient."""
+        parent, dot = self.parent, self.dot
+        if self.out is None:
+            self.out = parent.call.empty(i.stop, parent.d, dtype=parent.grad_dtype)
+        write = self.scaled or self.total is not None
+        if not write and not dot:
+            return
+        rows = i.stop - i.start
+        source = self.out[i] if self.total is None else self.total[:rows]
+        programs = cdiv(rows, FINISH_ROWS)
+        dots = parent.call.empty(programs) if dot else None
+        values = {
+            "total": source,
+            "features": features[i] if dot else None,
+            "factor": parent.outside,
+            "out": self.out[i] if write else None,
+            "dots": dots,
+            "rows": rows,
+            "D": parent.d,
+            "stride": source.stride(0),
+            "out_stride": self.out.stride(0),
+            "feature_stride": features.stride(0),
+            "WRITE": write,
+            "SCALED": self.scaled,
+            "DOT": dot,
+            "BLOCK": FINISH_ROWS,
+            "WIDTH": min(256, triton.next_power_of_2(parent.d)),
+        }
+        values["UNIT"] = unit = unit_of(source.stride(0), self.out.stride(0), features.stride(0))
+        key = (parent.d, unit, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
+        aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
+        parent.call.prepare(backward.finish_kernel, 4, 2, (*key, *aligned)).put(values).launch(programs)
+        if dots is not None:
+            self.dots.append(dots)
+        if self.whole:
+            self.total = None
+
+
+def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
+    """Every row of target times its own number; called as `product` is."""
+    target.mul_(each[:, None])
+
+
+def product(target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """target = left @ right, or target += left @ right, accumulated in float32."""
+    if not target.is_cuda:  # the interpreter
+        result = left.float() @ right.float()
+        target.copy_(result if first else target + result)
+    elif target.dtype == left.dtype:
+        torch.mm(left, right, out=target) if first else torch.addmm(target, left, right, out=target)
+    elif first:
+        torch.mm(left, right, out_dtype=target.dtype, out=target)
+    else:
+        torch.addmm(target, left, right, out_dtype=target.dtype, out=target)

@@ -1,0 +1,252 @@
+"""The operand G of the gradient products, for a macro-tile, in the type of the features.
+
+    G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
+           + g_entropy_i p_ij (row_lse_i - x_ij - entropy_i),   p_ij = exp(x_ij - row_lse_i)
+    u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
+
+so that one exponential serves both directions; if the log-sum-exps span too much for that (``span``), each direction
+takes its own. u and v are there before the first tile. All of it is float32 until G is rounded at the very end. An only
+positive of a row is not looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the
+same rounding. The products with G are cuBLAS's.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    LOG2E,
+    MANY,
+    SOFTCAP,
+    in_units,
+    positives,
+    score_tile,
+    store_tile,
+    tile_dot,
+    tile_place,
+)
+
+# Which terms G has (bits of TERMS)
+ROWS = tl.constexpr(1)
+COLS = tl.constexpr(2)
+SOFTPLUS = tl.constexpr(4)
+ROW_SUM = tl.constexpr(8)
+MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
+BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
+ENTROPY = tl.constexpr(64)  # rows only
+BIAS_COLS = tl.constexpr(128)  # sums of G over the columns of each tile, for a bias of each column
+NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
+WIDEST_SPAN = tl.constexpr(60.0)
+TINY_SCALE = tl.constexpr(1e-30)
+
+
+@triton.jit
+def side(lse, zero, grad, at, ok, factor):
+    """Log-sum-exp in log2 units (+inf where nothing meets), its zero, and the incoming gradient."""
+    level = tl.load(lse + at, mask=ok, other=float("inf"))
+    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
+    start = tl.zeros_like(level)
+    if zero is not None:
+        start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
+    return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
+
+
+@triton.jit
+def entropy_side(lse, zero, entropy, grad_entropy, grad, at, ok, factor):
+    """Log-sum-exp in log2 units and its zero; h and v, such that the gradient of x is p (v - h (x - lse))."""
+    level, start, coming = side(lse, zero, grad_entropy, at, ok, factor)
+    value = -coming * tl.load(entropy + at, mask=ok, other=0.0)
+    if grad is not None:
+        value += tl.load(grad + at, mask=ok, other=0.0) * factor
+    return level, start, coming * LN2, value
+
+
+@triton.jit
+def outer_factor(factor):
+    """What every incoming gradient is multiplied by; a scale of exactly 0 is replaced, so that its gradient survives."""
+    f = tl.load(factor)
+    return tl.where(f == 0.0, TINY_SCALE, f)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + 2**-x), for x in units of log2; an infinite power gives 0.
+
+    The square of a root's reciprocal is two instructions, a division six.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(-x))
+    return root * root
+
+
+@triton.jit
+def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse, row_entropy,
+                  row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
+                  TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """G of one tile, float32; an only positive left out. x lies t below the scores, u and v are the shares."""
+    ok_rows, ok_cols = rows < n, cols < m
+    if SOFTPLUS & TERMS:
+        g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+    elif ENTROPY & TERMS:
+        row_level, row_from, coming, value = entropy_side(
+            row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
+        )
+        below = (x - row_from[:, None]) - row_level[:, None]
+        g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
+    elif (ROWS & TERMS) and (COLS & TERMS):
+        if WIDE:
+            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
+            col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
+            g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
+            g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+        else:
+            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
+            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
+            g = tl.exp2(x) * (u[:, None] + v[None, :])
+    elif ROWS & TERMS:
+        row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
+        if row_shift is not None:
+            x_row = x - row_from[:, None]
+        else:
+            x_row = x
+        g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
+    elif COLS & TERMS:
+        col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
+        g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+    else:
+        g = x * 0.0
+        g = tl.where(g == g, g, 0.0)
+    if (MANY == POSITIVE) and (grad_pos is not None):
+        hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+        value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+        if MIRROR & TERMS:
+            value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+        g = tl.where(hit, g + value, g)  # not g + where(..): that tile would travel through shared memory
+    if ROW_SUM & TERMS:
+        weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
+        g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
+    if SOFTCAP & SCORE:
+        ratio = (x + t) * (1.0 / (softcap * LOG2E))
+        g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+    return g
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, row_key, col_key, row_skip, col_skip, row_shift,
+                    col_shift, col_weight, row_lse, col_lse, row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum,
+                    grad_entropy, bias_part, n, m, first, ahead,
+                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
+                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """G of one macro-tile of n x m scores, every incoming gradient multiplied by ``factor``.
+
+    Where both directions are asked for it is launched twice, and only the one that suits the span does anything.
+    """
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
+    if span is not None:
+        suits = tl.load(span) >= WIDEST_SPAN
+        if not WIDE:
+            suits = suits == 0
+        tiles = tl.where(suits, tiles, 0)
+    s = tl.load(scale)
+    f = outer_factor(factor)
+    t = 0.0
+    if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
+        t = tl.load(span + 1)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
+                       t)  # fmt: skip
+        g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse,
+                          row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        if BIAS_TOTAL & TERMS:
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+        if BIAS_COLS & TERMS:
+            inside = tl.where((rows < n)[:, None], g, 0.0)
+            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=cols < m)
+        store_tile(g_desc, tile_row * R, tile_col * C, g)
+
+
+@triton.jit
+def extremes(values, zero, size, BLOCK: tl.constexpr):
+    """Largest and smallest finite value + zero."""
+    high = tl.full((BLOCK,), float("-inf"), tl.float32)
+    low = tl.full((BLOCK,), float("inf"), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < size, other=float("-inf"))
+        ok = value > float("-inf")
+        if zero is not None:
+            value += tl.load(zero + at, mask=at < size, other=0.0)
+        high = tl.maximum(high, tl.where(ok, value, float("-inf")))
+        low = tl.minimum(low, tl.where(ok, value, float("inf")))
+    return tl.max(high, 0), tl.min(low, 0)
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def span_kernel(row_lse, row_shift, col_lse, col_shift, out, n, m, BLOCK: tl.constexpr):
+    """How far apart the log-sum-exps of all rows and columns are, and t, the largest; in units of log2."""
+    row_high, row_low = extremes(row_lse, row_shift, n, BLOCK)
+    col_high, col_low = extremes(col_lse, col_shift, m, BLOCK)
+    high = tl.maximum(row_high, col_high)
+    tl.store(out, (high - tl.minimum(row_low, col_low)) * LOG2E)
+    tl.store(out + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def share_kernel(row_lse, row_shift, grad_row, row_share, col_lse, col_shift, grad_col, col_share, factor, span, n, m,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """u of all rows, and behind them v of all columns."""
+    program, row_blocks = tl.program_id(0), tl.cdiv(n, BLOCK)
+    f, t = outer_factor(factor), tl.load(span + 1)
+    if program < row_blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        level, start, coming = side(row_lse, row_shift, grad_row, at, at < n, f)
+        tl.store(row_share + at, coming * tl.exp2((t - start) - level), mask=at < n)
+    else:
+        at = (program - row_blocks) * BLOCK + tl.arange(0, BLOCK)
+        level, start, coming = side(col_lse, col_shift, grad_col, at, at < m, f)
+        tl.store(col_share + at, coming * tl.exp2((t - start) - level), mask=at < m)
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "out_stride", "feature_stride"])
+def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride, UNIT: tl.constexpr,
+                  WRITE: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr,
+                  WIDTH: tl.constexpr):  # fmt: skip
+    """out = factor * total in the type of out, and for each program the sum of total * features.
+
+    All strides are multiples of UNIT.
+    """
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    f = 1.0
+    if SCALED:
+        f = tl.load(factor)
+    dot = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for k in range(0, D, WIDTH):
+        col = k + tl.arange(0, WIDTH)
+        ok = (row < rows)[:, None] & (col < D)[None, :]
+        value = tl.load(total + row[:, None] * in_units(stride, UNIT) + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        if DOT:
+            place = features + row[:, None] * in_units(feature_stride, UNIT) + col[None, :]
+            dot += value * tl.load(place, mask=ok, other=0.0).to(tl.float32)
+        if WRITE:
+            place = out + row[:, None] * in_units(out_stride, UNIT) + col[None, :]
+            tl.store(place, (value * f).to(out.dtype.element_ty), mask=ok)
+    if DOT:
+        tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
+
+
+@triton.jit(do_not_specialize=["count", "share"])
+def scale_kernel(dots, factor, out, count, share, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of the scale: the sum of all dots, the factor taken out again (or, not INVERSE, multiplied in)."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(dots + at, mask=at < count, other=0.0)
+    f = outer_factor(factor)
+    if INVERSE:
+        f = 1.0 / f
+    tl.store(out, tl.sum(total, 0) * f * share)

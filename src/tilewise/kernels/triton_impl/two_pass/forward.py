@@ -1,0 +1,216 @@
+"""Forward of the Triton backend: the statistics of all macro-tiles, merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import Stats
+from tilewise.kernels.triton_impl.launch.call import POSITIVE_ROWS, Call, Prepared, cdiv, pieces, tile_descriptor
+from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
+from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
+from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
+
+MERGE_BLOCK = 16  # rows of one program; divides every tile
+MERGE_PARTS = 64  # parts that it reads at once
+
+
+class Forward:
+    """The statistics of all macro-tiles, merged.
+
+    ``only_if``: (1,) int32, or None. If the device finds a 0 there, only the positives are looked at, nothing is saved,
+    and the log-sum-exps of the rows are left to somebody else.
+    """
+
+    saved: SavedColumns | None = None
+
+    def __init__(self, call: Call, saved: SavedColumns | None = None, only_if: Tensor | None = None) -> None:
+        self.call, self.spec, self.sizes, self.only_if = call, call.spec, call.forward_sizes, only_if
+        self.n, self.m = call.a.shape[0], call.b.shape[0]
+        spec = self.spec
+        self.saved = saved
+        self.row_step, self.col_step = self._macro()
+        if saved is not None:
+            rows, cols = macro_tile(call.pair.shape, spec, call.gradient_sizes, call.options)
+            # SavedColumns columns come in macro-tiles of their own, and backward takes them with all rows at once. A workspace
+            # too small for that carries nothing.
+            if saved.cols > self.col_step or rows < self.n:
+                self.saved = None
+            else:
+                saved.hold_g(cols, call.empty)
+        rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
+        row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
+        many = spec.positive == "many"
+
+        def buffer(wanted: bool, size: int) -> Tensor | None:
+            return call.empty(size) if wanted else None
+
+        self.row_part = buffer(spec.row_lse or spec.softplus, col_tiles * rows)
+        self.col_part = buffer(spec.col_lse or (spec.symmetric and rows < self.n), row_tiles * cols)
+        self.pos_part = buffer(many, col_tiles * rows)
+        self.pos_col_part = buffer(many and spec.symmetric, row_tiles * cols)
+        self.sum_part = buffer(spec.row_sum, col_tiles * rows)
+        self.tops = buffer(True, row_tiles * col_tiles)
+        one_positive = (
+            spec.positive == "one" and not spec.softplus
+        )  # whose kernel comes first, and clears the needs_repair
+        self.needs_repair = call.empty(1, dtype=torch.int32, zero=not one_positive)
+        self.peaks: Tensor | None = None
+        self.merges: dict[Any, Prepared] = {}
+
+    def _macro(self) -> tuple[int, int]:
+        """Rows and columns of a macro-tile whose parts take at most half the workspace, a quarter beside saved columns."""
+        spec, sizes = self.spec, self.sizes
+        both = spec.col_lse or spec.symmetric
+        rows, cols = min(self.n, 65536), min(self.m, 65536 if both else 2**20)
+        if spec.symmetric:
+            rows = cols = min(16384, max(2048, self.n // 6))  # small enough to leave most of the lower half out
+        tall = 1 + (spec.positive == "many") + spec.row_sum + spec.row_entropy + 2 * spec.row_top
+
+        def bytes_of(rows: int, cols: int) -> float:
+            return 4 * rows * cols * (tall / sizes.cols + both * (1 + (spec.positive == "many")) / sizes.rows)
+
+        most = self.call.options.workspace_bytes / (2 if self.saved is None else 4)
+        while bytes_of(rows, cols) > most and max(rows, cols) > 256:
+            if spec.symmetric:
+                rows = cols = rows // 2
+            else:
+                rows, cols = (rows, cdiv(cols, 2)) if cols >= rows else (cdiv(rows, 2), cols)
+        tile = max(sizes.rows, sizes.cols)
+        return cdiv(rows, tile) * tile, cdiv(cols, tile) * tile
+
+    def run(self) -> Stats:
+        """All macro-tiles; with symmetric scores those on and above the diagonal."""
+        spec, new = self.spec, self.call.empty
+        row = new(self.n) if self.row_part is not None else None
+        col = new(self.m) if spec.col_lse else None
+        pos = new(self.n) if spec.has_positive_scores else None
+        total = new(self.n) if spec.row_sum else None
+        stats = Stats(
+            row_lse=row if spec.row_lse else None,
+            row_softplus=row if spec.softplus else None,
+            col_lse=col,
+            row_pos=pos,
+            num_positives=self._positives(pos),
+            row_sum=total,
+        )
+        seen: set[tuple[str, int]] = set()
+        for i, j in self._macro_tiles():
+            mirrored = spec.symmetric and i != j
+            self._tiles(i, j, mirrored)
+            below = row if mirrored else col
+            across = self.col_part if below is not None else None
+            self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus)
+            if spec.positive == "many":
+                across = self.pos_col_part if mirrored else None
+                self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
+            if spec.row_sum:
+                self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+        if self.saved is not None:
+            self.saved.settle(self.call, self.peaks, self.needs_repair, row, self.only_if)
+        return stats
+
+    def _macro_tiles(self) -> list[tuple[slice, slice]]:
+        """The rows and columns of each. Of symmetric scores those above the diagonal; on it, where half of the work would be
+        done twice, smaller ones, and first: the others find every row begun."""
+        rows, cols = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.saved)
+        if not self.spec.symmetric:
+            return [(i, j) for i in rows for j in cols]
+        half = cdiv(self.row_step // 2, self.sizes.rows) * self.sizes.rows if len(rows) > 1 else self.row_step
+        found = []
+        for i in rows:
+            parts = [slice(i.start + part.start, i.start + part.stop) for part in pieces(i.stop - i.start, half)]
+            found += [(left, right) for left in parts for right in parts if left.start <= right.start]
+        return found + [(i, j) for i in rows for j in rows if i.start < j.start]
+
+    def _strip(self, i: slice, j: slice, columns: bool) -> int:
+        """How many row tiles of a macro-tile one program takes after another. Their columns must have one shift."""
+        rows, cols = cdiv(i.stop - i.start, self.sizes.rows), cdiv(j.stop - j.start, self.sizes.cols)
+        programs = multiprocessors(self.call.a.device) * self.sizes.programs
+        long = self.sizes.strip
+        steps = long * cdiv(cdiv(rows, long) * cols, programs)  # of the program that has most to do
+        return long if columns and self.peaks is not None and steps <= 1.05 * cdiv(rows * cols, programs) else 1
+
+    def _tiles(self, i: slice, j: slice, mirrored: bool) -> None:
+        spec = self.spec
+        bits = forward.ROWS.value * spec.row_lse + forward.COLS.value * (spec.col_lse or mirrored)
+        bits += forward.SOFTPLUS.value * spec.softplus + forward.ROW_SUM.value * spec.row_sum
+        bits += forward.MIRROR.value * mirrored
+        parts = {"row_part": self.row_part, "col_part": self.col_part}
+        parts |= {"tops": self.tops, "needs_repair": self.needs_repair}
+        more: dict[str, Any] = {"pos_part": self.pos_part, "pos_col_part": self.pos_col_part, "sum_part": self.sum_part}
+        more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
+        e = None if self.saved is None else self.saved.chunk(j)
+        more["only_if"] = self.only_if
+        more["e_desc"] = None if e is None else tile_descriptor(e[i], self.sizes)
+        shared = parts | {"STATS": bits, "STRIP": self._strip(i, j, spec.col_lse or mirrored)}
+        self.call.run(forward.forward_kernel, i, j, self.sizes, CARRY=e is not None, **shared, **more)
+        self.call.run(forward.repair_kernel, i, j, self.sizes, **shared)
+
+    def _positives(self, pos: Tensor | None) -> Tensor | None:
+        """Whether each row has its only positive, whose score is written to ``pos``. Many positives are counted elsewhere."""
+        if pos is None or self.spec.positive == "many":
+            return None
+        hits, everything = self.call.empty(self.n), (slice(0, self.n), slice(0, self.m))
+        if (
+            self.call.a.element_size() == 2 or self.saved is not None
+        ):  # float32 keeps the tile's own maximum, for its last digits
+            self.peaks = self.call.empty(cdiv(self.n, POSITIVE_ROWS))
+        self.call.run_positive(
+            positive.positive_kernel,
+            *everything,
+            row_pos=pos,
+            num_positives=hits,
+            peaks=self.peaks,
+            needs_repair=self.needs_repair,
+        )
+        return hits
+
+    def _merge(
+        self,
+        seen: set[tuple[str, int]],
+        name: str,
+        i: slice,
+        j: slice,
+        row_part: Tensor | None,
+        row_out: Tensor | None,
+        col_part: Tensor | None,
+        col_out: Tensor | None,
+        *,
+        log: bool,
+    ) -> None:
+        """Fold the parts of the macro-tile (i, j) into the statistics of its rows and columns."""
+        n, m = i.stop - i.start, j.stop - j.start
+        strip = self._strip(i, j, col_part is not None)
+        below = name if self.spec.symmetric else name + " of columns"
+        row_first, col_first = (name, i.start) not in seen, (below, j.start) not in seen
+        seen.update({(name, i.start)} | ({(below, j.start)} if col_part is not None else set()))
+        block = min(MERGE_BLOCK, self.sizes.rows, self.sizes.cols)
+        blocks = cdiv(n, block) * (row_part is not None) + cdiv(m, block) * (col_part is not None)
+        key = row_first, col_first, log, strip, row_part is None, col_part is None
+        merge = self.merges.get(key)
+        if merge is None:
+            fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "BLOCK": block, "tops": self.tops}
+            fixed |= {"MANY_PARTS": MERGE_PARTS, "ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log}
+            fixed["STRIP"] = strip
+            fixed["only_if"] = self.only_if
+            merge = self.call.prepare(forward.merge_kernel, 2, 2, (*key, self.sizes)).put(fixed)
+            self.merges[key] = merge
+        rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)
+        values = {
+            "row_part": row_part,
+            "row_shift": rows["row_shift"] if log else None,
+            "row_out": None if row_part is None or row_out is None else row_out[i],
+            "n": n,
+            "row_parts": cdiv(m, self.sizes.cols),
+            "col_part": col_part,
+            "col_shift": cols["col_shift"] if log and col_part is not None else None,
+            "col_out": None if col_part is None or col_out is None else col_out[j],
+            "m": m,
+            "col_parts": cdiv(n, self.sizes.rows * strip),
+        }
+        merge.put(values).launch(blocks)

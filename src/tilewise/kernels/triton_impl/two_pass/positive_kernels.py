@@ -1,0 +1,116 @@
+"""The only positive of each row: its score, and its entry of G.
+
+A block of rows is multiplied with the columns that belong to them, gathered, by the same arithmetic as a tile; the
+diagonal of that product is what is wanted. n / P small products instead of a search in every tile.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.primitives import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, row_stride, tanh
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
+    COLS,
+    ENTROPY,
+    MIRROR,
+    NO_SHARE,
+    ROW_SUM,
+    ROWS,
+    SOFTPLUS,
+    entropy_side,
+    outer_factor,
+    side,
+    sigmoid,
+)
+
+
+@triton.jit
+def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
+               D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """The score of each row with its own column, in units of log2, anything where key is -1; and the largest score met."""
+    acc = tl.zeros((P, P), dtype=tl.float32)
+    row_at = a + rows.to(tl.int64)[:, None] * row_stride(a, a_stride)
+    col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * row_stride(b, b_stride)
+    for k in range(0, (D + K - 1) // K):
+        at = k * K + tl.arange(0, K)
+        left = tl.load(row_at + at[None, :], mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0)
+        right = tl.load(col_at + at[None, :], mask=(key >= 0)[:, None] & (at < D)[None, :], other=0.0)
+        acc = tl.dot(left, right.T, acc, input_precision=EXACT)
+    place = tl.arange(0, P)
+    peak = tl.max(tl.max(acc * scale, 1), 0)
+    x = tl.sum(tl.where(place[:, None] == place[None, :], acc, 0.0), 1) * scale
+    if BIAS & SCORE:
+        x += tl.load(bias + key, mask=key >= 0, other=0.0)
+    if ONE_BIAS & SCORE:
+        x += tl.load(bias)
+    if SOFTCAP & SCORE:
+        x = softcap * tanh(x / softcap)
+        peak = tl.minimum(peak, softcap)
+    return x * LOG2E, peak * LOG2E
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "a_stride", "b_stride"])
+def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_shift, row_pos, num_positives, peaks, needs_repair, n, m, first, ahead,
+                    D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+                    EXACT: tl.constexpr):  # fmt: skip
+    """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not.
+
+    On the way it meets P * P pairs, and leaves the largest of their scores (in log2) in peaks: a sample of all scores.
+    It runs before all tiles, so it takes back the needs_repair that they may cast.
+    """
+    if needs_repair is not None:
+        tl.store(needs_repair, 0)
+    rows = tl.program_id(0) * P + tl.arange(0, P)
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
+    if peaks is not None:
+        tl.store(peaks + tl.program_id(0), peak)
+    if row_shift is not None:
+        x -= tl.load(row_shift + rows, mask=rows < n, other=0.0) * LOG2E
+    tl.store(row_pos + rows, tl.where(key >= 0, x * LN2, 0.0), mask=rows < n)
+    if num_positives is not None:
+        tl.store(num_positives + rows, tl.where(key >= 0, 1.0, 0.0), mask=rows < n)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "g_stride"])
+def positive_gradient_kernel(g, g_stride, row_factor, own, factor, softcap, row_key, row_shift, col_shift, col_weight, row_lse, col_lse,
+                             row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, n, m, first, ahead,
+                             TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there.
+
+    With ``row_factor``, the rows that G stands in are multiplied by it later, so the entry is divided by it.
+    """
+    rows = tl.program_id(0) * P + tl.arange(0, P)
+    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    ok = key >= 0
+    f = outer_factor(factor)
+    from_zero = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
+    x = from_zero
+    if row_shift is not None:
+        x += tl.load(row_shift + rows, mask=ok, other=0.0) * LOG2E
+    value = tl.zeros((P,), tl.float32)
+    if SOFTPLUS & TERMS:
+        value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
+    if ENTROPY & TERMS:
+        level, _, coming, lifted = entropy_side(row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok, f)
+        below = from_zero - level
+        value += tl.exp2(below) * (lifted - coming * tl.maximum(below, NO_SHARE))
+    elif ROWS & TERMS:
+        level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
+        value += coming * tl.exp2(from_zero - level)
+    if COLS & TERMS:
+        level, start, coming = side(col_lse, col_shift, grad_col, key, ok, f)
+        value += coming * tl.exp2((x - start) - level)
+    if grad_pos is not None:
+        value += tl.load(grad_pos + rows, mask=ok, other=0.0) * f
+        if MIRROR & TERMS:
+            value += tl.load(grad_pos_col + key, mask=ok, other=0.0) * f
+    if ROW_SUM & TERMS:
+        weight = tl.load(col_weight + key, mask=ok, other=0.0)
+        value += tl.load(grad_sum + rows, mask=ok, other=0.0) * f * weight
+    if SOFTCAP & SCORE:
+        ratio = x * (1.0 / (softcap * LOG2E))
+        value = value * (1.0 - ratio * ratio)
+    if row_factor is not None:
+        later = tl.load(row_factor + rows, mask=ok, other=1.0)
+        value = tl.where(later == 0.0, 0.0, value / later)
+    tl.store(g + rows.to(tl.int64) * g_stride + key, value.to(g.dtype.element_ty), mask=ok)

@@ -1,0 +1,129 @@
+"""The strategy `two_pass` of the Triton backend: statistics in forward, scores recomputed in backward.
+
+What a call allocates above inputs and gradients, with w the workspace: forward, the partial sums of the statistics (at
+most w / 2); backward, G (at most 3 w / 4), a block of float32 row gradients (at most w / 4), and, if the rows need more
+than one macro-tile, one float32 accumulator for the column gradients (m x d). Up to 16,384 rows are one macro-tile: then
+the columns need no accumulator, and the block of float32 row gradients is n x d. A workspace too small for one tile of
+each is exceeded by that tile. A forward that saves exponentials (see `saved`) allocates the gradient of the columns and G
+already, and the partial sums take at most w / 4 beside them. Features that a tensor descriptor cannot read (rows that do
+not start at 16-byte addresses, a last axis with a stride) are copied once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import keys
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.triton_impl.launch.call import (
+    Call,
+    host_may_limit,
+    launch_settings,
+    on_device,
+    small_keys,
+    tensors_of,
+)
+from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
+from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
+from tilewise.kernels.triton_impl.two_pass.token_forward import TokenForward
+from tilewise.options import TileOptions
+
+STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
+INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
+
+
+def forward(pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None) -> Stats:
+    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`."""
+    with on_device(pair.a), torch.no_grad():
+        pair = small_keys(pair, spec)
+        positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
+
+        def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
+            stats = forward_of(Call.of(pair, spec, options, recording), only_if).run()
+            return tuple(getattr(stats, name) for name in STATISTICS)
+
+        if host_may_limit(pair):
+            inputs = [*tensors_of(pair, spec), only_if]
+            values = replay_or_record(
+                replay_key(("forward", *launch_settings(pair, spec, options)), inputs), inputs, run, pair.a.device
+            )
+        else:
+            values = run(None)
+        stats = Stats(**dict(zip(STATISTICS, values, strict=True)))
+        return stats if positives is None else dataclasses.replace(stats, num_positives=positives)
+
+
+def forward_saving(
+    pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None
+) -> tuple[Stats, SavedColumns | None]:
+    """The same, and what spares backward a part of its work, if the gradient of the columns will be asked for."""
+    saved = SavedColumns.of(pair, spec)
+    if saved is None:
+        return forward(pair, spec, options, only_if), None
+
+    def run(recording: Recording | None) -> tuple[Any, ...]:
+        forward = Forward(Call.of(pair, spec, options, recording), saved, only_if)
+        stats, held = forward.run(), forward.saved
+        found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
+        return stats.row_lse, stats.row_pos, stats.num_positives, *found
+
+    with on_device(pair.a), torch.no_grad():
+        inputs = [*tensors_of(pair, spec), saved.memory, only_if]
+        kind = replay_key(("carrying", *launch_settings(pair, spec, options)), inputs)
+        lse, pos, positives, *found = replay_or_record(kind, inputs, run, pair.a.device)
+        saved.buffer, behind, saved.peaks, saved.needs_repair = found
+        stats = Stats(row_lse=lse, row_pos=pos, num_positives=positives)
+        if behind is None:  # the workspace is too small
+            return stats, None
+        saved.behind = behind
+        return stats, saved
+
+
+def backward(
+    pair: Pair,
+    stats: Stats,
+    grad: GradStats,
+    needs: Needs,
+    spec: PairSpec,
+    options: TileOptions,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    saved: object | None = None,
+) -> Grads:
+    """Gradients: G of a macro-tile, then two products. ``saved`` is given away: its memory is the gradient."""
+    out_dtype = grad_dtype or pair.a.dtype
+    assert saved is None or isinstance(saved, SavedColumns)
+    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+        pair = small_keys(pair, spec)
+        if not host_may_limit(pair):
+            return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, saved).run()
+
+        def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
+            call = Call.of(pair, spec, options, recording)
+            grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
+            return grads.a, grads.b, grads.scale, grads.bias
+
+        coming = [getattr(grad, name) for name in INCOMING]
+        known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
+        inputs = [*tensors_of(pair, spec), *known, *coming]
+        layout = None
+        if saved is not None:
+            inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
+            layout = saved.inside, saved.behind
+        what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
+        a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
+        if saved is not None:
+            saved.buffer = None
+        return Grads(a=a, b=b, scale=scale, bias=bias)
+
+
+def forward_of(call: Call, only_if: Tensor | None) -> Forward:
+    """The statistics of tokens take kernels of their own, so that others pay nothing for them."""
+    return TokenForward(call) if call.spec.token_stats else Forward(call, only_if=only_if)

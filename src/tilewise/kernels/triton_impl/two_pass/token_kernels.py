@@ -1,0 +1,119 @@
+"""Row statistics of a macro-tile with entropies and largest scores: what is asked about the tokens of a language model.
+
+    t_i = max_j x_ij,   e_ij = exp(x_ij - t_i),   S_i = sum_j e_ij >= 1
+    lse_i = t_i + log S_i        entropy_i = log S_i + sum_j e_ij (t_i - x_ij) / S_i        top_i = t_i, and its column
+
+Each row of a tile has its own maximum for a shift: the largest score is asked for anyway, nothing can overflow, and no
+two large numbers are subtracted. Parts p of a row merge into
+
+    lse = log sum_p exp(lse_p)        entropy = sum_p w_p (entropy_p + lse - lse_p),   w_p = exp(lse_p - lse)
+
+All in units of log2 until a statistic is finished.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, tile_dot, tile_place
+
+# What is asked for beside the log-sum-exp (bits of STATS)
+ENTROPY = tl.constexpr(1)
+TOP = tl.constexpr(2)
+NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
+NO_COLUMN = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
+def token_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, lse_part, entropy_part, top_part,
+                 place_part, n, m, first, ahead,
+                 D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                 R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+                 EXACT: tl.constexpr):  # fmt: skip
+    """One macro-tile of n x m scores; every part is (column tiles, n)."""
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s = tl.load(scale)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+        rows = tile_row * R + tl.arange(0, R)
+        cols = tile_col * C + tl.arange(0, C)
+        at, ok = tile_col.to(tl.int64) * n + rows, rows < n
+        x = score_tile(
+            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
+        )
+        top = tl.max(x, 1)
+        if TOP & STATS:
+            place = tl.min(tl.where(x == top[:, None], cols[None, :], NO_COLUMN), 1)
+            tl.store(top_part + at, top, mask=ok)
+            tl.store(place_part + at, place, mask=ok)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        below = x - safe[:, None]
+        e = tl.exp2(below)
+        total = tl.sum(e, 1)
+        tl.store(lse_part + at, tl.log2(total) + safe, mask=ok)
+        if ENTROPY & STATS:
+            gap = tl.sum(e * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
+            entropy = tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total)
+            tl.store(entropy_part + at, entropy, mask=ok)
+
+
+@triton.jit(do_not_specialize=["n", "parts", "first"])
+def merge_tokens_kernel(lse_part, entropy_part, top_part, place_part, row_shift, row_lse, row_entropy, row_top, row_top_col,
+                        n, parts, first, BEGIN: tl.constexpr, END: tl.constexpr, STATS: tl.constexpr,
+                        MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Fold the parts of a macro-tile, whose columns start at ``first``, into the statistics of its rows.
+
+    From the first macro-tile (BEGIN) to the last (END) a row's largest score stays as it is, so that equal ones stay
+    equal; then its zero is subtracted.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < n
+    start = tl.zeros((BLOCK,), tl.float32)
+    if row_shift is not None:
+        start = tl.load(row_shift + at, mask=ok, other=0.0) * LOG2E
+    high = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    gap = tl.zeros((BLOCK,), tl.float32)  # of the entropy: sum of 2**(lse_p - high) (entropy_p + high - lse_p)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    place = tl.full((BLOCK,), NO_COLUMN, tl.int64)
+    if not BEGIN:
+        high = tl.load(row_lse + at, mask=ok, other=0.0) * LOG2E
+        total = tl.where(high == float("-inf"), 0.0, 1.0)
+        if ENTROPY & STATS:
+            gap = tl.load(row_entropy + at, mask=ok, other=0.0) * LOG2E
+        if TOP & STATS:
+            best = tl.load(row_top + at, mask=ok, other=0.0)
+            place = tl.load(row_top_col + at, mask=ok, other=0)
+    for begin in range(0, parts, MANY_PARTS):
+        p = begin + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        where = p.to(tl.int64)[:, None] * n + at[None, :]
+        value = tl.load(lse_part + where, mask=here, other=float("-inf")) - start[None, :]
+        higher = tl.maximum(high, tl.max(value, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        share, kept = tl.exp2(value - safe[None, :]), tl.exp2(high - safe)
+        if ENTROPY & STATS:
+            each = tl.load(entropy_part + where, mask=here, other=0.0)
+            each += tl.where(value == float("-inf"), 0.0, safe[None, :] - value)
+            raised = tl.where(high == float("-inf"), 0.0, safe - high)
+            gap = kept * (gap + raised * total) + tl.sum(share * each, 0)
+        total = kept * total + tl.sum(share, 0)
+        high = higher
+        if TOP & STATS:
+            score = tl.load(top_part + where, mask=here, other=float("-inf"))
+            column = tl.load(place_part + where, mask=here, other=NO_COLUMN)
+            top = tl.max(score, 0)
+            column = tl.min(tl.where(score == top[None, :], column, NO_COLUMN), 0)
+            # NaN is equal to nothing and leaves no column; any will do.
+            column = tl.minimum(column, NO_COLUMN - 1).to(tl.int64) + first
+            place = tl.where(top > best, column, tl.where(top == best, tl.minimum(place, column), place))
+            best = tl.maximum(best, top)
+    tl.store(row_lse + at, (high + tl.log2(total)) * LN2, mask=ok)
+    if ENTROPY & STATS:
+        entropy = tl.where(total == 0.0, 0.0, gap / total + tl.log2(total))
+        tl.store(row_entropy + at, entropy * LN2, mask=ok)
+    if TOP & STATS:
+        if END:
+            best = (best - start) * LN2
+        tl.store(row_top + at, best, mask=ok)
+        tl.store(row_top_col + at, place, mask=ok)

@@ -1,0 +1,160 @@
+"""What a loss asks an operator for: tensors, keys, weights, a spec, options, a group.
+
+`torch.compile` sees operators with tensors and plain values only. So the tensors of a call are the arguments of an
+operator, and everything else travels as one string, a constant to the compiler. The operators' schemas and the string
+are generated from the fields of the dataclasses. Encoding is plain formatting, which the compiler can trace; decoding
+happens inside the operator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
+from tilewise.options import TileOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairKeys:
+    """What a loss says about its rows and columns, beside their features: see `tilewise.kernels.spec`."""
+
+    row_key: Tensor | None = None
+    col_key: Tensor | None = None
+    row_skip: Tensor | None = None
+    col_skip: Tensor | None = None
+    row_shift: Tensor | None = None
+    col_shift: Tensor | None = None
+    col_weight: Tensor | None = None
+
+
+NO_KEYS = PairKeys()
+LEAVES = ("a", "b", "scale", "bias")  # differentiable
+KEYS = tuple(field.name for field in dataclasses.fields(PairKeys))
+WEIGHTS = ("weight", "square")
+TENSORS = (*LEAVES, *KEYS, *WEIGHTS)  # the arguments of an operator, before the string
+ALWAYS = ("a", "scale")  # never None
+
+
+class Settings(NamedTuple):
+    """Everything in a call that is not a tensor."""
+
+    spec: PairSpec
+    options: TileOptions
+    group_name: str = ""  # "" for this process alone
+    needs: Needs = Needs(a=False, b=False)  # which of the four leaves require a gradient
+    share: float = 1.0  # the common weight of all rows of a scalar loss
+
+
+class Call(NamedTuple):
+    """The arguments of an operator."""
+
+    leaves: tuple[Any, ...]  # in the order of LEAVES
+    others: tuple[Tensor | None, ...]  # in the order of KEYS and WEIGHTS
+    settings: Settings
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """In the order of TENSORS."""
+        return (*self.leaves, *self.others)
+
+    def pair(self) -> Pair:
+        """The tensors without their graph, scale and bias in the type of the statistics."""
+        a, b, scale, bias = self.leaves
+        stat = stat_dtype(a.dtype)
+        named: dict[str, Any] = dict(zip(KEYS, self.others, strict=False))
+        return Pair(
+            a=a.detach(),
+            b=(a if b is None else b).detach(),
+            scale=scale.detach().to(stat),
+            bias=None if bias is None else bias.detach().to(stat),
+            **named,
+        )
+
+    def weights(self) -> RowWeights:
+        """The weights of a scalar loss."""
+        each, square = self.others[len(KEYS) :]
+        return RowWeights(share=self.settings.share, each=each, square=square)
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes and types, also of fake tensors."""
+        a, b = self.leaves[0], self.leaves[1]
+        keys = PairKeys(**dict(zip(KEYS, self.others, strict=False)))
+        skips = keys.row_skip is not None and keys.col_skip is not None
+        cols = a.shape[0] if b is None else b.shape[0]
+        return PairShape(a.shape[0], cols, a.shape[1], a.dtype, a.device, keys.row_key is not None, skips)
+
+
+def operator_schema(more: str = "") -> str:
+    """The schema of an operator: all tensors of a call, ``more``, and the settings.
+
+    >>> operator_schema()[:45]
+    '(Tensor a, Tensor? b, Tensor scale, Tensor? b'
+    """
+    tensors = ", ".join(f"Tensor{'' if name in ALWAYS else '?'} {name}" for name in TENSORS)
+    return f"({tensors}, {more}str settings) -> Tensor[]"
+
+
+def holds_numbers(features: Tensor) -> bool:
+    """Whether the tensor has values: a compiler, an exporter and the meta device use stand-ins."""
+    return not torch.compiler.is_compiling() and type(features) in (Tensor, torch.nn.Parameter) and not features.is_meta
+
+
+def needs_of(*leaves: Tensor | None) -> Needs:
+    """Which of rows, columns, scale and bias require a gradient here."""
+    if not torch.is_grad_enabled():
+        return Needs(a=False, b=False)
+    a, b, scale, bias = (leaf is not None and leaf.requires_grad for leaf in leaves)
+    return Needs(a, b, scale, bias)
+
+
+# (name, type) of each field, as a tuple that a compiler can loop over.
+SPEC_FIELDS = tuple((field.name, str(field.type)) for field in dataclasses.fields(PairSpec))
+OPTION_FIELDS = tuple((field.name, str(field.type)) for field in dataclasses.fields(TileOptions))
+
+
+def encode(settings: Settings) -> str:
+    """One line that `decode` reads back."""
+    spec = ",".join([_text(getattr(settings.spec, name), kind) for name, kind in SPEC_FIELDS])
+    options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
+    needs = ",".join([f"{int(need)}" for need in settings.needs])
+    return f"{spec};{options};{needs};{float(settings.share)!r};{settings.group_name}"
+
+
+def _text(value: Any, kind: str) -> str:
+    if kind == "bool" or kind == "int":
+        return f"{int(value)}"
+    return f"{float(value)!r}" if kind == "float" else f"{value}"
+
+
+def _value(text: str, kind: str) -> Any:
+    if kind == "bool":
+        return text == "1"
+    return {"int": int, "float": float}.get(kind, str)(text)
+
+
+@functools.lru_cache(maxsize=256)
+def decode(settings: str) -> Settings:
+    """Undo `encode`.
+
+    >>> decode(encode(Settings(PairSpec(row_lse=True, softcap=30.0), TileOptions()))).spec.softcap
+    30.0
+    """
+    spec, options, needs, share, group = settings.split(";", 4)
+
+    def read(text: str, fields: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+        return {name: _value(part, kind) for part, (name, kind) in zip(text.split(","), fields, strict=True)}
+
+    return Settings(
+        spec=PairSpec(**read(spec, SPEC_FIELDS)),
+        options=TileOptions(**read(options, OPTION_FIELDS)),
+        group_name=group,
+        needs=Needs(*(need == "1" for need in needs.split(","))),
+        share=float(share),
+    )

@@ -1,0 +1,238 @@
+"""The one op over a group: kernels x ring.
+
+Axes: n rows and m columns of this rank, d features, W ranks.
+
+Ring (each rank has its own rows and its own columns): rows stay, blocks of columns travel.
+
+    forward    rows:     stats_r = merge over blocks q of kernel.forward(rows_r, block_q)
+               columns:  each host adds its rows' share to the block's col_lse, which comes home
+    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every host and brings them home
+
+Where every rank has all rows and a slice of the columns (``spec.same_rows``), see `over_slices`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import GroupError
+from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
+from tilewise.options import TileOptions
+from tilewise.ring.agree import agree
+from tilewise.ring.blocks import Field, go_round
+from tilewise.ring.exchange import Exchange, find_exchange
+from tilewise.ring.shards import Shards
+
+CARGO = ("bias", "col_key", "col_skip", "col_shift", "col_weight")  # beside the features, in `Pair`
+LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
+ROWS = ("row_key", "row_skip", "row_shift")
+TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
+
+
+def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: str, needs: Needs) -> Stats:
+    """Statistics of this rank's rows over all columns, and of its columns over all rows."""
+    exchange = find_exchange(group_name)
+    if exchange.world == 1:
+        return choose_backend(pair.shape, spec, options).forward(pair, spec, options)
+    shards = _agree(exchange, "forward", pair, spec, options, needs)
+    pair = _placed(pair, spec, shards)
+    if spec.same_rows:
+        return merged_forward(exchange, pair, spec, options)
+    total, of_columns = Stats(), _column_stats(spec)
+
+    def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+        nonlocal total
+        part, how = _meet(pair, spec, shards, owner, block)
+        if owner != shards.rank and 0 in (part.a.shape[0], part.b.shape[0]):
+            return {name: _nothing(part) for name in of_columns} or None
+        stats = choose_backend(part.shape, how, options).forward(part, how, options)
+        # In float64, so that the number of blocks costs no accuracy; these are vectors.
+        total = total.merge(stats.rows().rounded(torch.float64))
+        return {name: getattr(stats, name).double() for name in of_columns} or None
+
+    credits = [Field(name, torch.float64) for name in of_columns]
+    home = go_round(exchange, shards.cols, _cargo(pair), work, credits=credits, join=_join_stats)
+    return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
+
+
+def ring_backward(
+    pair: Pair,
+    stats: Stats,
+    grad: GradStats,
+    needs: Needs,
+    spec: PairSpec,
+    options: TileOptions,
+    group_name: str,
+) -> Grads:
+    """Gradients of this rank's rows over all columns, and of its columns over all rows.
+
+    The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
+    """
+    exchange = find_exchange(group_name)
+    grad = _fill(grad, spec, pair)
+    if exchange.world == 1:
+        return choose_backend(pair.shape, spec, options).backward(pair, stats, grad, needs, spec, options)
+    shards = _agree(exchange, "backward", pair, spec, options, needs)
+    pair = _placed(pair, spec, shards)
+    if spec.same_rows:
+        return summed_backward(exchange, pair, stats, grad, needs, spec, options)
+    sums, of_columns = _RowSums(pair), _column_stats(spec)
+    cols_wanted = needs.a if spec.symmetric else needs.b
+    travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
+
+    def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+        part, how = _meet(pair, spec, shards, owner, block)
+        if 0 in (part.a.shape[0], part.b.shape[0]):
+            return None
+        known = dataclasses.replace(stats, **{name: block[name] for name in of_columns})
+        coming = dataclasses.replace(grad, **{name: block[f"grad_{name}"] for name in of_columns})
+        wanted = needs if how.symmetric else needs._replace(b=cols_wanted)
+        backend = choose_backend(part.shape, how, options)
+        grads = backend.backward(part, known, coming, wanted, how, options, grad_dtype=pair.stat_dtype)
+        sums.add(grads)
+        owed = {"grad": grads.b, "bias": grads.bias}
+        return None if how.symmetric else {name: value for name, value in owed.items() if value is not None}
+
+    credits = [Field("grad", travelling, pair.b.shape[1])] if cols_wanted else []
+    credits += [Field("bias", pair.stat_dtype)] if needs.bias else []
+    cargo = _cargo(pair)
+    for name in of_columns:
+        cargo |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
+    home = go_round(exchange, shards.cols, cargo, work, credits=credits, join=_join_sum)
+    return sums.finish(needs, spec, home)
+
+
+class _RowSums:
+    """Gradients that stay: those of the rows, and of the scale."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.a: Tensor | None = None
+        self.scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
+
+    def add(self, grads: Grads) -> None:
+        """Those of one more block. The first one's memory is taken over."""
+        if grads.a is not None:
+            self.a = grads.a if self.a is None else self.a.add_(grads.a)
+        if grads.scale is not None:
+            self.scale += grads.scale
+
+    def finish(self, needs: Needs, spec: PairSpec, home: dict[str, Tensor]) -> Grads:
+        """All gradients, in the types of their inputs."""
+        pair = self.pair
+        grad_a, grad_b = self.a, home.get("grad")
+        if grad_a is None and needs.a:
+            grad_a = torch.zeros(pair.a.shape, dtype=pair.stat_dtype, device=pair.a.device)
+        if spec.symmetric and grad_a is not None and grad_b is not None:
+            grad_a, grad_b = grad_a.add_(grad_b), None
+        return Grads(
+            a=None if grad_a is None else grad_a.to(pair.a.dtype),
+            b=None if grad_b is None else grad_b.to(pair.b.dtype),
+            scale=self.scale.to(pair.stat_dtype) if needs.scale else None,
+            # A view into a buffer that also held other credits; an operator's output owns its memory.
+            bias=home["bias"].clone() if needs.bias else None,
+        )
+
+
+def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: TileOptions, needs: Needs) -> Shards:
+    """Sizes of all shards, or a `GroupError` on every rank."""
+    present = [name for name in (*ROWS, *CARGO) if getattr(pair, name) is not None]
+    asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
+    call = {
+        "call": f"{phase} of a loss",
+        "width": pair.a.shape[1],
+        "type": str(pair.a.dtype).removeprefix("torch."),
+        "loss": " ".join(f"{name}={value}" for name, value in asked.items()) or "none",
+        "keys": " ".join(present) or "none",
+        "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
+        "device": pair.a.device.type if exchange.refuses(pair.a.device) is None else "one that cannot travel",
+        "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
+    }
+    if spec.same_rows:
+        call["rows"] = pair.a.shape[0]
+        if pair.row_key is not None and pair.row_key.device.type == "cpu":  # elsewhere, looking would wait
+            call[TARGETS] = f"checksum {zlib.crc32(pair.row_key.numpy().tobytes()):08x}"
+    shards = agree(exchange, pair.a.shape[0], pair.b.shape[0], call)
+    if reason := exchange.refuses(pair.a.device):
+        raise GroupError(f"features on {pair.a.device} cannot travel through this group: {reason}")
+    return shards
+
+
+def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
+    """The pair at its place in the whole: where it starts, and keys that mean the same on every rank.
+
+    A negative key, which stands for none, stays.
+    """
+    first = shards.col_start(shards.rank)
+    key = pair.row_key
+    if spec.local_keys and key is not None:
+        key = torch.where(key < 0, key, key + first)
+    return dataclasses.replace(pair, row_key=key, row_start=shards.row_start, col_start=first)
+
+
+def _cargo(pair: Pair) -> dict[str, Tensor]:
+    """What a block of columns carries."""
+    named = {"features": pair.b, **{name: getattr(pair, name) for name in CARGO}}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _meet(pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]) -> tuple[Pair, PairSpec]:
+    """This rank's rows with one block of columns. Only with its own block can the scores be symmetric."""
+    if owner == shards.rank:
+        return pair, spec
+    part = dataclasses.replace(
+        pair,
+        b=block["features"],
+        col_start=shards.col_start(owner),
+        bias=block.get("bias"),
+        col_key=block.get("col_key"),
+        col_skip=block.get("col_skip"),
+        col_shift=block.get("col_shift"),
+        col_weight=block.get("col_weight"),
+    )
+    return part, dataclasses.replace(spec, symmetric=False)
+
+
+def _fill(grad: GradStats, spec: PairSpec, pair: Pair) -> GradStats:
+    """Zeros where a rank's loss did not depend on a statistic that its part in the ring needs."""
+
+    def zeros(like: Tensor) -> Tensor:
+        return torch.zeros(like.shape[0], dtype=pair.stat_dtype, device=like.device)
+
+    missing = {
+        stat.name: zeros(pair.b if stat.of_columns else pair.a)
+        for stat in wanted_stats(spec)
+        if (stat.of_columns or stat.name == "row_softplus") and getattr(grad, stat.name) is None
+    }
+    return dataclasses.replace(grad, **missing)
+
+
+def _nothing(part: Pair) -> Tensor:
+    """The log of a sum over no rows."""
+    return torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
+
+
+def _column_stats(spec: PairSpec) -> tuple[str, ...]:
+    """The statistics of columns, which their block collects from every rank."""
+    return tuple(stat.name for stat in wanted_stats(spec) if stat.of_columns)
+
+
+def _join_stats(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    merged = Stats(**held).merge(Stats(**added))
+    for name, value in held.items():
+        value.copy_(getattr(merged, name))
+
+
+def _join_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+    for name, value in held.items():
+        if value.dtype == added[name].dtype:
+            value.add_(added[name])
+        else:
+            value.copy_(added[name].add_(value))

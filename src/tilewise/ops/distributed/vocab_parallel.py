@@ -1,0 +1,85 @@
+"""Calls where every rank has all rows and a shard of the columns (vocabulary-parallel): only vectors are exchanged.
+
+forward    every rank's statistics are gathered and merged in rank order
+backward   dA = sum_r dA_r, on every rank;   dB_r and dbias_r stay
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.options import TileOptions
+from tilewise.ring.blocks import Guard
+from tilewise.ring.exchange import Exchange
+
+
+def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
+    """Row statistics over the shards of all ranks, bitwise the same on every rank."""
+    guard = Guard()  # the other ranks wait for this rank's statistics: if it fails, they get NaN
+    local = guard.run(lambda: choose_backend(pair.shape, spec, options).forward(pair, spec, options))
+    names = [stat.name for stat in wanted_stats(spec)]
+    # One all-reduce: every rank adds its statistics to its own row of zeros.
+    shape = exchange.world, len(names), pair.a.shape[0]
+    gathered = torch.zeros(shape, dtype=torch.float64, device=pair.a.device)
+    for place, name in enumerate(names):
+        mine = gathered[exchange.rank, place]
+        mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, name))
+    exchange.sum_(gathered)
+    guard.check()
+    return _merge(gathered, spec, pair.stat_dtype)
+
+
+def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
+    """``gathered`` is (ranks, statistics, rows), float64."""
+    wanted = wanted_stats(spec)
+
+    def of_rank(values: torch.Tensor) -> Stats:
+        # Indices below 2**53 are exact in float64. NaN, from a rank that failed, has no index.
+        named = {s.name: v.nan_to_num(-1.0).long() if s.integer else v for s, v in zip(wanted, values, strict=True)}
+        return Stats(**named)
+
+    merged = functools.reduce(Stats.merge, map(of_rank, gathered))
+    if merged.num_positives is not None and merged.row_pos is not None:
+        # A row has one target. If two ranks found it, their targets differ.
+        wrong = merged.num_positives > 1.5
+        merged = dataclasses.replace(merged, row_pos=torch.where(wrong, torch.nan, merged.row_pos))
+    return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
+
+
+def summed_backward(
+    exchange: Exchange,
+    pair: Pair,
+    stats: Stats,
+    grad: GradStats,
+    needs: Needs,
+    spec: PairSpec,
+    options: TileOptions,
+) -> Grads:
+    """This rank's shard with the statistics of all; what belongs to the rows is added up over the ranks."""
+
+    def work() -> Grads:
+        backend = choose_backend(pair.shape, spec, options)
+        return backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
+
+    guard = Guard()  # the other ranks wait for this rank's gradients: if it fails, they get NaN
+    grads = guard.run(work)
+    if grads is None:
+        nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)
+        grads = Grads(a=nan.expand(pair.a.shape).clone() if needs.a else None, scale=nan if needs.scale else None)
+    if grads.a is not None:
+        exchange.sum_(grads.a)
+    scale = None if grads.scale is None else grads.scale.double()
+    if scale is not None:
+        exchange.sum_(scale)
+    guard.check()
+    return Grads(
+        a=None if grads.a is None else grads.a.to(pair.a.dtype),
+        b=None if grads.b is None else grads.b.to(pair.b.dtype),
+        scale=None if scale is None else scale.to(pair.stat_dtype),
+        bias=grads.bias,
+    )

@@ -1,0 +1,170 @@
+"""Which strategy computes a call, and why. Every size threshold of that choice is here.
+
+    two_pass    statistics in forward, scores recomputed in backward: four products. Always possible.
+    one_pass    a scalar loss and its gradients in forward: three products, if the memory allows.
+    filtered    gradients without the (row, tile) pairs that carry almost no probability; ``filter_tolerance > 0``.
+
+`route` is a pure function of sizes, types and settings. It never looks at a number in a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+
+from tilewise.kernels.filter_plan import SMALLEST_TOLERANCE, tile_count, tile_width
+from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, PairShape, PairSpec
+from tilewise.options import TileOptions
+
+Strategy = Literal["two_pass", "one_pass", "filtered"]
+
+# One pass on a CPU: with fewer rows in a block its products are thin, and computing the scores twice is faster.
+SMALLEST_BLOCK = 64
+# One pass on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
+WORTH_ONE_PASS = 2**34
+# Up to so many rows or columns, two passes on a GPU need no float32 accumulator for the columns; one pass always does.
+ONE_MACRO_TILE = 16384
+# One pass on a GPU with several blocks: each block adds to that accumulator, which pays from this many rows on.
+SMALLEST_GPU_BLOCK = 2048
+# Both directions in one pass: measured on an H200 at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
+# rows on the device is busy for longer than the host, and nothing is gained.
+LARGEST_SMALL_BATCH = 16384
+# The filter on a GPU: below so many multiply-adds its launches cost more than it saves.
+WORTH_FILTERING = 2**40
+
+
+class Route(NamedTuple):
+    """How a call is computed."""
+
+    strategy: Strategy
+    reason: str
+    backend: Backend
+
+
+def route(
+    shape: PairShape,
+    spec: PairSpec,
+    options: TileOptions,
+    needs: Needs,
+    *,
+    scalar: bool = False,
+    over_group: bool = False,
+    capturing: bool = False,
+) -> Route:
+    """The strategy of a call.
+
+    Args:
+        shape, spec, options, needs: of the call.
+        scalar: whether the loss is a scalar with known weights (`RowWeights`).
+        over_group: whether the columns are sharded over a process group.
+        capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
+    """
+    plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
+    choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
+    return choose(shape, spec, options, needs, scalar, over_group, capturing)
+
+
+@functools.lru_cache(maxsize=1024)
+def _route(
+    shape: PairShape,
+    spec: PairSpec,
+    options: TileOptions,
+    needs: Needs,
+    scalar: bool,
+    over_group: bool,
+    capturing: bool,
+) -> Route:
+    plain = type(shape.rows) is int
+    backend = (choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options)
+    if over_group:
+        return Route("two_pass", "over a group every block is computed twice", backend)
+    if not any(needs):
+        return Route("two_pass", "no gradient is needed", backend)
+    if options.filter_tolerance > 0.0:
+        why_exact = _why_not_filtered(shape, spec, options, backend, capturing)
+        if why_exact is None:
+            return Route("filtered", f"filter_tolerance is {options.filter_tolerance:g}", backend)
+        return Route("two_pass", f"nothing is dropped: {why_exact}", backend)
+    if not scalar:
+        return Route("two_pass", "the loss needs the statistics of each row", backend)
+    why_two = _why_not_one_pass(shape, spec, options, backend)
+    if why_two is None:
+        return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
+    return Route("two_pass", why_two, backend)
+
+
+def _why_not_filtered(
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, capturing: bool
+) -> str | None:
+    """Why the exact gradients are computed despite a tolerance, or None."""
+    if backend.filtered is None:
+        return f"the backend {backend.name} offers no filter"
+    if options.filter_tolerance < SMALLEST_TOLERANCE:
+        return "the tolerance is too small for float32"
+    if spec.row_sum:
+        return "a weighted sum of all scores (label smoothing) needs every entry"
+    wanted = spec.row_lse and spec.positive == "one"
+    more = spec.col_lse or spec.softplus or spec.token_stats
+    more = more or spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
+    if not wanted or more or not shape.has_row_key:
+        return "the filter is for log-sum-exps of rows with one positive each"
+    if shape.empty or shape.cols < 2 * tile_width(shape.cols):
+        return "there are too few columns to choose from"
+    if shape.rows * tile_count(shape.cols) * shape.dtype.itemsize > options.workspace_bytes / 2:
+        return "the plan would not fit half the workspace"
+    if shape.rows * tile_count(shape.cols) >= 2**31:
+        return "pairs are counted in 32 bits"
+    if shape.device.type == "cuda" and shape.products < WORTH_FILTERING:
+        return "the call is too small for the filter to pay"
+    if capturing:
+        return "a CUDA graph is being captured"
+    return None
+
+
+def _why_not_one_pass(shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend) -> str | None:
+    """Why a scalar loss takes two passes, or None."""
+    if options.gradients == "backward":
+        return 'gradients="backward"'
+    if backend.one_pass is None:
+        return f"the backend {backend.name} offers no one-pass strategy"
+    if shape.empty:
+        return "there are no scores"
+    if reason := backend.one_pass.why_not(shape, spec, options):
+        return reason
+    if spec.col_lse:
+        if shape.rows > LARGEST_SMALL_BATCH:
+            return "the batch is so large that the device is busy for longer than the host"
+        if 8 * shape.rows * shape.width > options.workspace_bytes / 2:
+            return "float32 gradients of both sides would take more than half the workspace"
+    if options.gradients == "forward":
+        return None
+    if spec.col_lse:
+        small = shape.device.type == "cuda" and shape.dtype in HALF_TYPES
+        return None if small else "one pass over both directions pays for half types on a GPU"
+    rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
+    if shape.device.type != "cuda":
+        enough = spec.softplus or rows >= min(shape.rows, SMALLEST_BLOCK)
+        return None if enough else f"the workspace holds the scores of {rows} rows, and {SMALLEST_BLOCK} pay"
+    if shape.products < WORTH_ONE_PASS:
+        return "the call is so small that the host would take longer than the device"
+    if rows >= shape.rows:
+        return None
+    accumulator = 0 if min(shape.rows, shape.cols) > ONE_MACRO_TILE else 4 * shape.cols * shape.width
+    row = (shape.cols + shape.width) * shape.dtype.itemsize
+    if (options.workspace_bytes - accumulator) // row >= SMALLEST_GPU_BLOCK:
+        return None
+    return f"the workspace holds the scores of {rows} rows, and all or {SMALLEST_GPU_BLOCK} pay"
+
+
+def forget_routes() -> None:
+    """Empty the cache: for tests that change a threshold or a backend."""
+    _route.cache_clear()
+    choose_backend.cache_clear()
+
+
+def is_capturing(features: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return features.is_cuda and torch.cuda.is_current_stream_capturing()

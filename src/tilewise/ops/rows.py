@@ -1,0 +1,87 @@
+"""Ignored rows (such as padding tokens) are removed before any product.
+
+Their number is a value. On the CPU it can be read at once; elsewhere the host waits for the device once, and only where
+the products take much longer than that. Otherwise the rows stay, with weight zero: the result is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.spec import STATISTICS, Grads, GradStats, Pair, PairSpec, Stats
+
+WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
+USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks must decide alike
+# On a GPU a few ignored rows stay, so that tiles are full, some rows always remain, and steps with about the same
+# number of tokens have the same shapes, for which launches are recorded.
+WHOLE_TILES = 128
+ROW_NAMES = tuple(stat.name for stat in STATISTICS if not stat.of_columns)
+ROW_GRADIENTS = tuple(stat.name for stat in STATISTICS if stat.gradient and not stat.of_columns)
+
+
+def may_look(pair: Pair, spec: PairSpec) -> bool:
+    """Whether the host may read which rows count: always on the CPU; elsewhere if it pays and nothing is captured."""
+    if pair.a.device.type == "cpu":
+        return True
+    cols = USUAL_SHARD if spec.same_rows else pair.b.shape[0]
+    if pair.a.shape[0] * cols * pair.a.shape[1] < WORTH_WAITING:
+        return False
+    return not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class KeptRows:
+    """The rows of a pair that count, those with a key that is not negative, and on a GPU a few more."""
+
+    def __init__(self, index: Tensor, rows: int) -> None:
+        self.index, self.rows = index, rows
+
+    @staticmethod
+    def find(pair: Pair, spec: PairSpec) -> KeptRows | None:
+        """Which rows stay, or None when all do or the host may not look. Where it looks, it waits for the device."""
+        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
+            return None
+        ignored, rows = pair.row_key < 0, pair.row_key.shape[0]
+        count = int(ignored.sum(dtype=torch.int32))
+        if pair.a.device.type == "cpu":
+            return KeptRows((~ignored).nonzero().squeeze(1), rows) if count else None
+        kept = max(-(-(rows - count) // WHOLE_TILES) * WHOLE_TILES, WHOLE_TILES)
+        if kept >= rows:
+            return None
+        return KeptRows(ignored.view(torch.uint8).argsort(stable=True)[:kept], rows)
+
+    def of_pair(self, pair: Pair) -> Pair:
+        """The pair with only these rows."""
+        return dataclasses.replace(
+            pair,
+            a=pair.a.index_select(0, self.index),
+            row_key=self._pick(pair.row_key),
+            row_skip=self._pick(pair.row_skip),
+            row_shift=self._pick(pair.row_shift),
+        )
+
+    def of_stats(self, stats: Stats) -> Stats:
+        """Statistics of only these rows."""
+        return dataclasses.replace(stats, **{name: self._pick(getattr(stats, name)) for name in ROW_NAMES})
+
+    def of_grad(self, grad: GradStats) -> GradStats:
+        """Gradients of the statistics of only these rows."""
+        return dataclasses.replace(grad, **{name: self._pick(getattr(grad, name)) for name in ROW_GRADIENTS})
+
+    def widen_stats(self, stats: Stats) -> Stats:
+        """Back to all rows, zeros elsewhere."""
+        return dataclasses.replace(stats, **{name: self._widen(getattr(stats, name)) for name in ROW_NAMES})
+
+    def widen_grads(self, grads: Grads) -> Grads:
+        """Back to all rows, zeros elsewhere."""
+        return dataclasses.replace(grads, a=self._widen(grads.a))
+
+    def _pick(self, value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.index_select(0, self.index)
+
+    def _widen(self, value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        return value.new_zeros((self.rows, *value.shape[1:])).index_copy_(0, self.index, value)

@@ -1,0 +1,188 @@
+"""The strategies, between the operators and a backend: rows are dropped, the backend is called, results are widened."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.scalar_loss import no_rows
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, Stats, wanted_stats
+from tilewise.ops.call import Call
+from tilewise.ops.filter_report import is_recording, record
+from tilewise.ops.route import Route, is_capturing, route
+from tilewise.ops.rows import KeptRows
+
+
+class Found(NamedTuple):
+    """The result of `two_pass` or `filtered` in forward, and what only an eager backward can use."""
+
+    stats: Stats  # of all rows, unrounded
+    plan: FilterPlan | None = None  # None where every pair is computed
+    rows: KeptRows | None = None
+    saved: object | None = None  # from the backend; used once
+
+    def without_tensors(self) -> Found:
+        """The part that `save_for_backward` cannot hold."""
+        return self._replace(stats=Stats(), plan=None)
+
+
+def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Products here choose their own types. Outside of an autocast region this costs nothing."""
+    kind = features.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
+    """The route of a call. A registered operator decides without looking at CUDA graphs, as its fake does."""
+    settings = call.settings
+    capturing = eager and settings.options.filter_tolerance > 0.0 and is_capturing(call.leaves[0])
+    return route(
+        call.shape,
+        settings.spec,
+        settings.options,
+        settings.needs,
+        scalar=scalar,
+        over_group=bool(settings.group_name),
+        capturing=capturing,
+    )
+
+
+def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
+    """Statistics by `two_pass` or `filtered`."""
+    spec, options, group_name, needs, _ = call.settings
+    pair = call.pair()
+    with without_autocast(pair.a):
+        rows = KeptRows.find(pair, spec)
+        fewer = pair if rows is None else rows.of_pair(pair)
+        if group_name:
+            from tilewise.ops.distributed.ring_stats import ring_forward
+
+            found = Found(ring_forward(fewer, spec, options, group_name, needs))
+        elif way.strategy == "filtered":
+            found = _filtered(call, pair, fewer, rows, eager=eager)
+        else:
+            found = _two_pass(fewer, call, save=eager)
+        stats = found.stats if rows is None else rows.widen_stats(found.stats)
+        return found._replace(stats=stats, rows=rows)
+
+
+def _two_pass(pair: Pair, call: Call, *, save: bool) -> Found:
+    spec, options, _, needs, _ = call.settings
+    backend = choose_backend(pair.shape, spec, options)
+    if save and needs.b and not needs.bias:
+        stats, saved = backend.forward_saving(pair, spec, options)
+        return Found(stats, saved=saved)
+    return Found(backend.forward(pair, spec, options))
+
+
+def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
+    """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
+    spec, options, _, needs, _ = call.settings
+    assert pair.row_key is not None
+    plan: FilterPlan | None
+    if fewer.a.shape[0] == 0:
+        plan = plans.no_rows(pair)
+        empty = fewer.a.new_zeros(0, dtype=pair.stat_dtype)
+        found = Found(Stats(row_lse=empty, row_pos=empty, num_positives=empty), plan)
+    elif route(fewer.shape, spec, options, needs).strategy != "filtered":
+        found = _two_pass(fewer, call, save=eager)
+        plan = plans.keep_everything(pair) if not eager or is_recording() else None
+    else:
+        chosen = choose_backend(fewer.shape, spec, options).filtered
+        assert chosen is not None
+        if eager and needs.b and not needs.bias:
+            stats, plan, saved = chosen.forward_saving(fewer, spec, options)
+        else:
+            (stats, plan), saved = chosen.forward(fewer, spec, options), None
+        if rows is not None:
+            mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, rows.index, plan.mass)
+            plan = dataclasses.replace(plan, mass=mass)
+        found = Found(stats, plan, saved=saved)
+    if is_recording():
+        assert plan is not None
+        record(plan, pair.row_key >= 0, options.filter_tolerance)
+    # What is saved must not depend on whether anybody records: checkpointing compares.
+    return found if eager else found._replace(plan=plan)
+
+
+def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, rows_known: bool) -> Grads:
+    """Gradients by `two_pass` or `filtered`. Unless ``rows_known``, it is looked up again which rows count."""
+    spec, options, group_name, _, _ = call.settings
+    pair = call.pair()
+    with without_autocast(pair.a):
+        if found.plan is not None:
+            chosen = choose_backend(pair.shape, spec, options).filtered
+            assert chosen is not None
+            grads = chosen.backward(pair, found.stats, found.plan, grad, needs, spec, options, saved=found.saved)
+            if grads is not None:
+                return grads
+        rows = found.rows if rows_known else KeptRows.find(pair, spec)
+        stats = found.stats
+        if rows is not None:
+            pair, stats, grad = rows.of_pair(pair), rows.of_stats(stats), rows.of_grad(grad)
+        if group_name:
+            from tilewise.ops.distributed.ring_stats import ring_backward
+
+            grads = ring_backward(pair, stats, grad, needs, spec, options, group_name)
+        else:
+            backend = choose_backend(pair.shape, spec, options)
+            grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
+        return grads if rows is None else rows.widen_grads(grads)
+
+
+class OnePassFound(NamedTuple):
+    """The result of `one_pass` in forward."""
+
+    loss: Tensor
+    saved: Sequence[Tensor]  # may be overwritten by backward
+    rows: KeptRows | None
+
+
+def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
+    """A scalar loss and its gradients by `one_pass`. Eager calls save only the rows that count."""
+    spec, options, _, needs, _ = call.settings
+    pair, weights, one_pass = call.pair(), call.weights(), way.backend.one_pass
+    assert one_pass is not None
+    with without_autocast(pair.a):
+        rows = KeptRows.find(pair, spec)
+        fewer = pair if rows is None else rows.of_pair(pair)
+        if rows is not None:
+            weights = weights.rows(rows.index)
+        if fewer.a.shape[0] == 0:
+            like = [] if eager else one_pass.saved_like(call.shape, needs, spec, options)
+            saved = tuple(pair.a.new_zeros(size, dtype=dtype) for size, dtype in like)
+            return OnePassFound(torch.zeros_like(pair.scale), saved, rows)
+        room = fewer.a.shape[0] if eager else pair.a.shape[0]
+        loss, saved = one_pass.forward(fewer, weights, needs, spec, options, room)
+        return OnePassFound(loss, saved, rows)
+
+
+def loss_backward(
+    call: Call, way: Route, saved: Sequence[Tensor], rows: KeptRows | None, grad_output: Tensor, *, eager: bool
+) -> Grads:
+    """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
+    spec, options, _, needs, _ = call.settings
+    pair, one_pass = call.pair(), way.backend.one_pass
+    assert one_pass is not None
+    with without_autocast(pair.a):
+        fewer = pair if rows is None else rows.of_pair(pair)
+        shape = fewer.shape if eager else pair.shape
+        if fewer.a.shape[0] == 0:
+            grads = no_rows(fewer.shape, needs, pair.a.device)
+        else:
+            grads = one_pass.backward(saved, fewer, grad_output, needs, spec, options, shape, overwrite=eager)
+        return grads if rows is None else rows.widen_grads(grads)
+
+
+def saved_names(call: Call) -> tuple[str, ...]:
+    """The statistics that backward needs."""
+    return tuple(stat.name for stat in wanted_stats(call.settings.spec) if stat.saved)
