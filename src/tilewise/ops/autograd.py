@@ -227,13 +227,15 @@ class _PairLoss:
         loss, grad = loss_of_stats(weights.full(pair), weights.square, found.stats, pair.row_shift, spec)
         # The gradients of unit weights are saved: backward multiplies them by grad_output.
         coming = tuple(getattr(grad, name) for name in _loss_gradients(spec))
+        if not eager:  # the outputs of a registered operator may not share memory
+            coming = tuple(value.clone() for value in coming)
         stats = found.stats if eager else found.stats.rounded(pair.stat_dtype)
         known = tuple(getattr(stats, name) for name in saved_names(call))
         plan = _plan_tensors(found.plan) if eager or found.plan is not None else ()
         outputs = (loss.to(pair.stat_dtype),)
         return Done(
             outputs,
-            (*known, *(_own(value, known) for value in coming), *plan),
+            (*known, *coming, *plan),
             found.without_tensors() if eager else None,
         )
 
@@ -290,11 +292,6 @@ def _loss_gradients(spec: PairSpec) -> tuple[str, ...]:
     if spec.softplus:
         return ("row_softplus",)
     return ("row_lse", "col_lse", "row_pos") if spec.col_lse else ("row_lse", "row_pos")
-
-
-def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """The value, or a copy: an operator's outputs may not share memory."""
-    return value.clone() if any(value is other for other in others) or not value.is_contiguous() else value
 
 
 def _plan_tensors(plan: FilterPlan | None) -> tuple[Tensor | None, ...]:
