@@ -27,7 +27,7 @@ MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (to
 def nan_filled_empty(monkeypatch):
     """Uninitialized memory of floating type is NaN, so that whoever reads it before writing is found out.
 
-    So are bytes: a tape takes the memory of several tensors as such.
+    So are bytes: a recording takes the memory of several tensors as such.
     """
 
     def filled(make):
@@ -43,6 +43,16 @@ def nan_filled_empty(monkeypatch):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
 
 
+@pytest.fixture(autouse=True)
+def fresh_routes():
+    """Tests change thresholds and backends: no choice of an earlier test is remembered."""
+    from tilewise.ops.route import forget_routes
+
+    forget_routes()
+    yield
+    forget_routes()
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that every case meets several of them, with ragged edges."""
@@ -55,7 +65,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Triton's interpreter with less work around each operation, and no tapes: sizes change from test to test."""
+    """Triton's interpreter with less work around each operation, and no recordings: sizes change from test to test."""
     from tests.kernels.quick_interpreter import make_quick
 
     from tilewise.kernels.triton_impl.launch import replay

@@ -102,7 +102,7 @@ def test_a_sharded_weight_is_refused_with_the_place_where_it_is_whole():
 
 
 def test_a_failure_inside_leaves_no_gradient_behind(monkeypatch):
-    from tilewise.kernels.torch_impl.two_pass import TorchBackend
+    from tilewise.kernels.torch_impl.backend import TorchBackend
 
     a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
     loss = tw.clip_loss(a, b, 14.0, options=OPTIONS(precision="high"))

@@ -4,13 +4,14 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1] / "src" / "tilewise"
 FILES = sorted(ROOT.rglob("*.py"))
 BASE = {"errors", "options", "_check"}
 
 # Who may import whom; a part may always import itself. `kernels.spec` is the contract in which losses state what
-# they want; retrieval counts ranks with a kernel of its own.
+# they want; `kernels.ranks` is the contract of retrieval.
 ALLOWED = {
     "errors": set(),
     "options": {"errors"},
@@ -23,8 +24,9 @@ ALLOWED = {
     "cache": BASE,
     "integrations": BASE | {"losses", "cache"},
     "train": BASE | {"losses", "retrieval", "cache", "ring", ""},
-    "": BASE | {"losses", "retrieval"},  # tilewise/__init__.py
+    "": BASE | {"losses", "ops", "retrieval"},  # tilewise/__init__.py
 }
+IMPLEMENTATIONS = {"kernels.torch_impl", "kernels.triton_impl"}
 # Packages that only some parts may import, at the top of a file or inside of a function.
 OPTIONAL = {
     "triton": {"kernels.triton_impl"},
@@ -95,6 +97,9 @@ def trespasses(module: str, source: str) -> set[str]:
     wrong = {name for name in own_imports(source) if part_of(name) != part and not belongs(name, ALLOWED[part])}
     # The name of a package is imported along with the modules in it.
     wrong = {name for name in wrong if not any(allowed.startswith(f"{name}.") for allowed in ALLOWED[part])}
+    if module != "kernels.registry":
+        inside = {name for name in IMPLEMENTATIONS if belongs(module, {name})}
+        wrong |= {name for name in own_imports(source) if belongs(name, IMPLEMENTATIONS - inside)}
     for package, places in OPTIONAL.items():
         if belongs(package, {name.split(".")[0] for name in imports(source)}) and not belongs(module, places):
             wrong.add(package)
@@ -105,6 +110,75 @@ def trespasses(module: str, source: str) -> set[str]:
 def test_imports(path):
     assert part_of(dotted(path)) in ALLOWED, "a new part needs a line in the table"
     assert trespasses(dotted(path), path.read_text()) == set()
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each file imports, those inside functions included; a package stands for its ``__init__``."""
+    graph = {}
+    for path in FILES:
+        module, found = dotted(path), own_imports(path.read_text()) - {""}
+        # `from package import module` names both; the package itself is only meant if nothing of it is named.
+        graph[module] = {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+        graph[module].discard(module)
+    return graph
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """A chain of imports that comes back to its start, or []."""
+    done: set[str] = set()
+
+    def visit(module: str, chain: list[str]) -> list[str]:
+        if module in chain:
+            return [*chain[chain.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph.get(module, ())):
+            if found := visit(other, [*chain, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
+
+
+def test_imports_are_acyclic_between_files():
+    assert cycle_in(import_graph()) == []
+
+
+def test_a_cycle_is_found():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_only_the_registry_names_implementations():
+    users = {
+        module for module, found in import_graph().items() if any(belongs(name, IMPLEMENTATIONS) for name in found)
+    }
+    outside = {module for module in users if not belongs(module, IMPLEMENTATIONS)}
+    assert outside == {"kernels.registry"}
+
+
+def test_operators_and_losses_know_no_backend_by_name():
+    for path in FILES:
+        if part_of(dotted(path)) in ("ops", "losses", "ring", "retrieval"):
+            text = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not text & {"triton", "torch"}, path
+
+
+def test_there_are_two_autograd_functions_and_two_operators_for_losses():
+    functions, operators = set(), set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases):
+                functions.add(f"{dotted(path)}.{node.name}")
+    assert functions == {"ops.autograd._Eager", "ops.paired_scores._OwnScores"} | {
+        name for name in functions if part_of(name) not in ("ops", "losses", "kernels")
+    }
+    for name in ("pair_stats", "pair_loss"):
+        operators |= {name, f"{name}_backward"}
+
+    known = {name for name in dir(torch.ops.tilewise) if name.startswith("pair_")}
+    assert known <= operators
+    assert all(hasattr(torch.ops.tilewise, name) for name in operators)
 
 
 def test_the_oracle_is_for_tests_only():
@@ -123,15 +197,19 @@ def test_only_the_ring_moves_tensors():
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("kernels.tiled", "from tilewise.losses.clip import clip_loss"),
-        ("kernels.tiled", "import triton"),
-        ("kernels.tiled", "def f():\n    from triton import language"),
-        ("losses.clip", "from tilewise.kernels.torch_impl.two_pass import TorchBackend"),
+        ("kernels.spec", "from tilewise.losses.clip import clip_loss"),
+        ("kernels.spec", "import triton"),
+        ("kernels.spec", "def f():\n    from triton import language"),
+        ("losses.clip", "from tilewise.kernels.torch_impl.backend import TorchBackend"),
+        ("ops.route", "from tilewise.kernels.triton_impl.backend import TritonBackend"),
+        ("kernels.ranks", "def f():\n    from tilewise.kernels.torch_impl import ranks"),
+        ("kernels.torch_impl.filtered", "from tilewise.kernels.triton_impl import sizes"),
+        ("losses.clip", "from tilewise.kernels.registry import choose_backend"),
         ("losses.clip", "from tilewise import ring"),
         ("ring.blocks", "from tilewise.kernels.spec import Stats"),
         ("cache.step", "import tilewise.losses.clip"),
         ("cache.step", "from tilewise import clip_loss"),
-        ("ops.pair_stats", "from tilewise.losses import clip"),
+        ("ops.autograd", "from tilewise.losses import clip"),
         ("retrieval", "from tilewise.train.cli import main"),
         ("train.loop", "import torchvision"),
         ("errors", "from tilewise.options import TileOptions"),

@@ -13,7 +13,7 @@ from tests.compare import assert_close, relative_error
 
 import tilewise as tw
 from tilewise.kernels.spec import Pair, PairSpec, Stats
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")

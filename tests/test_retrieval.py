@@ -391,7 +391,7 @@ REFUSED = {
     "group, both": (DtypeError, "process group", lambda: retrieval_ranks_both(X, Y, group=object())),
     "backend": (
         BackendError,
-        "cannot rank torch.float64 features on cpu: it ",
+        "cannot rank torch.float64 features of width 4 on cpu: it ",
         lambda: retrieval_ranks(X.double(), Y.double(), options=TileOptions(backend="triton")),
     ),
     "workspace": (

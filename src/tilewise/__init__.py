@@ -5,81 +5,38 @@
 
 Memory grows with the rows plus the columns, and the time is that of the matrix products.
 
-A name is imported when it is first used, so that ``tilewise --help`` need not wait for torch; where torch is there
-already, all of them are, so that torch knows the operators of a program that ``torch.export`` saved.
+A name is imported when it is first used, so that ``tilewise --help`` does not import torch. Where torch is imported
+already, all names are, so that torch knows the operators of a program that ``torch.export`` saved. The names and their
+modules are listed in ``__init__.pyi``.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from tilewise.errors import TilewiseError
-    from tilewise.losses.clip import ClipLoss, clip_loss
-    from tilewise.losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-    from tilewise.losses.filtering import record_filtering
-    from tilewise.losses.info_nce import InfoNCELoss, info_nce
-    from tilewise.losses.logsumexp import linear_logsumexp
-    from tilewise.losses.nt_xent import NTXentLoss, nt_xent
-    from tilewise.losses.siglip import SigLipLoss, siglip_loss
-    from tilewise.losses.supcon import SupConLoss, supcon_loss
-    from tilewise.losses.token_stats import TokenStats, linear_token_stats
-    from tilewise.options import TileOptions
-    from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
+__version__ = "0.2.0"
 
-__version__ = "0.1.0"
-
-__all__ = [
-    "ClipLoss",
-    "InfoNCELoss",
-    "LinearCrossEntropyLoss",
-    "NTXentLoss",
-    "SigLipLoss",
-    "SupConLoss",
-    "TileOptions",
-    "TilewiseError",
-    "TokenStats",
-    "__version__",
-    "clip_loss",
-    "info_nce",
-    "linear_cross_entropy",
-    "linear_logsumexp",
-    "linear_token_stats",
-    "nt_xent",
-    "recall_at_k",
-    "record_filtering",
-    "retrieval_ranks",
-    "retrieval_ranks_both",
-    "siglip_loss",
-    "supcon_loss",
-]
-
-_HOMES = {
-    "errors": ("TilewiseError",),
-    "options": ("TileOptions",),
-    "losses.clip": ("ClipLoss", "clip_loss"),
-    "losses.cross_entropy": ("LinearCrossEntropyLoss", "linear_cross_entropy"),
-    "losses.filtering": ("record_filtering",),
-    "losses.info_nce": ("InfoNCELoss", "info_nce"),
-    "losses.logsumexp": ("linear_logsumexp",),
-    "losses.nt_xent": ("NTXentLoss", "nt_xent"),
-    "losses.siglip": ("SigLipLoss", "siglip_loss"),
-    "losses.supcon": ("SupConLoss", "supcon_loss"),
-    "losses.token_stats": ("TokenStats", "linear_token_stats"),
-    "retrieval": ("recall_at_k", "retrieval_ranks", "retrieval_ranks_both"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_HOMES = {alias.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
 _PARTS = ("errors", "kernels", "losses", "ops", "options", "retrieval", "ring")  # also reached as tilewise.losses
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def _import_all() -> None:
+    for home in dict.fromkeys(_HOMES.values()):
+        import_module(str(home))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        value = getattr(import_module(f"tilewise.{_HOME_OF[name]}"), name)
+    if name in _HOMES:
+        value = getattr(import_module(str(_HOMES[name])), name)
     elif name in _PARTS:
-        for home in _HOMES:  # with what is inside, such as tilewise.losses.clip
-            import_module(f"tilewise.{home}")
+        _import_all()  # with what is inside, such as tilewise.losses.clip
         value = import_module(f"tilewise.{name}")
     else:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
@@ -92,5 +49,4 @@ def __dir__() -> list[str]:
 
 
 if sys.modules.get("torch") is not None:
-    for _home in _HOMES:
-        import_module(f"tilewise.{_home}")
+    _import_all()

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.errors import ConfigError, DeviceError, DtypeError, RangeError, ShapeError
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
@@ -204,4 +205,6 @@ def check_number(name: str, value: float, *, positive: bool = False) -> None:
 
 def can_read(values: Tensor) -> bool:
     """Whether values may be looked at here without waiting for a device or breaking a graph."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or values.device.type != "cpu":
+        return False
+    return type(values) in (Tensor, torch.nn.Parameter) or not is_fake(values)

@@ -39,7 +39,7 @@ class TileOptions:
     'auto'
     """
 
-    backend: BackendName | str = "auto"
+    backend: BackendName = "auto"
     workspace_mib: int = 256
     precision: Precision = "torch"
     filter_tolerance: float = 0.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.filter_plan import FilterPlan
+from tilewise.kernels.spec import FilterPlan
 
 TOLERANCE = 1e-2
 ERRORS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of G's rounding, and of the result's

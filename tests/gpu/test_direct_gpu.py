@@ -11,7 +11,7 @@ from tests.gpu.checks import Place
 from tests.losses.loss_cases import converted, problem, solve
 
 import tilewise as tw
-from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.triton_impl.one_pass import strategy as kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, MIB = Place(), 2**20

@@ -8,7 +8,6 @@ from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
 from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
-from tilewise.kernels.triton_impl.filtered import strategy as skipping_host
 from tilewise.kernels.triton_impl.two_pass import saved as carried
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
@@ -20,7 +19,7 @@ TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 @pytest.fixture(autouse=True)
 def small_calls_too(request, monkeypatch):
     if "small_calls_as_they_are" not in request.fixturenames:
-        monkeypatch.setattr(skipping_host, "WORTH_FILTERING", 0)
+        monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
 
 
 @pytest.fixture

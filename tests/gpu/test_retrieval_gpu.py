@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.gpu.checks import CHUNK
 
-from tilewise.kernels import ranks
+from tilewise.kernels.registry import choose_scorer
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.options import TileOptions
@@ -25,8 +25,8 @@ def whole_numbers(seed, rows, d, dtype):
 
 
 def test_it_is_taken_by_itself():
-    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.bfloat16), TileOptions()), FusedScorer)
-    assert isinstance(ranks.choose_scorer(features(0, 3, 8, torch.float64), TileOptions()), ScoreTile)
+    assert isinstance(choose_scorer(torch.device("cuda", 0), 8, torch.bfloat16, TileOptions()), FusedScorer)
+    assert isinstance(choose_scorer(torch.device("cuda", 0), 8, torch.float64, TileOptions()), ScoreTile)
 
 
 @DTYPES

@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as carried
-from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, Factors, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -315,7 +315,10 @@ def test_later_steps_are_two_tapes(spread, monkeypatch):
     fresh = step(1)
     replay._recordings.clear()
     step(0)
-    assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {"carrying": True, "backward": True}
+    assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {
+        "carrying": True,
+        "backward": True,
+    }
     monkeypatch.setattr(launch.Call, "of", None)
     for one, other in zip(step(1), fresh, strict=True):
         assert torch.equal(one, other)

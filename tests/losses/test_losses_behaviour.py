@@ -11,7 +11,7 @@ from torch import nn
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

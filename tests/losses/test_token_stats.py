@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.errors import ConfigError
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.losses.token_stats import WANT
 from tilewise.ring.virtual import run_virtual
 

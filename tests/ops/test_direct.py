@@ -1,6 +1,6 @@
 """Gradients formed in forward, in the torch backend: the same numbers, rows that do not count, when, and memory."""
 
-from types import SimpleNamespace
+import functools
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
 from torch.nn.functional import normalize
 
 import tilewise as tw
-from tilewise.kernels.spec import Needs, Pair, PairSpec
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
-from tilewise.ops.direct import forms_early
+from tilewise.kernels.torch_impl.backend import TorchBackend
+from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.one_pass.exponentials import saves_exponentials
+from tilewise.ops.route import forget_routes, route
 
 MIB = 2**20
 NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_entropy_smoothed", "nt_xent", "supcon"]
@@ -178,12 +180,10 @@ def test_losses_that_cannot_do_it_do_as_before(name, calls):
 
 
 def early(n, m, d, dtype=torch.float32, device="cpu", spec=SOFTMAX, group="", **settings):
-    a, b = (torch.empty(rows, d, dtype=dtype, device="meta", requires_grad=True) for rows in (n, m))
-    if device == "cuda":
-        return kernels.pays((n, m, d), dtype, device, spec, tw.TileOptions(**settings))
-    a, b = a.expand(n, d), b.expand(m, d)
-    scale = torch.ones(())
-    return forms_early(a, b, scale, None, spec=spec, options=tw.TileOptions(**settings), group_name=group)
+    forget_routes()
+    shape, options = PairShape(n, m, d, dtype, torch.device(device)), tw.TileOptions(**settings)
+    way = route(shape, spec, options, Needs(), scalar=True, over_group=bool(group))
+    return way.strategy == "one_pass"
 
 
 def test_auto_goes_by_the_workspace(monkeypatch):
@@ -200,7 +200,9 @@ def test_auto_goes_by_the_workspace(monkeypatch):
     assert not early(0, 8192, 256)
 
 
-def test_auto_on_a_gpu():
+def test_auto_on_a_gpu(monkeypatch):
+    gpu = functools.lru_cache(lambda shape, spec, options: TritonBackend())  # there is none here, and none is needed
+    monkeypatch.setattr("tilewise.ops.route.choose_backend", gpu)
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
     assert not early(8192, 128_256, 4096, **bf16)  # needs a float32 accumulator of 2 GiB, or 2 GiB of scores
     assert early(8192, 128_256, 4096, workspace_mib=2100, **bf16)
@@ -210,16 +212,13 @@ def test_auto_on_a_gpu():
     assert not early(8192, 128_256, 4096, workspace_mib=2000, **bf16)
 
 
-def test_exponentials_wait_where_a_large_classifier_would(monkeypatch):
+def test_exponentials_are_saved_where_a_large_classifier_would_be():
     """As float32 its gradient would take as much memory as all scores of the call."""
 
     def waits(n, m, d, dtype=torch.bfloat16, spec=SOFTMAX, mib=2100, **needs):
-        a, b = (torch.empty(rows, d, dtype=dtype, device="meta") for rows in (n, m))
-        options = tw.TileOptions(workspace_mib=mib)
-        return kernels.waits(Pair(a=a, b=b, scale=torch.ones(())), Needs(**needs), spec, options)
+        shape = PairShape(n, m, d, dtype, torch.device("cuda"))
+        return saves_exponentials(shape, Needs(**needs), spec, tw.TileOptions(workspace_mib=mib))
 
-    assert not waits(8192, 128_256, 4096)  # the torch backend has gradients only
-    monkeypatch.setattr(kernels, "choose_backend", lambda *_: SimpleNamespace(name="triton"))
     assert waits(8192, 128_256, 4096)
     assert not waits(8192, 128_256, 4096, mib=256)  # several blocks, added up in float32
     assert waits(900, 128_256, 4096, mib=256)  # a part of a batch whose gradients are accumulated
@@ -276,7 +275,7 @@ def test_blocks_are_cut_to_the_workspace(dtype, mib, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 1024)
     spec = PairSpec(row_lse=True, positive="one", softcap=30.0)
     for n, m, d in [(1, 1, 1), (5000, 300, 512), (300, 70_000, 64), (8192, 256_000, 2304)]:
-        rows = kernels.block_rows((n, m, d), dtype, "cpu", spec, mib * MIB)
+        rows = kernels.block_rows(PairShape(n, m, d, dtype, torch.device("cpu")), spec, mib * MIB)
         item = 8 if dtype == torch.float64 else 4
         assert rows <= n
         assert rows * m * item * 2 <= mib * MIB

@@ -8,13 +8,16 @@ from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, RowWeights
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.launch import replay
-from tilewise.ops.early import launches_early, symmetric_loss
+from tilewise.ops.autograd import pair_loss
+from tilewise.ops.route import route
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
-OPTIONS = TileOptions(backend="triton", precision="highest")
+OPTIONS = TileOptions(backend="triton", precision="highest", gradients="forward")
+SPEC = PairSpec(row_lse=True, col_lse=True, positive="one")
 CLOSE = 2e-6  # of float32
 
 
@@ -23,6 +26,10 @@ def tapes(monkeypatch):
     fresh = {}
     monkeypatch.setattr(replay, "_recordings", fresh)
     return fresh
+
+
+def symmetric_loss(a, b, scale, share, options):
+    return pair_loss(a, b, scale, weights=RowWeights(share=share), spec=SPEC, options=options)
 
 
 def exact(a, b, scale, **settings):
@@ -86,7 +93,7 @@ def test_later_steps_are_one_tape(dtype, n, tapes, monkeypatch):
     fresh = step(*steps[1])
     tapes.clear()
     step(*steps[0])
-    assert {kind[0]: made is not None for kind, made in tapes.items()} == {"small step": True, "times": True}
+    assert {kind[0]: made is not None for kind, made in tapes.items()} == {"small batch": True, "times": True}
     monkeypatch.setattr(launch.Call, "of", None)
     for one, other in zip(step(*steps[1]), fresh, strict=True):
         assert torch.equal(one, other)
@@ -151,6 +158,13 @@ def test_a_loss_scale_too_large_for_half_overflows():
     assert not a.grad.isnan().any()
 
 
-def test_nothing_on_the_cpu_launches_early():
-    a, b, scale = leaves(torch.bfloat16)
-    assert not launches_early(a, b, scale, OPTIONS, "")
+@pytest.mark.parametrize("gradients", ["auto", "backward"])
+def test_it_takes_two_passes_on_the_cpu(gradients):
+    shape = PairShape(37, 37, 12, torch.float32, torch.device("cpu"))
+    options = TileOptions(backend="triton", gradients=gradients)
+    assert route(shape, SPEC, options, Needs(), scalar=True).strategy == "two_pass"
+
+
+def test_large_batches_take_two_passes():
+    shape = PairShape(16_385, 16_385, 12, torch.float32, torch.device("cpu"))
+    assert route(shape, SPEC, OPTIONS, Needs(), scalar=True).strategy == "two_pass"

@@ -11,10 +11,11 @@ from tests.ops.filtered_cases import COLS, SCORES, Head, dense_g, random, solve,
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
 from tilewise.kernels.torch_impl.filtered import TorchFilter, _order_and_sample
-from tilewise.ops import filter_report, filtered
-from tilewise.ops.pair_stats import PairKeys, pair_stats
+from tilewise.ops import filter_report
+from tilewise.ops.call import Settings, encode
+from tilewise.ops.route import route
 from tilewise.options import TileOptions
 
 # When nothing is left out -------------------------------------------------------------------------------------------
@@ -50,13 +51,21 @@ def test_tolerance_zero_takes_the_exact_operator(monkeypatch):
 def test_reasons_to_be_exact(n, m, spec, options):
     how = TileOptions(**{"filter_tolerance": 1e-2, **options})
     what = PairSpec(**{"row_lse": True, "positive": "one", **spec})
-    assert plans.why_exact(n, m, torch.float32, what, how)
-    assert (
-        plans.why_exact(
-            10, COLS, torch.float32, PairSpec(row_lse=True, positive="one"), TileOptions(filter_tolerance=0.1)
-        )
-        is None
-    )
+    assert not is_filtered(n, m, what, how)
+    assert is_filtered(10, COLS, PairSpec(row_lse=True, positive="one"), TileOptions(filter_tolerance=0.1))
+
+
+def is_filtered(n, m, spec, options, **more):
+    shape = PairShape(n, m, 24, torch.float32, torch.device("cpu"), has_row_key=True)
+    return route(shape, spec, options, Needs(), **more).strategy == "filtered"
+
+
+def test_no_filter_over_a_group_in_a_captured_graph_or_without_a_gradient():
+    spec, options = PairSpec(row_lse=True, positive="one", drop_rows=True), TileOptions(filter_tolerance=0.1)
+    assert not is_filtered(10, COLS, spec, options, over_group=True)
+    assert not is_filtered(10, COLS, spec, options, capturing=True)
+    shape = PairShape(10, COLS, 24, torch.float32, torch.device("cpu"), has_row_key=True)
+    assert route(shape, spec, options, Needs(a=False, b=False)).strategy == "two_pass"
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(PairSpec)])
@@ -65,10 +74,8 @@ def test_what_the_filter_does_not_know_is_exact(name):
     plain = PairSpec(row_lse=True, positive="one", drop_rows=True)
     value = getattr(plain, name)
     other = {"positive": "many", "softcap": 3.0}.get(name, not value)
-    reason = plans.why_exact(
-        10, COLS, torch.float32, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1)
-    )
-    assert (reason is None) == (name in ("softcap", "drop_rows"))
+    served = is_filtered(10, COLS, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1))
+    assert served == (name in ("softcap", "drop_rows"))
 
 
 def test_flat_rows_take_the_dense_path(monkeypatch):
@@ -147,7 +154,7 @@ def test_a_sample_and_the_order_take_one_look_at_the_columns(peaked, softcap, mo
     assert torch.equal(order, want)
     assert too_many != peaked
     monkeypatch.setattr("tilewise.kernels.torch_impl.filtered.WORTH_PROBING", math.inf)
-    assert bool(TorchFilter().forward(pair, spec, options)[1].dense) == too_many, "and that is what counting says"
+    assert bool(TorchFilter().forward(pair, spec, options)[1].keep_all) == too_many, "and that is what counting says"
 
 
 def test_a_default_device_is_not_where_the_sample_goes(monkeypatch):
@@ -246,14 +253,14 @@ def test_compiled_with_one_tolerance_after_another(dynamic):
 def test_the_registered_operators_are_sound():
     head = Head(torch.float32, n=20, classes=100)
     x = head.leaves
-    plan = filtered.encode(
-        PairSpec(row_lse=True, positive="one", drop_rows=True), TileOptions(filter_tolerance=1e-2), ""
-    )
-    key, zero = head.target % 100, torch.zeros(20)
-    inputs = (x["input"], x["weight"], x["scale"], x["bias"], key, zero, plan)
-    torch.library.opcheck(
-        torch.ops.tilewise.filtered_stats.default, inputs, test_utils=("test_schema", "test_faketensor")
-    )
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    settings = encode(Settings(spec, TileOptions(filter_tolerance=1e-2), needs=Needs(True, True, True, True)))
+    key, shift, weight = head.target % 100, torch.zeros(20), torch.full((20,), 0.05)
+    leaves = (x["input"], x["weight"], x["scale"], x["bias"])
+    for operator, weights in (("pair_stats", (None, None)), ("pair_loss", (weight, None))):
+        inputs = (*leaves, key, None, None, None, shift, None, None, *weights, settings)
+        registered = getattr(torch.ops.tilewise, operator).default
+        torch.library.opcheck(registered, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_second_derivative_is_refused():
@@ -270,21 +277,3 @@ def test_autocast_does_not_reach_the_products():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = head.grads(1e-2)
     assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_over_a_group_it_is_the_exact_operator(monkeypatch):
-    asked = []
-
-    def stand_in(*args, **kwargs):
-        asked.append(kwargs["group_name"])
-        return pair_stats(*args, **{**kwargs, "group_name": ""})
-
-    monkeypatch.setattr(filtered, "pair_stats", stand_in)
-    head = Head()
-    x = head.leaves
-    keys, options = PairKeys(row_key=head.target), TileOptions(filter_tolerance=1e-2)
-    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
-    filtered.filtered_stats(
-        x["input"], x["weight"], x["scale"], keys=keys, spec=spec, options=options, group_name="a group"
-    )
-    assert asked == ["a group"]

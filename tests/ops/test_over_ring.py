@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tilewise.errors import GroupError
 from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import Pair, PairSpec, Stats
-from tilewise.ops.pair_stats import CONSTANT, PairKeys, pair_stats, wanted_stats
+from tilewise.kernels.spec import Pair, PairSpec, Stats, wanted_stats
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 from tilewise.ring.virtual import run_virtual
 
@@ -78,8 +79,9 @@ def stats_and_gradients(pair: Pair, spec: PairSpec, stats_of: Any, incoming: dic
     if spec.symmetric:
         leaves["b"] = leaves["a"]
     stats = stats_of(dataclasses.replace(pair, **leaves))
-    found = {name: getattr(stats, name) for name in wanted_stats(spec)}
-    loss = sum((found[name] * incoming[name]).nan_to_num(neginf=0.0).sum() for name in found if name not in CONSTANT)
+    found = {stat.name: getattr(stats, stat.name) for stat in wanted_stats(spec)}
+    smooth = [stat.name for stat in wanted_stats(spec) if stat.gradient]
+    loss = sum((found[name] * incoming[name]).nan_to_num(neginf=0.0).sum() for name in smooth)
     if spec.symmetric:
         del leaves["b"]
     grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -136,7 +138,7 @@ def over_ring(
 
 def incoming_for(pair: Pair, spec: PairSpec) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(9)
-    lengths = {name: len(pair.b if name == "col_lse" else pair.a) for name in wanted_stats(spec)}
+    lengths = {stat.name: len(pair.b if stat.of_columns else pair.a) for stat in wanted_stats(spec)}
     return {
         name: torch.randn(length, generator=random, dtype=torch.float64).to(pair.stat_dtype)
         for name, length in lengths.items()

@@ -20,12 +20,12 @@ import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
 from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.spec import STATISTICS, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import rows as drop_rows
-from tilewise.ops.pair_stats import NAMES, PairKeys, pair_stats
-from tilewise.ops.paired_scores import near_scores, own_scores
-from tilewise.ops.plan import decode, encode
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys, Settings, decode, encode
+from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.rows import KeptRows
 from tilewise.options import TileOptions
 
@@ -44,7 +44,9 @@ def call(pair, spec):
 
 def plain_inputs(pair, spec):
     b = None if spec.symmetric else pair.b
-    return (pair.a, b, pair.scale, pair.bias, *(getattr(pair, name) for name in KEYS), encode(spec, OPTIONS, ""))
+    settings = Settings(spec, OPTIONS, needs=Needs(True, True, True, True))
+    keys = (getattr(pair, name) for name in KEYS)
+    return (pair.a, b, pair.scale, pair.bias, *keys, None, None, encode(settings))
 
 
 @pytest.mark.usefixtures("small_tiles", "nan_filled_empty")
@@ -82,7 +84,7 @@ def test_eager_and_registered_operator_agree():
         pair = leaves_of(pair)
         eager = stats_asked(call(pair, spec))
         registered = torch.ops.tilewise.pair_stats(*plain_inputs(pair, spec))
-        shown = dict(zip(NAMES, registered, strict=True))
+        shown = dict(zip([stat.name for stat in wanted_stats(spec)], registered, strict=True))
         for key, value in eager.items():
             assert torch.equal(value, shown[key]), (name, key)
 
@@ -118,7 +120,6 @@ HOW = st.builds(
     TileOptions,
     backend=st.sampled_from(["auto", "triton", "torch"]),
     workspace_mib=st.integers(1, 2**20),
-    deterministic=st.booleans(),
     precision=st.sampled_from(["torch", "highest", "high"]),
     filter_tolerance=st.floats(0.0, 0.99),
     ring_gradients=st.sampled_from(["float32", "features"]),
@@ -126,9 +127,18 @@ HOW = st.builds(
 )
 
 
-@given(SPECS, HOW, st.sampled_from(["", "0", "7;odd,name"]))
-def test_a_plan_carries_every_setting(spec, options, group):
-    assert decode(encode(spec, options, group)) == (spec, options, group)
+NEEDS = st.builds(Needs, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+
+
+@given(SPECS, HOW, st.sampled_from(["", "0", "7;odd,name"]), NEEDS, st.floats(0.0, 1.0))
+def test_the_string_of_an_operator_has_every_setting(spec, options, group, needs, share):
+    settings = Settings(spec, options, group, needs, share)
+    assert decode(encode(settings)) == settings
+
+
+def test_the_table_of_statistics_has_every_field():
+    assert [field.name for field in dataclasses.fields(GradStats)] == [s.name for s in STATISTICS if s.gradient]
+    assert {field.name for field in dataclasses.fields(Stats)} == {stat.name for stat in STATISTICS}
 
 
 def test_the_plan_test_knows_every_setting():
@@ -184,8 +194,8 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
     """As on a GPU: those that count, in order, then some that do not."""
     key = torch.arange(10)
     key[torch.randperm(10)[:ignored]] = -1
-    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.Asked(key, 4).answer()
-    alone = drop_rows.Asked(key, 1).answer()
+    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.kept_rows(key, 4)
+    alone = drop_rows.kept_rows(key, 1)
     assert (alone is None) == (ignored == 0), "all of them"
     assert alone is None or torch.equal(alone.index, exact)
     if -(-len(exact) // 4) * 4 >= 10:
@@ -196,22 +206,11 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
     assert len(filled.index.unique()) == len(filled.index)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("step", [1, 4])
-def test_the_device_knows_what_the_host_will_hear(rows, step):
-    """Kernels that run only if all rows stay have run whenever the host takes their results."""
-    for ignored in range(rows + 1):
-        key = torch.arange(rows)
-        key[:ignored] = -1
-        asked = drop_rows.Asked(key, step)
-        assert bool(asked.all_stay()) == (asked.answer() is None), ignored
-
-
 def test_filled_tiles_change_no_loss(monkeypatch):
     made = loss_cases.problem("cross_entropy_everything")
     want, want_grads = loss_cases.solve(made.ours, made.leaves)
-    ask = staticmethod(lambda pair, spec: drop_rows.Asked(pair.row_key, 16))
-    monkeypatch.setattr(drop_rows.Asked, "about", ask)
+    kept = drop_rows.kept_rows
+    monkeypatch.setattr(drop_rows, "kept_rows", lambda key, step: kept(key, 16))
     loss, grads = loss_cases.solve(made.ours, made.leaves)
     assert_close(loss, want, 1e-14)
     for leaf, value in want_grads.items():
@@ -284,7 +283,7 @@ def test_works_inside_of_activation_checkpointing():
 def test_a_loss_can_be_exported():
     image, text = torch.randn(6, 4), torch.randn(6, 4)
     program = torch.export.export(tw.ClipLoss(), (image, text, torch.tensor(3.0)))
-    assert "tilewise.pair_stats" in str(program.graph)
+    assert "tilewise.pair_loss" in str(program.graph)
     assert_close(program.module()(image, text, torch.tensor(3.0)), tw.clip_loss(image, text, 3.0), 1e-6)
 
 
@@ -303,13 +302,13 @@ def test_modules_and_options_can_be_copied_and_pickled(tmp_path):
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
-def test_near_scores_are_near():
+def test_positive_shift_are_near():
     a, b = torch.randn(50, 8), torch.randn(60, 8)
     scale = torch.tensor(3.0)
     index = torch.arange(50).flip(0)
-    assert_close(near_scores(a, b[:50], scale), 3.0 * (a * b[:50]).sum(1), 1e-6)
-    assert_close(near_scores(a, b, scale, index), 3.0 * (a * b[index]).sum(1), 1e-6)
-    assert not near_scores(a.requires_grad_(), b[:50], scale).requires_grad
+    assert_close(positive_shift(a, b[:50], scale), 3.0 * (a * b[:50]).sum(1), 1e-6)
+    assert_close(positive_shift(a, b, scale, index), 3.0 * (a * b[index]).sum(1), 1e-6)
+    assert not positive_shift(a.requires_grad_(), b[:50], scale).requires_grad
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -331,7 +330,7 @@ def test_own_scores(masked, monkeypatch):
 def test_auto_says_what_it_chose_and_why_not_the_others(caplog):
     pair, spec = make_case("clip", torch.float32)
     with caplog.at_level(logging.DEBUG, logger="tilewise"):
-        assert select.choose_backend(pair, spec, OPTIONS).name == "torch"
+        assert select.choose_backend(pair.shape, spec, OPTIONS).name == "torch"
     assert "triton not chosen: it needs a CUDA device" in caplog.text
     assert "torch chosen" in caplog.text
 
@@ -340,14 +339,15 @@ def test_an_explicit_choice_never_falls_back(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     pair, spec = make_case("clip", torch.float32)
     with pytest.raises(BackendError, match=r"triton.*needs a CUDA device.*auto"):
-        select.choose_backend(pair, spec, TileOptions(backend="triton"))
-    assert select.choose_backend(pair, spec, TileOptions(backend="torch")).name == "torch"
+        select.choose_backend(pair.shape, spec, TileOptions(backend="triton"))
+    assert select.choose_backend(pair.shape, spec, TileOptions(backend="torch")).name == "torch"
 
 
 def test_the_torch_backend_never_refuses():
     for name in CASES:
         for dtype in (torch.float64, torch.bfloat16):
-            assert TorchBackend().why_not(*make_case(name, dtype), OPTIONS) is None
+            pair, spec = make_case(name, dtype)
+            assert TorchBackend().why_not(pair.shape, spec, OPTIONS) is None
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -370,6 +370,6 @@ def test_a_compiler_of_backward_sees_the_operator(traced, monkeypatch):
         if traced:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         got = torch.autograd.grad(loss, (a, b))
-    assert ("tilewise.pair_grads.default" in seen.names) == traced
+    assert ("tilewise.pair_loss_backward.default" in seen.names) == traced
     for one, other in zip(got, want, strict=True):
         assert_close(one, other, 1e-12, "gradient")

@@ -14,7 +14,7 @@ from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.wrapped import Counted, Slow, wrapped
 
 import tilewise as tw
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ring.schedule import backward_bytes, forward_bytes
 from tilewise.ring.virtual import run_virtual
 

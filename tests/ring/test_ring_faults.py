@@ -19,7 +19,7 @@ from tests.ring.crew import Crew, Failed, crew  # noqa: F401
 
 import tilewise as tw
 from tilewise.errors import GroupError
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ring.exchange import GroupExchange, find_exchange
 
 pytestmark = pytest.mark.group

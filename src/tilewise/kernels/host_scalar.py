@@ -1,4 +1,4 @@
-"""A number of a device on its way to the host."""
+"""A device-to-host copy of one number that does not block until its value is needed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 class HostScalar:
-    """The number is copied when the device comes to it; the host goes on, and waits only when it asks."""
+    """Asynchronous device-to-host copy of one scalar. Calling it blocks until the copy is done."""
 
     def __init__(self, number: Tensor) -> None:
-        """``number``: one, on any device."""
-        self.there, self.arrived = number, None
+        """Start the copy of ``number``, a tensor with one element on any device."""
+        self.host, self.copied = number, None
         if number.is_cuda:
-            self.there = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
-            self.there.copy_(number, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            self.host = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
+            self.host.copy_(number, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
 
     def __call__(self) -> float:
         """The number."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.there.item()
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host.item()

@@ -77,10 +77,15 @@ def unregister_backend(name: str) -> None:
     choose_backend.cache_clear()
 
 
+def load_backend(name: str) -> Backend:
+    """The backend of that name, imported if need be."""
+    return _ENTRIES[name].load()
+
+
 def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
     """Why the backend ``name`` cannot serve this call, or None if it can."""
     reason = _ENTRIES[name].why_not(shape.device, options)
-    return reason or _ENTRIES[name].load().why_not(shape, spec, options)
+    return reason or load_backend(name).why_not(shape, spec, options)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,12 +97,12 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
                 f"backend {options.backend!r} cannot serve {shape.rows} x {shape.cols} scores of width {shape.width}, "
                 f'{shape.dtype} on {shape.device}: {reason}. Use backend="auto"'
             )
-        return _ENTRIES[options.backend].load()
+        return load_backend(options.backend)
     for name in _AUTO:
         reason = why_not(name, shape, spec, options)
         if reason is None:
             log.debug("backend %s chosen", name)
-            return _ENTRIES[name].load()
+            return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
     raise AssertionError("the torch backend never refuses")
 
@@ -107,7 +112,7 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
     names = _AUTO if options.backend == "auto" else (options.backend,)
     for name in names:
         reason = _ENTRIES[name].why_not(device, options)
-        backend = None if reason else _ENTRIES[name].load()
+        backend = None if reason else load_backend(name)
         if backend is not None and not backend.offers_ranks:
             return TwoPassScorer(backend, device, dtype, options)
         if backend is not None:

@@ -46,6 +46,7 @@ from tilewise.ops.call import (
     needs_of,
     operator_schema,
 )
+from tilewise.ops.explain import is_explaining, note
 from tilewise.ops.rows import KeptRows
 from tilewise.ops.strategies import (
     Found,
@@ -135,6 +136,9 @@ class Done(NamedTuple):
     outputs: tuple[Tensor, ...]
     saved: tuple[Tensor | None, ...]  # tensors for backward, beside the arguments
     once: Any = None  # eager only: what the first backward uses up
+    # Eager only: where each tensor that the registered operator returns is among ``saved``, -1 for one that its
+    # backward does not read. Without it that backward computes everything again.
+    order: tuple[int, ...] = ()
 
 
 class Operator(Protocol):
@@ -154,9 +158,6 @@ class Operator(Protocol):
     def constants(self, call: Call) -> list[int]:
         """Which outputs have no gradient."""
 
-    def as_registered(self, call: Call, saved: Sequence[Any]) -> list[Tensor]:
-        """What an eager forward saved, as the registered operator returns it; [] if that must be computed again."""
-
     def backward(
         self, call: Call, saved: Sequence[Any], once: Any, grads: Sequence[Tensor | None], needs: Needs, *, eager: bool
     ) -> Grads | None:
@@ -169,18 +170,25 @@ class _PairStats:
     name = "pair_stats"
 
     def forward(self, call: Call, *, eager: bool) -> Done:
-        found = find_stats(call, route_of(call, scalar=False, eager=eager), eager=eager)
+        way = route_of(call, scalar=False, eager=eager)
+        found = find_stats(call, way, eager=eager)
         stat = stat_dtype(call.leaves[0].dtype)
         shown = found.stats.rounded(stat)
         outputs = tuple(getattr(shown, stat.name) for stat in wanted_stats(call.settings.spec))
         if not eager:
             return Done(outputs, _plan_tensors(found.plan) if found.plan is not None else ())
-        known = tuple(getattr(found.stats, name) for name in saved_names(call))
-        return Done(outputs, (*known, *_plan_tensors(found.plan)), found.without_tensors())
+        names = saved_names(call)
+        known = tuple(getattr(found.stats, name) for name in names)
+        wanted = [stat.name for stat in wanted_stats(call.settings.spec)]
+        order = tuple(names.index(name) if name in names else -1 for name in wanted)
+        order = () if way.strategy == "filtered" else order
+        return Done(outputs, (*known, *_plan_tensors(found.plan)), found.without_tensors(), order)
 
     def like(self, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sizes = _stats_like(call, [stat.name for stat in wanted_stats(call.settings.spec)])
         way = route_of(call, scalar=False, eager=False)
+        if is_explaining():
+            note(self.name, call, way)
         return sizes + (_plan_like(call) if way.strategy == "filtered" else [])
 
     def outputs(self, call: Call) -> int:
@@ -188,13 +196,6 @@ class _PairStats:
 
     def constants(self, call: Call) -> list[int]:
         return [index for index, stat in enumerate(wanted_stats(call.settings.spec)) if not stat.gradient]
-
-    def as_registered(self, call: Call, saved: Sequence[Any]) -> list[Tensor]:
-        if route_of(call, scalar=False, eager=False).strategy == "filtered":
-            return []
-        known = dict(zip(saved_names(call), saved, strict=False))
-        nothing = call.leaves[0].new_empty(0)
-        return [known.get(stat.name, nothing) for stat in wanted_stats(call.settings.spec)]
 
     def backward(
         self, call: Call, saved: Sequence[Any], once: Any, grads: Sequence[Tensor | None], needs: Needs, *, eager: bool
@@ -233,15 +234,14 @@ class _PairLoss:
         known = tuple(getattr(stats, name) for name in saved_names(call))
         plan = _plan_tensors(found.plan) if eager or found.plan is not None else ()
         outputs = (loss.to(pair.stat_dtype),)
-        return Done(
-            outputs,
-            (*known, *coming, *plan),
-            found.without_tensors() if eager else None,
-        )
+        order = (-1, *range(len(known) + len(coming))) if way.strategy == "two_pass" else ()
+        return Done(outputs, (*known, *coming, *plan), found.without_tensors() if eager else None, order)
 
     def like(self, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
         spec, options, _, needs, _ = call.settings
         way = route_of(call, scalar=True, eager=False)
+        if is_explaining():
+            note(self.name, call, way)
         loss = [((), stat_dtype(call.leaves[0].dtype))]
         if way.strategy == "one_pass":
             assert way.backend.one_pass is not None
@@ -254,12 +254,6 @@ class _PairLoss:
 
     def constants(self, call: Call) -> list[int]:
         return []
-
-    def as_registered(self, call: Call, saved: Sequence[Any]) -> list[Tensor]:
-        if route_of(call, scalar=True, eager=False).strategy != "two_pass":
-            return []
-        vectors = len(saved_names(call)) + len(_loss_gradients(call.settings.spec))
-        return [call.leaves[0].new_empty(0), *saved[:vectors]]
 
     def backward(
         self, call: Call, saved: Sequence[Any], once: Any, grads: Sequence[Tensor | None], needs: Needs, *, eager: bool
@@ -355,7 +349,7 @@ class _Eager(torch.autograd.Function):
         call = Call((a, b, scale, bias), rest.others, rest.settings)
         done = rest.operator.forward(call, eager=True)
         ctx.set_materialize_grads(False)
-        ctx.rest, ctx.once = rest, done.once
+        ctx.rest, ctx.once, ctx.order = rest, done.once, done.order
         ctx.save_for_backward(*call.tensors, *done.saved)
         constants = rest.operator.constants(call)
         if constants:
@@ -377,7 +371,8 @@ class _Eager(torch.autograd.Function):
         if not torch.is_grad_enabled() and holds_numbers(tensors[0]):
             found = rest.operator.backward(call, saved, once, grads, needs, eager=True)
         if found is None:
-            again = rest.operator.as_registered(call, saved)
+            nothing = tensors[0].new_empty(0)
+            again = [nothing if place < 0 else saved[place] for place in ctx.order]
             values: Sequence[Tensor | None] = _registered_backward(rest.operator, call, again, grads, needs)
         else:
             values = _in_types(found, call.leaves)

@@ -36,6 +36,9 @@ LARGEST_SMALL_BATCH = 16384
 WORTH_FILTERING = 2**40
 
 
+TOO_SMALL = "the call is too small for the filter to pay"
+
+
 class Route(NamedTuple):
     """How a call is computed."""
 
@@ -118,7 +121,7 @@ def _why_not_filtered(
     if shape.rows * tile_count(shape.cols) >= 2**31:
         return "pairs are counted in 32 bits"
     if shape.device.type == "cuda" and shape.products < WORTH_FILTERING:
-        return "the call is too small for the filter to pay"
+        return TOO_SMALL
     if capturing:
         return "a CUDA graph is being captured"
     return None

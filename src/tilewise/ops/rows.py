@@ -11,6 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import STATISTICS, Grads, GradStats, Pair, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
@@ -43,14 +44,7 @@ class KeptRows:
         """Which rows stay, or None when all do or the host may not look. Where it looks, it waits for the device."""
         if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
             return None
-        ignored, rows = pair.row_key < 0, pair.row_key.shape[0]
-        count = int(ignored.sum(dtype=torch.int32))
-        if pair.a.device.type == "cpu":
-            return KeptRows((~ignored).nonzero().squeeze(1), rows) if count else None
-        kept = max(-(-(rows - count) // WHOLE_TILES) * WHOLE_TILES, WHOLE_TILES)
-        if kept >= rows:
-            return None
-        return KeptRows(ignored.view(torch.uint8).argsort(stable=True)[:kept], rows)
+        return kept_rows(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES)
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""
@@ -85,3 +79,18 @@ class KeptRows:
         if value is None:
             return None
         return value.new_zeros((self.rows, *value.shape[1:])).index_copy_(0, self.index, value)
+
+
+def kept_rows(key: Tensor, step: int) -> KeptRows | None:
+    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``.
+
+    None when all rows stay. With a step above 1 at least ``step`` rows stay.
+    """
+    ignored, rows = key < 0, key.shape[0]
+    count = int(HostScalar(ignored.sum(dtype=torch.int32))())
+    if step == 1:
+        return KeptRows((~ignored).nonzero().squeeze(1), rows) if count else None
+    kept = max(-(-(rows - count) // step), 1) * step
+    if kept >= rows:
+        return None
+    return KeptRows(ignored.view(torch.uint8).argsort(stable=True)[:kept], rows)

@@ -16,7 +16,7 @@ from tilewise.kernels.scalar_loss import no_rows
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, Stats, wanted_stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
-from tilewise.ops.route import Route, is_capturing, route
+from tilewise.ops.route import TOO_SMALL, Route, is_capturing, route
 from tilewise.ops.rows import KeptRows
 
 
@@ -71,6 +71,9 @@ def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
             found = _two_pass(fewer, call, save=eager)
+            if is_recording() and way.reason.endswith(TOO_SMALL):
+                assert pair.row_key is not None
+                record(plans.keep_everything(pair), pair.row_key >= 0, options.filter_tolerance)
         stats = found.stats if rows is None else rows.widen_stats(found.stats)
         return found._replace(stats=stats, rows=rows)
 

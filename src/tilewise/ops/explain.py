@@ -1,0 +1,162 @@
+"""How a loss would be computed: backend, strategy, reason and memory, without computing anything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tilewise.errors import ConfigError
+from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape
+from tilewise.ops.call import Call
+from tilewise.ops.route import Route, Strategy
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator call is computed. Bytes are upper bounds, above the inputs.
+
+    Args:
+        operator: "pair_stats" (vectors) or "pair_loss" (a scalar).
+        backend: its name.
+        strategy: "two_pass", "one_pass" or "filtered".
+        reason: why this strategy.
+        rows, cols, width, dtype, device: of the scores and their features.
+        gradient_bytes: the gradients that are returned.
+        accumulator_bytes: float32 sums or saved float32 gradients of half types.
+        workspace_bytes: ``TileOptions.workspace_mib``; what is used of it depends on the call.
+    """
+
+    operator: str
+    backend: str
+    strategy: Strategy
+    reason: str
+    rows: int
+    cols: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    gradient_bytes: int
+    accumulator_bytes: int
+    workspace_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that forward and backward take together, above the inputs."""
+        return self.gradient_bytes + self.accumulator_bytes + self.workspace_bytes
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        parts = {
+            "gradients": self.gradient_bytes,
+            "accumulators": self.accumulator_bytes,
+            "workspace": self.workspace_bytes,
+        }
+        memory = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in parts.items() if size)
+        return (
+            f"{self.operator}: {self.rows:,} x {self.cols:,} scores of width {self.width:,}, {kind} on {self.device}\n"
+            f"  backend   {self.backend}\n"
+            f"  strategy  {self.strategy}: {self.reason}\n"
+            f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory})"
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decisions behind one loss, one for each operator call. Print it to read them."""
+
+    calls: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(str(call) for call in self.calls)
+
+    __repr__ = __str__
+
+
+_listeners: list[list[Decision]] = []
+
+
+def is_explaining() -> bool:
+    """Whether decisions are wanted."""
+    return bool(_listeners)
+
+
+def note(operator: str, call: Call, way: Route) -> None:
+    """Add the decision of one operator call to every explanation that is under way."""
+    shape, settings = call.shape, call.settings
+    needs = settings.needs
+    decision = Decision(
+        operator=operator,
+        backend=way.backend.name,
+        strategy=way.strategy,
+        reason=way.reason,
+        rows=shape.rows,
+        cols=shape.cols,
+        width=shape.width,
+        dtype=shape.dtype,
+        device=shape.device,
+        gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
+        accumulator_bytes=_accumulator_bytes(call, way) if any(needs) else 0,
+        workspace_bytes=settings.options.workspace_bytes,
+    )
+    for found in _listeners:
+        found.append(decision)
+
+
+def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
+    rows = shape.rows * needs.a + shape.cols * (needs.b and not symmetric)
+    return rows * shape.width * shape.dtype.itemsize + 4 * shape.cols * needs.bias
+
+
+def _accumulator_bytes(call: Call, way: Route) -> int:
+    spec, options, _, needs, _ = call.settings
+    if way.strategy != "one_pass":
+        return way.backend.accumulator_bytes(call.shape, needs, spec, options)
+    assert way.backend.one_pass is not None
+    if call.shape.dtype not in HALF_TYPES:
+        return 0  # saved gradients become the returned ones
+    saved = way.backend.one_pass.saved_like(call.shape, needs, spec, options)
+    wide = [(size, dtype) for size, dtype in saved if len(size) == 2 and dtype == torch.float32]
+    return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[Decision]]:
+    found: list[Decision] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners[:] = [other for other in _listeners if other is not found]
+
+
+def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """How ``loss(*args, **kwargs)`` would be computed. Nothing is computed, and nothing is allocated.
+
+    Args:
+        loss: a loss function or Module of tilewise, such as `clip_loss`.
+        args, kwargs: its arguments. Tensors are replaced by fake ones of the same sizes and devices; meta tensors
+            would be taken for tensors on the meta device, so pass real ones, for instance ``torch.empty(...)``.
+
+    >>> import tilewise as tw
+    >>> x = torch.empty(4096, 64, requires_grad=True)
+    >>> found = tw.explain(tw.clip_loss, x, torch.empty(4096, 64), 20.0)
+    >>> found.calls[0].backend, found.calls[0].strategy
+    ('torch', 'two_pass')
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with _listening() as found, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+        loss(*fake_args, **fake_kwargs)
+    if not found:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigError(f"explain is for losses of tilewise, and {name} called none of its operators")
+    return Explanation(tuple(found))

@@ -1,0 +1,84 @@
+"""A backend with nothing but `two_pass`, over the dense oracle: what a third backend has to provide."""
+
+import dataclasses
+
+import torch
+
+from tilewise.kernels.dense import dense_stats
+from tilewise.kernels.spec import Backend, Grads
+
+
+class OracleBackend(Backend):
+    """Builds all scores, in float64."""
+
+    name = "oracle"
+
+    def forward(self, pair, spec, options):
+        with torch.no_grad():
+            return dense_stats(wide(pair, spec), spec).rounded(pair.stat_dtype)
+
+    def backward(self, pair, stats, grad, needs, spec, options, *, grad_dtype=None, saved=None):
+        with torch.enable_grad():
+            leaves = wide(pair, spec, requires_grad=True)
+            # The statistics are those of all blocks: as functions of this block's scores, each adds exp(x - total).
+            inputs = {"a": leaves.a, "b": leaves.b, "scale": leaves.scale, "bias": leaves.bias}
+            wanted = {name: value for name, value in inputs.items() if value is not None and getattr(needs, name)}
+            if spec.symmetric:
+                wanted.pop("b", None)
+            loss = surrogate(leaves, stats, grad, spec)
+            found = dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+        dtypes = {"a": grad_dtype or pair.a.dtype, "b": grad_dtype or pair.b.dtype}
+        zeros = {name: torch.zeros_like(inputs[name]) for name in wanted}
+        return Grads(
+            **{
+                name: (zeros[name] if value is None else value).to(dtypes.get(name, pair.stat_dtype))
+                for name, value in found.items()
+            }
+        )
+
+
+def wide(pair, spec, requires_grad=False):
+    """The pair in float64; as leaves of a graph, if wanted."""
+    names = ("a", "b", "scale", "bias", "row_shift", "col_shift", "col_weight")
+    values = {name: getattr(pair, name) for name in names}
+    values = {name: None if value is None else value.double() for name, value in values.items()}
+    if requires_grad:
+        for name in names[:4]:
+            if values[name] is not None:
+                values[name] = values[name].detach().clone().requires_grad_()
+    if spec.symmetric:
+        values["b"] = values["a"]
+    return dataclasses.replace(pair, **values)
+
+
+def surrogate(pair, stats, grad, spec):
+    """A number whose gradient is that of the statistics over all blocks, with ``grad`` coming in.
+
+    sum_j exp(x_ij - lse_i), with the log-sum-exp of all blocks as a constant, has the gradient of the log-sum-exp.
+    """
+    from tilewise.kernels.dense import dense_scores
+
+    x, _ = dense_scores(pair, spec)
+    total = x.new_zeros(())
+
+    def level(lse, shift):
+        return lse.double() if shift is None else lse.double() + shift
+
+    def masses(lse, shift, dim):
+        below = (x - level(lse, shift).unsqueeze(dim)).masked_fill(x == -torch.inf, -torch.inf)
+        return torch.where(x == -torch.inf, 0.0, below.exp())
+
+    if grad.row_lse is not None:
+        total = total + (grad.row_lse.double()[:, None] * masses(stats.row_lse, pair.row_shift, 1)).sum()
+    if grad.col_lse is not None:
+        total = total + (grad.col_lse.double()[None, :] * masses(stats.col_lse, pair.col_shift, 0)).sum()
+    if grad.row_entropy is not None:
+        p = masses(stats.row_lse, pair.row_shift, 1)
+        above = torch.where(x == -torch.inf, 0.0, level(stats.row_lse, pair.row_shift)[:, None] - x)
+        slope = (p * (above - stats.row_entropy.double()[:, None])).detach()
+        total = total + (grad.row_entropy.double()[:, None] * slope * torch.where(x == -torch.inf, 0.0, x)).sum()
+    rest = dense_stats(pair, spec)
+    for name in ("row_pos", "row_sum", "row_softplus"):
+        if getattr(grad, name) is not None:
+            total = total + (getattr(grad, name).double() * getattr(rest, name)).sum()
+    return total
