@@ -87,7 +87,7 @@ def cpu_suite() -> list[Case]:
 def gpu_suite() -> list[Case]:
     """Against everybody, in bf16, most telling cases first. The slowest peers stop where they would take all the time.
 
-    Cross entropy has tables of its own beside these rows: `benchmarks.lm_tables`.
+    Cross entropy has tables of its own beside these rows: `reproductions.lm_tables`.
     """
     clip = {
         8192: ("dense", "compile", "memeff", "inf_cl"),

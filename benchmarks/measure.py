@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,9 @@ Status = Literal["ok", "oom", "absent", "error"]
 
 # With glibc's defaults freed blocks stay in the process, and the peak would depend on its past.
 GLIBC_RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+
+# torch's CPU allocator raises a RuntimeError; its words depend on the platform.
+NO_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 
 
 class MeasurementError(RuntimeError):
@@ -188,7 +192,7 @@ def failure_of(error: Exception) -> Failure:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_CPU_MEMORY.search(text):
         return Failure("oom", line)
     return Failure("error", f"{type(error).__name__}: {line}")
 
@@ -237,7 +241,7 @@ def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 60
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    if done.returncode in (-9, 137) or "can't allocate memory" in done.stderr:
+    if done.returncode in (-9, 137) or NO_CPU_MEMORY.search(done.stderr):
         raise MemoryError(f"{target} {arguments} ran out of memory")
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]

@@ -19,6 +19,7 @@ import fnmatch
 import gc
 import importlib.util
 import json
+import os
 import platform
 import re
 import shlex
@@ -36,6 +37,9 @@ from benchmarks.cases import Case
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORMAT = 1
+COMMIT_HELP = "the commit to record; without it, the one that is checked out in the project's own repository"
+# Variables that point git at another repository than that of the current folder; git sets them in its hooks.
+GIT_REDIRECTIONS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE"}
 ORIGIN = ("commit", "dirty", "date", "command", "torch", "triton", "python", "repeats")
 
 
@@ -57,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     repeats, budget_s = (3, 1.0) if arguments.quick else (arguments.repeats, arguments.budget_s)
     least = 1 if arguments.quick or device.type == "cuda" else 3  # a CPU is rarely alone, a GPU is
     command = arguments.command or shlex.join(["python", "-m", "benchmarks.run", *(argv or sys.argv[1:])])
-    report = describe(arguments.suite, device, command, repeats, budget_s)
-    report["commit"] = report["commit"] or arguments.commit or "unknown"
+    report = describe(arguments.suite, device, command, repeats, budget_s, commit=arguments.commit)
     path = arguments.out or RESULTS / f"{arguments.suite}-{slug(report['device'])}.json"
     fresh: list[dict[str, Any]] = []
     with progress(chosen) as turn:
@@ -85,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of a method in a case, about")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
     parser.add_argument("--out", type=Path, help="where to write, instead of benchmarks/results")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
     return parser.parse_args(argv)
 
@@ -190,15 +193,21 @@ def with_ratios(results: list[dict[str, Any]], baseline: str) -> list[dict[str, 
     return results
 
 
-def describe(suite: str, device: torch.device, command: str, repeats: int, budget_s: float) -> dict[str, Any]:
-    """Everything that a reader needs to trust or to repeat the figures."""
+def describe(
+    suite: str, device: torch.device, command: str, repeats: int, budget_s: float, *, commit: str | None = None
+) -> dict[str, Any]:
+    """Everything that a reader needs to trust or to repeat the figures.
+
+    `commit` is the one to record. Without it, the project's own repository is asked.
+    """
     cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks", "reproductions")
     return {
         "format": FORMAT,
         "suite": suite,
         "command": command,
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks")),
+        "commit": commit_of(commit),
+        "dirty": None if changes is None else bool(changes),  # None: nobody knows
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "device_bytes": cuda.total_memory if cuda else None,
@@ -234,15 +243,37 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def git(*arguments: str) -> str:
-    """The answer of git, or nothing where there is no git or no repository."""
+def commit_of(given: str | None) -> str:
+    """The commit to record: the given one, else the checked-out one of the project's own repository, else "unknown"."""
+    return given or git("rev-parse", "HEAD") or "unknown"
+
+
+def git(*arguments: str) -> str | None:
+    """Output of a git command in the project's own repository. None if it has none.
+
+    The project may be a copy without history inside another repository. That repository's answers do not describe the
+    project, so its root must be the project's root.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    return _git(*arguments) if top and Path(top).resolve() == measure.ROOT else None
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the project's folder, or None if there is no git or it fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in GIT_REDIRECTIONS}
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=measure.ROOT, capture_output=True, text=True, timeout=30, check=False
+            ["git", *arguments],
+            cwd=measure.ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
     except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def repeatable(module: str, argv: Sequence[str]) -> str:

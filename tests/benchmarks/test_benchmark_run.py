@@ -1,6 +1,7 @@
 """From the command line to a file that describes itself, and from there to a page."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -49,6 +50,48 @@ def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
     assert by_name[128, "dense"]["status"] == "oom"
     assert "time_ratio" not in by_name[128, "tilewise"]
     assert by_name[32, "memeff"]["status"] in ("absent", "error")  # without a GPU it cannot be "ok"
+
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+
+
+def new_repository(folder):
+    """A repository with one commit, and that commit."""
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*GIT, *command], cwd=folder, check=True)
+    return subprocess.run([*GIT, "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True).stdout[
+        :-1
+    ]
+
+
+@pytest.mark.parametrize("variable", [None, "GIT_DIR"])
+def test_the_commit_is_that_of_the_project_and_of_no_repository_around_it(tmp_path, monkeypatch, variable):
+    """A copy inside another repository knows no commit; a given commit always wins; GIT_DIR does not redirect."""
+    around, project = tmp_path, tmp_path / "copies" / "project"
+    project.mkdir(parents=True)
+    other = new_repository(around)
+    if variable:
+        monkeypatch.setenv(variable, str(around / ".git"))
+    monkeypatch.setattr(measure, "ROOT", project)
+    assert run.commit_of(None) == "unknown"
+    described = run.describe("cpu", torch.device("cpu"), "command", 1, 1.0)
+    assert (described["commit"], described["dirty"]) == ("unknown", None)
+    assert run.commit_of("0123abc") == "0123abc"
+    assert run.describe("cpu", torch.device("cpu"), "command", 1, 1.0, commit="0123abc")["commit"] == "0123abc"
+    monkeypatch.delenv("GIT_DIR", raising=False)
+    own = new_repository(project)
+    if variable:
+        monkeypatch.setenv(variable, str(around / ".git"))
+    assert run.commit_of(None) == own
+    assert run.commit_of("0123abc") == "0123abc"
+    monkeypatch.setattr(measure, "ROOT", around)
+    assert run.commit_of(None) == other
+
+
+def test_a_given_commit_is_recorded(tiny_suite, tmp_path):
+    out = ["--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")]
+    path = run.main(["cpu", "--only", "clip-32-*", "--commit", "0123abc", *out])
+    assert json.loads(path.read_text())["commit"] == "0123abc"
 
 
 def test_cases_are_added_to_a_file(tiny_suite, tmp_path):

@@ -1,15 +1,20 @@
-"""Would skipping pay for contrastive losses? Which (row, tile) pairs of a trained model's batch carry probability.
+"""Would a filter save work in contrastive losses? Which (row, tile) pairs of a trained model's batch matter.
 
     tilewise demo loop.steps=400 output.folder=runs/demo
-    python -m benchmarks.contrastive_skipping runs/demo            writes benchmarks/results/contrastive-skipping.json
+    python -m reproductions.contrastive_skipping runs/demo
 
-For the softmax of each image over the texts of its batch, with the texts in several orders and in tiles of several
-widths: the share of (row, tile) pairs that are needed when each row may drop probability of at most a tolerance, and
-the error of the gradients, plain and with what is dropped replaced by tile means. Two bounds beside them: the share
-of single scores that are needed, and the share of tiles if each row could have an order of its own. For the symmetric
-loss, also the share that is needed by the row or by one of the tile's columns, which drop by the same rule.
+Writes reproductions/results/contrastive-skipping.json. The study applies the gradient filter of "Cut Your Losses in
+Large-Vocabulary Language Models" to the softmax of each image over the texts of its batch. Texts are put in several
+orders and cut into tiles of several widths. For each combination the study reports
 
-The learned scale grows all through training; a second look takes the same features at CLIP's largest scale, 100.
+- the share of (row, tile) pairs that are needed when each row may drop at most `tolerance` of its probability;
+- the error of the gradients, plain and with every dropped tile replaced by its mean;
+- for the symmetric loss, the share that is needed by the row or by a column of the tile, by the same rule.
+
+Two lower bounds stand beside them: the share of single scores that are needed, and the share of tiles if each row
+could have an order of its own.
+
+The learned scale grows throughout training. The study is repeated with the same features at CLIP's largest scale, 100.
 
 Axes: n images (rows), m texts (columns), d features, k tiles of w columns.
 """
@@ -28,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import run
+from reproductions.records import RESULTS
 
 WIDTHS = (32, 64, 128, 256)
 TOLERANCES = (3e-2, 1e-2, 1e-3)
@@ -239,16 +245,17 @@ def table(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> Path:
     """Study the batches, print, write, and return the path."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.contrastive_skipping", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m reproductions.contrastive_skipping", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, help="the folder of a run on icons")
     parser.add_argument("--rows", type=int, nargs="*", default=[2048, 4096], help="sizes of the batch")
     parser.add_argument("--scales", type=float, nargs="*", default=[100.0], help="other scales to look at")
-    parser.add_argument("--out", type=Path, default=run.RESULTS / "contrastive-skipping.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "contrastive-skipping.json")
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.contrastive_skipping runs/demo",
-        "commit": run.git("rev-parse", "HEAD") or "unknown",
+        "command": "python -m reproductions.contrastive_skipping runs/demo",
+        "commit": run.commit_of(arguments.commit),
         "torch": torch.__version__,
         "batches": [],
     }

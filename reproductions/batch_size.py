@@ -1,15 +1,18 @@
-"""Recall against batch size on the large icon set, and the loss curves of dense and tilewise.
+"""Table S2 and figure S2 of the Inf-CL paper on icons: recall against batch size, and two loss curves.
 
-    PYTHONPATH=src python3 -m benchmarks.batch_size all icons-large.zip --max-seconds 240
-    PYTHONPATH=src python3 -m benchmarks.batch_size table icons-large.zip --max-seconds 200
-    PYTHONPATH=src python3 -m benchmarks.batch_size curves icons-large.zip
-    python -m benchmarks.batch_size plot benchmarks/results/batch-size-*.json benchmarks/results/loss-curves-*.json
+    PYTHONPATH=src python3 -m reproductions.batch_size all icons-large.zip --max-seconds 240
+    PYTHONPATH=src python3 -m reproductions.batch_size table icons-large.zip --max-seconds 200
+    PYTHONPATH=src python3 -m reproductions.batch_size curves icons-large.zip
+    python -m reproductions.batch_size plot RESULT.json [RESULT.json ...]
 
-As in the paper's table S2, everything but the batch (and the learning rate, scaled with its root) stays the same: the
-data, the epochs, the model. As many epochs are trained as the time allows for all batch sizes and seeds, at most
---epochs. As in its figure S2, the same seed and data give both losses' curves; a third curve is the dense loss on the
-same batches with their rows in reverse, which is the same loss but for rounding. Everything lives on the device, and
-files are written after every row.
+The table (S2) varies the batch size. Data, epochs and model stay the same; the learning rate is scaled with the square
+root of the batch size. The number of epochs is the largest one, up to --epochs, at which all batch sizes and seeds fit
+the time.
+
+The figure (S2) shows the loss curves of dense and tilewise from the same seed and the same data. A third curve is the
+dense loss on the same batches with their rows reversed: it differs from the first only by rounding.
+
+All data is on the device. Files are written after every row.
 
 Axes: N icons, n pairs of a batch, d features.
 """
@@ -27,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.run import COMMIT_HELP, describe, repeatable, slug, write
 from torch import Tensor
 
-from benchmarks.run import describe, repeatable, slug, write
+from reproductions.records import RESULTS
 from tilewise.cache import GradientCache
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data.icons import augment_icons
@@ -40,7 +44,6 @@ from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.objective import pair_loss
 from tilewise.train.optim import build_optimizer, learning_rate, set_learning_rate
 
-RESULTS = Path(__file__).parent / "results"
 BASE_BATCH = 4096  # the batch whose learning rate is --lr
 CHUNK = 16_384  # pairs that the encoders see at once, and that are augmented at once
 SUITES = {"table": "batch-size", "curves": "loss-curves"}
@@ -374,7 +377,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--curve-steps", type=int, default=400)
     parser.add_argument("--max-seconds", type=float, default=240.0, help="for everything, from the start")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 
@@ -390,9 +393,8 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     for what, work in (("curves", curves), ("table", table)):
         if args.what not in (what, "all"):
             continue
-        command = repeatable("benchmarks.batch_size", args.argv)
-        report = describe(SUITES[what], device, command, args.seeds, args.max_seconds)
-        report["commit"] = report["commit"] or args.commit or "unknown"
+        command = repeatable("reproductions.batch_size", args.argv)
+        report = describe(SUITES[what], device, command, args.seeds, args.max_seconds, commit=args.commit)
         paths.append(args.out / f"{SUITES[what]}-{slug(report['device'])}.json")
         work(data, args, report, paths[-1], deadline)
         if what == "table":

@@ -1,18 +1,19 @@
-"""What a step of the contrastive loss costs over many GPUs, from single-GPU rates and stated link speeds.
+"""Predicted cost of a contrastive loss over many GPUs, and the loss memory of table 1 of the Inf-CL paper.
 
-    python -m benchmarks.cost_model                      writes benchmarks/results/ring/cost_model.{json,md,png}
-    python -m benchmarks.cost_model --rate-tflops 600    with another single-GPU rate
+    python -m reproductions.cost_model                      writes reproductions/results/ring/cost_model.{json,md,png}
+    python -m reproductions.cost_model --rate-tflops 600    with another single-GPU rate
 
-A model, not a measurement: nothing here has run on more than one GPU. Its three parts are checked elsewhere: bytes per
-hop and memory per rank by counting (tests/ring/test_ring_cost.py), the overlap with a slowed link (the same), and the
-single-GPU rate by the GPU benchmarks.
+This is a model, not a measurement: nothing here has run on more than one GPU. Its parts are checked elsewhere.
+tests/ring/test_ring_cost.py counts the bytes per hop and the memory per rank, and tests the overlap with a slowed link.
+The GPU benchmarks measure the single-GPU rate.
 
-With n = N / W rows on each of W ranks, width d, features of f bytes, gradients of g bytes, at each of W steps
+Each of W ranks has n = N / W rows of width d; features have f bytes, gradients g bytes. Each of W steps does
 
     forward    work  2 n^2 d / rate          beside  hop of n d f                 (W - 1 hops)
     backward   work  3 * 2 n^2 d / rate      beside  hop of n d (f + g)           (W - 1 of features, W of gradients)
 
-A step takes the longer of the two; the last hop of the gradients, home, has nothing to hide behind.
+A step takes the longer of work and hop. No work is left to hide the last hop, which returns the gradients to their
+owner.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reproductions.records import RESULTS
 from tilewise.ring.schedule import backward_bytes, forward_bytes
 
-OUT = Path(__file__).parent / "results" / "ring"
+OUT = RESULTS / "ring"
 GIB = 2**30
 WORLDS = (8, 32, 128, 512, 1024)
 BATCHES = tuple(2**k for k in (16, 18, 20, 22, 24))  # 64k to 16M
@@ -243,15 +245,15 @@ def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) ->
         [
             "# The ring, modelled",
             "",
-            "Written by `python -m benchmarks.cost_model`. A model fed with a measured single-GPU rate and stated link",
-            "speeds; nothing here was run on more than one GPU.",
+            "Written by `python -m reproductions.cost_model`. This is a model, fed with a measured single-GPU rate and",
+            "stated link speeds. Nothing here was run on more than one GPU.",
             "",
             f"{machine.name}: {machine.rate_tflops:.0f} TFLOP/s per GPU, {machine.node_gb_s:.0f} GB/s inside a node, "
             f"{machine.net_gb_s:.0f} GB/s per GPU between nodes, {1e6 * machine.hop_latency_s:.0f} us per hop. Width "
             f"{loss.width}, features of {loss.feature_bytes} bytes, travelling gradients of {loss.gradient_bytes}.",
             "",
-            "Step: forward and backward. Overhead: launches, assumed. On the link: the time of all hops if nothing",
-            "were hidden. Memory: above the features, the gradients included.",
+            "Step: forward and backward. Overhead: launches (assumed). On the link: the time of all hops if none of it",
+            "were hidden by work. Memory: above the features; gradients are included.",
             "",
             *step_table(predictions),
             "",

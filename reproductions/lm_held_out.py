@@ -1,4 +1,4 @@
-"""What the model of `benchmarks.lm_figures` does on held-out text: figure 3, its loss, and what backward would skip.
+"""What the model of `reproductions.lm_figures` does on held-out text: figure 3, its loss, and what backward would skip.
 
 Losses are float32, so that a difference of two runs is one of their weights. They are taken from all logits, some rows
 at a time, by torch's own products: with `linear_cross_entropy` in float32, looks took most of the time on an H200.

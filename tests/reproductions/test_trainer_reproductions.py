@@ -7,7 +7,7 @@ import torch
 from tests.train.small_icons import write_small_icons
 from torch import nn
 
-from benchmarks import batch_size, train_step, train_step_pages
+from reproductions import batch_size, train_step, train_step_pages
 
 TINY = ["--model", "clip-tiny", "--chunk", "8"]
 SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
@@ -207,7 +207,7 @@ def test_batch_sizes_and_curves(tmp_path, capsys, small_data, monkeypatch):
     assert rows[1]["lr"] == pytest.approx(rows[0]["lr"] * 2**0.5)
     assert "| 128 | 6 |" in table.with_suffix(".md").read_text()
     report = json.loads(curves.read_text())
-    assert report["command"].startswith("python -m benchmarks.batch_size all small.zip --width 32")
+    assert report["command"].startswith("python -m reproductions.batch_size all small.zip --width 32")
     assert str(tmp_path) not in report["command"]
     assert 0 < report["largest_relative_difference"] < 1e-4
     assert 0 < report["rounding_relative_difference"] < 1e-4

@@ -1,6 +1,6 @@
 """A training step of ViT-B/16 CLIP at large batches: time and memory of each loss, as tables 1 and 4 of the paper.
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --max-seconds 330
+    PYTHONPATH=src python3 -m reproductions.train_step --max-seconds 330
 
 First each loss by itself, beside the model and the batch that a step would hold: what does not fit there is out of
 memory. Then whole steps through the gradient cache while the time lasts: every loss at the smallest batch, there and
@@ -8,7 +8,7 @@ back again so that a drift of the card cancels; every loss at the next; ours at 
 A step that did not fit the time is estimated from its parts and says so. The file is written after every step.
 With --turns k every step is taken k times, there and back again; with --add-to FILE other rows stay as it has them:
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --batches 65536 --turns 2 --add-to train-step-X.json
+    PYTHONPATH=src python3 -m reproductions.train_step --batches 65536 --turns 2 --add-to train-step-X.json
 
 Batches are random. On the device they are whole tensors, made before the clock starts; with offload a row of the
 batch is a row of a smaller pool in host memory, copied for every chunk as a row of a whole batch would be.
@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.run import COMMIT_HELP, describe, repeatable, slug, write
 from torch import Tensor, nn
 
-from benchmarks.run import describe, repeatable, slug, write
-from benchmarks.train_step_order import METHODS, rounds, schedule
-from benchmarks.train_step_pages import markdown, step_ratios
+from reproductions.records import RESULTS
+from reproductions.train_step_order import METHODS, rounds, schedule
+from reproductions.train_step_pages import markdown, step_ratios
 from tilewise.cache import LazyBatch
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data import Batch, Position
@@ -44,7 +45,6 @@ from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.objective import AUTOCAST, Objective, pair_loss
 from tilewise.train.optim import build_optimizer
 
-RESULTS = Path(__file__).parent / "results"
 POOL = 2048  # different images in host memory
 Row = dict[str, Any]
 
@@ -255,8 +255,8 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     torch.backends.cudnn.benchmark = True  # every chunk has the same shape
     model = build_model(config).to(device).train()
     bench = Bench(config, model, build_optimizer(model, config.optim), device, deadline)
-    report = describe("train-step", device, repeatable("benchmarks.train_step", args.argv), 1, args.max_seconds)
-    report["commit"] = report["commit"] or args.commit or "unknown"
+    command = repeatable("reproductions.train_step", args.argv)
+    report = describe("train-step", device, command, 1, args.max_seconds, commit=args.commit)
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": ""}
     methods = [method for method in METHODS if method in args.methods]
     warm_up(bench, methods, args.chunk)
@@ -337,7 +337,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--turns", type=int, default=0, help="how often every step is taken; 0: as the time allows")
     parser.add_argument("--add-to", type=Path, help="keep this file's rows of what is not measured now")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 

@@ -1,24 +1,28 @@
 """Figures 3 and 4 of "Cut Your Losses in Large-Vocabulary Language Models" from a small model that is trained for real.
 
-    python -m benchmarks.lm_figures                      train, write benchmarks/results/lm-figures-<device>.json, draw
-    python -m benchmarks.lm_figures --prepare FILE       only read and tokenize the text, for a machine without it
-    python -m benchmarks.lm_figures --data FILE          train on what --prepare wrote
-    python -m benchmarks.lm_figures --draw --docs        draw again from the file, update the documentation
+    python -m reproductions.lm_figures                      train, write the results, draw
+    python -m reproductions.lm_figures --prepare FILE       only tokenize the text, for a machine without it
+    python -m reproductions.lm_figures --data FILE          train on a file that --prepare wrote
+    python -m reproductions.lm_figures --draw --docs        draw again from the file, update the documentation
 
-The model is the one of examples/train_lm.py. First it learns the sources of Python's standard library and most of those
-of transformers, for about half of --max-seconds. Figure 3 is then the mean probability of its i-th most likely next
-token on held-out text: files of transformers that it has not seen. For figure 4 the same weights are fine-tuned on more
-such files, several times (`VARIANTS`: what answers the question comes first):
+Results go to reproductions/results/lm-figures-<device>.json. The model is that of examples/train_lm.py. It is first
+trained for about half of --max-seconds on the sources of Python's standard library and most of those of transformers.
 
-    exact              the loss as it is
-    filter 1e-3, 1e-2  with that `filter_tolerance`, which skips by itself where it pays, or not at all
-    exact, other masks the same batches, with other dropout masks
+Figure 3 is the mean probability of the i-th most likely next token on held-out text: files of transformers that are
+not in the training text.
+
+For figure 4 the trained weights are fine-tuned several times on more files of transformers. `VARIANTS` lists the runs,
+most important first:
+
+    exact              the exact loss
+    filter 1e-3, 1e-2  with that `filter_tolerance`; a step computes everything where the filter would not save time
+    exact, other masks the same batches, other dropout masks
     exact, other batches
-    exact, again       the same once more: what a GPU's order of sums does
-    dense              torch's own loss from all logits: the same numbers, rounded elsewhere
+    exact, again       the same run once more: shows nondeterminism of the GPU
+    dense              torch's own loss from all logits: the same values with other rounding
 
-How far do runs with a tolerance get from the exact run of the same batches and masks, and how far do the others get?
-The file is written after every run; a run that would not fit the time is named and left out.
+The question is whether a tolerance moves a run further from the exact run of the same batches and masks than the other
+changes do. The file is written after every run. A run that would not fit the time is named in the file and not started.
 """
 
 from __future__ import annotations
@@ -43,8 +47,10 @@ from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
-from benchmarks import lm_pictures, lm_text, measure, run
-from benchmarks.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
+from benchmarks import measure, run
+from reproductions import lm_pictures, lm_text
+from reproductions.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
+from reproductions.records import RESULTS
 from tilewise.ops.filter_report import record_filtering
 
 DROPOUT = 0.1  # of the attention, in fine-tuning only
@@ -276,9 +282,14 @@ def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], Non
         pretraining, tuning = (replace(s, steps=n) for s, n in zip((pretraining, tuning), arguments.steps, strict=True))
     tokens, described = lm_text.read_tokens(arguments, (pretraining, tuning))
     report = run.describe(
-        "lm-figures", torch.device("cuda" if cuda else "cpu"), command_of(arguments), 1, clock.seconds
+        "lm-figures",
+        torch.device("cuda" if cuda else "cpu"),
+        command_of(arguments),
+        1,
+        clock.seconds,
+        commit=arguments.commit,
     )
-    report |= {"commit": report["commit"] or arguments.commit or "unknown", "threshold": THRESHOLD, "text": described}
+    report |= {"threshold": THRESHOLD, "text": described}
     del report["results"], report["repeats"]
     shown = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "lr")
     for name, one in (("pretraining", pretraining), ("tuning", tuning)):
@@ -316,12 +327,12 @@ def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], Non
 
 def command_of(arguments: argparse.Namespace) -> str:
     """What to type to get this again."""
-    return arguments.command or shlex.join(["python", "-m", "benchmarks.lm_figures", *arguments.given])
+    return arguments.command or shlex.join(["python", "-m", "reproductions.lm_figures", *arguments.given])
 
 
 def parse(given: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_figures", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m reproductions.lm_figures", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--prepare", type=Path, help="write the tokens of all texts to this file, and train nothing")
     parser.add_argument("--data", type=Path, help="such a file, instead of text")
@@ -336,8 +347,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=90.0, help="of each text, at most")
     parser.add_argument("--text", type=Path, nargs=2, help="folders to learn and to fine-tune on")
     parser.add_argument("--cache", type=Path, default=Path("runs/lm-figures"), help="folder that keeps the tokenizer")
-    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in reproductions/results")
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
     return parser.parse_args(given, argparse.Namespace(given=given))
 
@@ -348,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if arguments.prepare:
         return lm_text.prepare(arguments, SMALL if arguments.small else CUDA)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else run.cpu_name()
-    path = arguments.out or run.RESULTS / f"lm-figures-{run.slug(device)}.json"
+    path = arguments.out or RESULTS / f"lm-figures-{run.slug(device)}.json"
 
     def save(report: Report) -> None:
         run.write(path, report)

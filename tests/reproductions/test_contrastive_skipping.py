@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import contrastive_skipping as study
+from reproductions import contrastive_skipping as study
 
 
 def clusters(count=8, size=16, width=12, seed=0):

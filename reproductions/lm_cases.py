@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.measure import Step
 from torch import Tensor
 
 import tilewise as tw
 from benchmarks import peers
-from benchmarks.measure import Step
 
 TOKENS = 8192
 IGNORED = -100

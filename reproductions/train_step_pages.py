@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.train_step_order import BASELINES, METHODS
+from reproductions.train_step_order import BASELINES, METHODS
 
 Row = dict[str, Any]
 

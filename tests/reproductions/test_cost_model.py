@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.cost_model import OUT, PAPER_GB, Loss, Machine, main, memory_bytes, paper_model_gib, predict
+from reproductions.cost_model import OUT, PAPER_GB, Loss, Machine, main, memory_bytes, paper_model_gib, predict
 
 MACHINE, LOSS = Machine(), Loss()
 
@@ -13,7 +13,9 @@ MACHINE, LOSS = Machine(), Loss()
 def test_committed_results_are_what_the_model_writes(tmp_path, capsys):
     main(["--out", str(tmp_path)])
     for name in ("cost_model.json", "cost_model.md"):
-        assert (tmp_path / name).read_text() == (OUT / name).read_text(), f"run python -m benchmarks.cost_model: {name}"
+        assert (tmp_path / name).read_text() == (OUT / name).read_text(), (
+            f"run python -m reproductions.cost_model: {name}"
+        )
     assert (OUT / "cost_model.png").stat().st_size > 10_000
 
 

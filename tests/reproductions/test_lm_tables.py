@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import lm_cases, lm_pages, lm_tables, measure, peers, run
+from benchmarks import measure, peers, run
+from reproductions import lm_cases, lm_pages, lm_tables
 
 TINY = lm_cases.LmCase(table="1", model="tiny", vocabulary=301, hidden=24, tokens=64)
 
@@ -183,9 +184,9 @@ def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
 
 
 def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
-    path = lm_tables.run.RESULTS / "lm-nvidia-h200.json"
+    path = lm_tables.RESULTS / "lm-nvidia-h200.json"
     docs = lm_pages.DOCS.read_text()
-    link = "../../benchmarks/results/lm-nvidia-h200.md"
+    link = "../../reproductions/results/lm-nvidia-h200.md"
     assert lm_pages.summary(json.loads(path.read_text()), link) in docs
     assert path.with_suffix(".md").read_text() == lm_pages.markdown(json.loads(path.read_text()))
     copy = tmp_path / "page.md"
@@ -194,7 +195,7 @@ def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
     lm_tables.main(["--docs"])
     assert "| table 1, Gemma 2 2B, a=1.8 | 5" in copy.read_text()
     copy.write_text("nothing to replace")
-    with pytest.raises(SystemExit, match="needs one <!-- lm-tables:begin -->"):
+    with pytest.raises(SystemExit, match="needs exactly one <!-- lm-tables:begin -->"):
         lm_tables.main(["--docs"])
 
 
@@ -208,12 +209,12 @@ def test_a_summary_has_what_was_measured():
     ]
     said = lm_pages.summary({"device": "X", "results": rows, "not_reached": ["table 10"]}, "there.md")
     assert "| table 9 | 12.3 / 3 |  |  | out of memory |  |  |  |" in said
-    assert "Speed first, one block of rows: 5 / 3 for table 9, 0.90 of the rate R" in said
+    assert "table 9 takes 5 / 3: 0.90 of the rate of three plain products." in said
     assert "Not measured yet: table 10." in said
-    assert "A tolerance" not in said
+    assert "the filter costs" not in said
 
 
-def test_a_summary_says_what_a_tolerance_costs_in_vain():
+def test_a_summary_says_what_a_filter_costs_where_nothing_is_dropped():
     def row(case, method, ms, **more):
         return {"case": case, "method": method, "status": "ok", "both_ms": ms, **more}
 
@@ -228,9 +229,9 @@ def test_a_summary_says_what_a_tolerance_costs_in_vain():
         row("three", "tilewise", 10.0),  # once: not to be compared
         row("three", "tilewise, filter 1e-2", 99.0, dense=True),
     ]
-    said = " ".join(lm_pages.in_vain(rows))
-    assert "(2 rows with a filter that compute all): -10.0 to +5.0 %" in said
-    assert "(2 blocks): the second took +0.0 to +4.0 %" in said
+    said = " ".join(lm_pages.cost_without_gain(rows))
+    assert "costs between -10.0 % and +5.0 % compared with the exact call (2 cases)" in said
+    assert "differ by +0.0 % to +4.0 % (2 blocks)" in said
 
 
 @pytest.mark.group

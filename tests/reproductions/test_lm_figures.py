@@ -16,10 +16,10 @@ pytest.importorskip("tokenizers")
 from examples import train_lm
 from tests.compare import relative_error
 
-from benchmarks import lm_figures, lm_held_out, lm_pictures, lm_text
+from reproductions import lm_figures, lm_held_out, lm_pictures, lm_text
 
 ROOT = Path(__file__).parents[2]
-TEXT = ROOT / "benchmarks"
+TEXT = ROOT / "reproductions"
 QUICK = f"--vocabulary 600 --hidden 32 --layers 1 --batch 4 --length 32 --steps 60 --lr 1e-2 --text {TEXT}".split()
 
 
@@ -161,24 +161,22 @@ def test_words_say_what_skipping_did_beside_the_noise():
     four = {"runs": RUNS, "differences": lm_figures.differences(RUNS), "no_time_for": []}
     said = lm_pictures.verdict(four)
     assert "at most 2.0e-01 from the exact one (filter 0.01)" in said
-    assert (
-        "differ by more than that: exact, other masks (3.0e-01), exact, other batches (5.0e-01); by no more: " in said
-    )
-    assert "by no more: dense (5.0e-02), exact, again (0.0e+00)." in said
-    assert "skipped by itself in none." in said
-    assert "Too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
+    assert "differ by more: exact, other masks (3.0e-01), exact, other batches (5.0e-01).\n" in said
+    assert "differ by no more: dense (5.0e-02), exact, again (0.0e+00).\n" in said
+    assert "in which backward dropped pairs: none." in said
+    assert "too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
     skip, whole = ({"kept_share": 0.02, "skips": True, "mean_dropped": 1e-3, "largest_dropped": 2e-3},) * 2
     whole = whole | {"kept_share": 0.3, "skips": False}
     looked = [RUNS[0], RUNS[1] | {"skipping": [skip, whole]}, tuned("b", 1.0, tolerance=0.001, skipping=[whole])]
     said = lm_pictures.verdict(four | {"runs": looked})
-    assert said.endswith("looked at, backward skipped by itself in 0 of 1 at 0.001 and 1 of 2 at 0.01.")
+    assert said.endswith("in which backward dropped pairs: 0 of 1 at 0.001, 1 of 2 at 0.01.")
     assert "| 2 to 2 % | 1.0e-03, 2.0e-03 |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip]), {})
-    assert "| 2 to 2 %, all in 1 of 2 looks |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
+    assert "| 2 to 2 %, all in 1 of 2 steps |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
     assert "| all (30 to 30 % are needed) |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[whole]), {})
-    assert "would need 30 % of the (row, tile) pairs and computes all" in lm_pictures.of_tolerance("0.01", whole)
+    assert "would need 30 % of the (row, tile) pairs, so it computes all" in lm_pictures.of_tolerance("0.01", whole)
     unseen = whole | {"kept_share": 1.0}  # where a sample of the rows decides, nobody counts
     assert "| all | " in lm_pictures.run_line(tuned("a", 1.0, skipping=[unseen]), {})
-    assert "too many (row, tile) pairs matter" in lm_pictures.of_tolerance("0.01", unseen)
+    assert "computes all (row, tile) pairs" in lm_pictures.of_tolerance("0.01", unseen)
 
 
 def sure_model(settings):
@@ -261,7 +259,7 @@ def test_text_travels_in_a_file(cache, tmp_path, capsys):
     read, described = lm_text.read_tokens(data, settings)
     assert described["tokens"] == {name: len(some) for name, some in read.items()}
     assert described["said"] == {
-        "pretraining": "benchmarks",
+        "pretraining": "reproductions",
         "tuning": "losses",
         "held_out": "other files of losses",
         "other": "",
@@ -360,7 +358,7 @@ def test_what_the_time_does_not_allow_is_named(cache, tmp_path, monkeypatch):
 
 
 def committed():
-    return sorted((ROOT / "benchmarks" / "results").glob("lm-figures-*.json"))
+    return sorted((ROOT / "reproductions" / "results").glob("lm-figures-*.json"))
 
 
 @pytest.mark.parametrize("path", committed(), ids=lambda path: path.stem)

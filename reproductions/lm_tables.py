@@ -1,12 +1,12 @@
 """Tables 1, A1 and A2 of "Cut Your Losses in Large-Vocabulary Language Models" on this machine, in one run.
 
-    python -m benchmarks.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
-    python -m benchmarks.lm_tables --small                               anywhere: does it run at all?
-    python -m benchmarks.lm_tables --only 'table 1,*'                    some blocks
-    python -m benchmarks.lm_tables --add-to benchmarks/results/lm-X.json what that file lacks, beside what it has
-    python -m benchmarks.lm_tables --docs                                only the summary in the documentation
+    python -m reproductions.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
+    python -m reproductions.lm_tables --small                               anywhere: does it run at all?
+    python -m reproductions.lm_tables --only 'table 1,*'                    some blocks
+    python -m reproductions.lm_tables --add-to reproductions/results/lm-X.json what that file lacks, beside what it has
+    python -m reproductions.lm_tables --docs                                only the summary in the documentation
 
-Writes benchmarks/results/lm-<device>.json and .md as it goes. Within a block the methods warm up one after the
+Writes reproductions/results/lm-<device>.json and .md as it goes. Within a block the methods warm up one after the
 other (then memory and gradient error are taken), and take turns for their times, each time in another order. A row
 that did not get its turn before --max-seconds says so; out of memory is a result. With --add-to a block is measured
 whole or not at all, and blocks that are not measured again are kept with the commit and the date of their time.
@@ -33,8 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import lm_cases, lm_pages, measure, peers, run
-from benchmarks.lm_cases import LmCase
+from benchmarks import measure, peers, run
+from reproductions import lm_cases, lm_pages
+from reproductions.lm_cases import LmCase
+from reproductions.records import RESULTS
 from tilewise.ops.filter_report import record_filtering
 
 Row = dict[str, Any]
@@ -85,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Measure, write, and return the path of the JSON file."""
     arguments = parse(argv)
     if arguments.docs:
-        return lm_pages.write_docs(arguments.out or run.RESULTS / "lm-nvidia-h200.json")
+        return lm_pages.write_docs(arguments.out or RESULTS / "lm-nvidia-h200.json")
     for folder in arguments.peers:
         sys.path.insert(0, str(folder.resolve()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,13 +101,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise SystemExit("--methods leaves rows out, and --add-to takes whole blocks: give one of them")
     if arguments.add_to and arguments.only is None:
         chosen = [case for case in chosen if lacking(case, earlier)]
-    command = arguments.command or shlex.join(["python", "-m", "benchmarks.lm_tables", *(argv or sys.argv[1:])])
-    report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds)
-    report["commit"] = report["commit"] or arguments.commit or "unknown"
+    command = arguments.command or shlex.join(["python", "-m", "reproductions.lm_tables", *(argv or sys.argv[1:])])
+    report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds, commit=arguments.commit)
     name = f"lm-{'small-' if arguments.small else ''}{run.slug(report['device'])}.json"
     session = Session(
         report=report,
-        path=arguments.out or run.RESULTS / name,
+        path=arguments.out or RESULTS / name,
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=arguments.repeats,
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_tables", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m reproductions.lm_tables", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--max-seconds", type=float, default=300.0, help="begin nothing after this long")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
@@ -141,9 +142,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=0, help="compile first, in this many processes side by side")
     parser.add_argument("--small", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
-    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
+    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in reproductions/results")
     parser.add_argument("--docs", action="store_true", help="measure nothing; sum up the file in the documentation")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
     parser.add_argument("--command", help="the command to record, where it was another one that started this")
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""The text that `benchmarks.lm_figures` trains on, as numbers; also in a file, for another machine.
+"""The text that `reproductions.lm_figures` trains on, as numbers; also in a file, for another machine.
 
     pretraining   Python's standard library without its tests, and most files of transformers
     tuning        more files of transformers' models
