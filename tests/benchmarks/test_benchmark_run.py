@@ -151,7 +151,7 @@ def test_cases_are_chosen_by_name():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(SystemExit, match="is called like 'nothing'"):
+    with pytest.raises(SystemExit, match="matches 'nothing'"):
         run.main(["cpu", "--only", "nothing"])
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="needs a CUDA device"):
