@@ -1,4 +1,4 @@
-"""The cost model: its laws, and that the committed tables are what it writes."""
+"""The cost model obeys its laws, and the committed tables are up to date."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_laws_give_the_figures_of_the_paper():
         for method, figures in methods.items():
             for thousands, told in figures.items():
                 law = paper_model_gib(method, world, thousands * 1024)
-                # OpenCLIP's smallest cells hold buffers of fixed size beside the logits.
+                # The smallest cells of OpenCLIP also hold buffers of a fixed size.
                 assert told == pytest.approx(law, rel=0.15, abs=0.5 if method == "OpenCLIP" else 0.02)
 
 

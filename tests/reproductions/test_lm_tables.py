@@ -1,4 +1,4 @@
-"""The tables of the cross-entropy paper: what is measured, and that a run leaves what it measured."""
+"""The tables of the cross-entropy paper: cases, methods, and what a run writes."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_peaked_scores_are_as_described():
 
 @pytest.mark.parametrize("method", ["tilewise", "torch.compile, filtered", "eager", "eager, filtered"])
 def test_methods_compute_the_same_loss_and_gradients(method, monkeypatch):
-    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)  # compiling is torch's own affair
+    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)  # saves the time to compile
     _, inputs = tiny(ignored=0.5)
     want = lm_cases.exact_gradients(inputs)
     step = lm_cases.build_step(method, inputs)
@@ -122,7 +122,7 @@ def test_what_the_time_did_not_allow_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: next(asked, True)))
     report, page = run_small(tmp_path, "--methods", "tilewise*")
     by_method = {row["method"]: row["status"] for row in report["results"]}
-    assert by_method["tilewise"] == "ok"  # what was warmed up is measured
+    assert by_method["tilewise"] == "ok"  # it was warmed up, so it is measured
     assert by_method["tilewise, filter 1e-2"] == "not reached"
     assert "| tilewise, filter 1e-2 | not reached |" in page
 
@@ -135,7 +135,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
     first = lm_tables.main(["--small", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())
     assert len(earlier["results"]) == 9
-    earlier["results"] = earlier["results"][:6]  # as if the time had ended in the second block
+    earlier["results"] = earlier["results"][:6]  # as if the time was up in the second block
     earlier["results"][-1] = {name: earlier["results"][-1][name] for name in ("case", "method")}
     earlier["results"][-1]["status"] = "not reached"
     earlier |= {"commit": "0123456789abcdef", "torch": "1.13", "dirty": False, "not_reached": [third.name]}
@@ -154,7 +154,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
     assert set(report["spent_s"]) == {other.name, third.name}
     assert page.count("commit 0123456789, at most 3 turns, torch 1.13") == 1
 
-    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: True))  # gets nowhere: nothing is lost
+    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: True))  # no time at all: nothing is lost
     same = json.loads(lm_tables.main([*add, "--only", f"{case.name}*"]).read_text())
     assert [(r["case"], r["method"], r["status"]) for r in same["results"]] == [
         (r["case"], r["method"], r["status"]) for r in earlier["results"]
@@ -165,7 +165,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status, again", [("ok", False), ("oom", False), ("not reached", True), ("warm", True)])
 def test_a_row_without_times_is_lacking(status, again):
-    """A run that was ended before the turns leaves rows that are warm, and nothing else."""
+    """A run that was interrupted before the turns leaves rows with status "warm"."""
     case = lm_tables.choose("*", "*", small=True)[0]
     rows = [{"case": case.name, "method": method, "status": "ok"} for method in case.methods]
     rows[-1]["status"] = status
@@ -226,7 +226,7 @@ def test_a_summary_says_what_a_filter_costs_where_nothing_is_dropped():
         row("two", "tilewise", 10.0),
         row("two", "tilewise, gradients in backward", 10.0),
         row("two", "tilewise, filter 1e-2", 9.0, dense=True),
-        row("three", "tilewise", 10.0),  # once: not to be compared
+        row("three", "tilewise", 10.0),  # measured once, so it is not compared
         row("three", "tilewise, filter 1e-2", 99.0, dense=True),
     ]
     said = " ".join(lm_pages.cost_without_gain(rows))
@@ -237,7 +237,9 @@ def test_a_summary_says_what_a_filter_costs_where_nothing_is_dropped():
 @pytest.mark.group
 def test_shapes_are_compiled_in_processes_of_their_own():
     shapes = [lm_cases.replace(TINY, hidden=hidden, methods=("tilewise", "CCE")) for hidden in (8, 16, 16)]
-    assert lm_tables.compile_ahead(shapes, 2, [], seconds=120) == 2  # the same shape once; an absent peer is no failure
+    assert (
+        lm_tables.compile_ahead(shapes, 2, [], seconds=120) == 2
+    )  # equal shapes run once; an absent peer is no failure
     assert lm_tables.compile_ahead(shapes, 2, [], seconds=0.0) == 0
 
 
