@@ -321,6 +321,7 @@ def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], Non
         report["seconds"] = clock.spent
         save(report)
         lm_pictures.say(f"{variant.name}: held-out loss {found['held_out'][-1][1]:.5f}, {clock.left:.0f} s left")
+    report["seconds"] = clock.spent
     save(report)
     return report
 
