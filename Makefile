@@ -41,7 +41,7 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.run gpu
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.lm_tables
+	PYTHONPATH=src $(GPU_PYTHON) -m reproductions.lm_tables
 
 demo: $(READY)
 	$(BIN)/tilewise demo

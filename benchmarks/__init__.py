@@ -1,5 +1,7 @@
-"""Named cases, one place that measures, results that describe themselves.
+"""Benchmarks: named cases, one module that measures, and results that describe themselves.
 
-python -m benchmarks.run cpu        measures, writes benchmarks/results/*.json
-python -m benchmarks.report         turns them into tables and plots
+    python -m benchmarks.run cpu        measure, write benchmarks/results/*.json
+    python -m benchmarks.report         make tables and plots of them
+
+Tables and figures of papers are in `reproductions`.
 """

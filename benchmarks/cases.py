@@ -1,7 +1,7 @@
-"""What is measured: named cases, their inputs, and the methods that compute them.
+"""Named cases, their inputs, and the methods that compute them.
 
-A case is a loss with its sizes; a method is a way to compute it. Every method of a case gets the same tensors
-and returns the same mean loss; forward and backward are measured together.
+A case is a loss with its sizes. A method is a way to compute it. Every method of a case gets the same tensors and
+returns the same mean loss. Forward and backward are measured together.
 
 Axes: n rows, m columns (the batch again, or the vocabulary), d features.
 """
@@ -31,9 +31,9 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A loss at a size, and who computes it.
+    """A loss with its sizes and its methods.
 
-    The first method is the one that matters; `baseline` is the one that the others are divided by.
+    The first method is ours. Times and memory are divided by those of `baseline`.
     """
 
     loss: Loss
@@ -47,24 +47,24 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as "clip-65536-512-bf16"; cross-entropy has its vocabulary, and peaked scores say so."""
+        """Such as "clip-65536-512-bf16". Cross-entropy adds its vocabulary, and peaked scores add "peaked"."""
         sizes = [self.rows, self.width] + ([self.cols] if self.loss == "cross_entropy" else [])
         peaked = ["peaked"] if self.scores == "peaked" else []
         return "-".join([self.loss, *map(str, sizes), self.dtype, *peaked])
 
     @property
     def unit_flops(self) -> int:
-        """Operations of one product of the rows with the columns."""
+        """Operations of one product of rows and columns."""
         return 2 * self.rows * self.cols * self.width
 
     @property
     def flops(self) -> int:
-        """What an exact loss without stored scores needs: 1 product forward and 3 backward; ranks need 1."""
+        """Operations of an exact two-pass loss: 1 product in forward and 3 in backward. Ranks need 1."""
         return self.unit_flops * (1 if self.loss == "retrieval" else 4)
 
 
 def square(loss: Loss, rows: int, width: int, dtype: Any, *methods: str, baseline: str = "dense") -> Case:
-    """A case whose columns are the batch again."""
+    """A case with as many columns as rows."""
     return Case(loss=loss, rows=rows, cols=rows, width=width, dtype=dtype, methods=methods, baseline=baseline)
 
 
@@ -74,7 +74,7 @@ def vocabulary(rows: int, width: int, cols: int, dtype: Any, *methods: str, **mo
 
 
 def cpu_suite() -> list[Case]:
-    """Against dense PyTorch, on any machine."""
+    """Cases for any machine: ours against dense PyTorch."""
     return [
         *(square("clip", n, 256, "float32", "tilewise", "dense") for n in (1024, 2048, 4096, 8192, 16384)),
         square("siglip", 4096, 256, "float32", "tilewise", "dense"),
@@ -85,9 +85,10 @@ def cpu_suite() -> list[Case]:
 
 
 def gpu_suite() -> list[Case]:
-    """Against everybody, in bf16, most telling cases first. The slowest peers stop where they would take all the time.
+    """Cases for a GPU in bf16, most important first: ours against every peer.
 
-    Cross entropy has tables of its own beside these rows: `benchmarks.lm_tables`.
+    The slowest peers are left out at sizes where they would take most of the time. Cross entropy has more tables in
+    `reproductions.lm_tables`.
     """
     clip = {
         8192: ("dense", "compile", "memeff", "inf_cl"),
@@ -120,7 +121,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {"cpu": cpu_suite, "gpu": gpu_suit
 
 
 def shrunk(case: Case, largest: int = 2048) -> Case:
-    """The same case, no side above `largest`: for a look, not for a table."""
+    """The same case with no side above `largest`. Shows that it runs; the times mean nothing."""
     return replace(case, rows=min(case.rows, largest), cols=min(case.cols, largest))
 
 
@@ -128,7 +129,7 @@ def shrunk(case: Case, largest: int = 2048) -> Case:
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Leaves a (n, d) and b (m, d), unit length for the contrastive losses, and what else the loss takes."""
+    """Leaves a (n, d) and b (m, d), and the other arguments of the loss. Contrastive losses get unit vectors."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(rows: int, width: int) -> Tensor:
@@ -151,11 +152,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def _head(case: Case, normal: Callable[[int, int], Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Hidden states, classifier and targets. Flat: scores N(0, 1).
+    """Hidden states, classifier and targets.
 
-    Peaked, as in a trained model: -1.8 ln(rank of the word) + N(0, 2), and the target raised by 7. About
-    0.024 % of the probabilities are above 2**-12 then. One feature is constant in the hidden states and
-    carries the frequency of the word in the classifier; words are in random order.
+    Flat scores are N(0, 1). Peaked scores are like those of a trained model: -1.8 ln(rank of the word) + N(0, 2), with
+    the target raised by 7. About 0.024 % of the probabilities are then above 2**-12. One feature is constant in the
+    hidden states and holds the frequency of the word in the classifier. Words are in random order.
     """
     n, m, d = case.rows, case.cols, case.width
     a, b = normal(n, d), normal(m, d) / math.sqrt(d)
@@ -173,7 +174,7 @@ def _head(case: Case, normal: Callable[[int, int], Tensor], generator: torch.Gen
 
 
 def leaves_of(case: Case, inputs: Inputs) -> list[Tensor]:
-    """The tensors that get a gradient."""
+    """The tensors that require a gradient."""
     names = {
         "clip": ["a", "b", "scale"],
         "siglip": ["a", "b", "scale", "bias"],
@@ -194,7 +195,7 @@ OPTIONS = {
 
 
 def tilewise_loss(case: Case, x: Inputs, options: tw.TileOptions | None = None) -> Tensor:
-    """Ours."""
+    """The loss, computed by this library."""
     if case.loss == "clip":
         return tw.clip_loss(x["a"], x["b"], x["scale"], options=options)
     if case.loss == "siglip":
@@ -207,14 +208,14 @@ def tilewise_loss(case: Case, x: Inputs, options: tw.TileOptions | None = None) 
 
 
 def dense_loss(case: Case, x: Inputs) -> Tensor:
-    """As one writes it with all scores in memory."""
+    """The loss in plain PyTorch, with all scores stored."""
     a, b = x["a"], x["b"]
     answer = torch.arange(case.rows, device=a.device)
     if case.loss == "cross_entropy":
         return F.cross_entropy(a @ b.T, x["target"])
     if case.loss == "nt_xent":
-        itself = torch.eye(case.rows, dtype=torch.bool, device=a.device)
-        logits = (x["scale"] * a @ a.T).masked_fill(itself, -torch.inf)
+        mask_self = torch.eye(case.rows, dtype=torch.bool, device=a.device)
+        logits = (x["scale"] * a @ a.T).masked_fill(mask_self, -torch.inf)
         return F.cross_entropy(logits, (answer + case.rows // 2) % case.rows)
     if case.loss == "retrieval":
         scores = a @ b.T
@@ -227,7 +228,7 @@ def dense_loss(case: Case, x: Inputs) -> Tensor:
 
 
 def build_step(case: Case, method: str, inputs: Inputs) -> Step:
-    """The method on these inputs, ready to run. `peers.PeerAbsent` if the method is not there."""
+    """The method on these inputs, ready to run. Raises `peers.PeerAbsent` if it is not available."""
     return Step(_forward(case, method, inputs), leaves_of(case, inputs))
 
 
@@ -242,14 +243,14 @@ def _forward(case: Case, method: str, inputs: Inputs) -> Forward:
     if method == "dense":
         return lambda: dense_loss(case, inputs)
     if method == "compile":
-        torch._dynamo.reset()  # every size is compiled for itself, as a training run would
+        torch._dynamo.reset()  # compile every size separately, as in a training run
         compiled = torch.compile(dense_loss, dynamic=False)
         return lambda: compiled(case, inputs)
     return peers.build(method, inputs)
 
 
 def memory_target(case: dict[str, Any], method: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """For `measure.cpu_peak_bytes`: a small step of the same kind, and the step itself."""
+    """Target of `measure.cpu_peak_bytes`: a small step of the same kind to warm up, and the step itself."""
     full, device = Case(**case), torch.device("cpu")
     small = shrunk(full, 256)
     warm_up = build_step(small, method, make_inputs(small, device))

@@ -1,13 +1,11 @@
-"""The one place that measures time and memory.
+"""Time and memory of a step. No other module measures them.
 
-Time: methods take turns, so that a machine that slows down slows all of them down and ratios stay fair. The
-median over the turns is reported, with the 10th and 90th percentile. CUDA events on a GPU, `perf_counter` on
-the CPU.
+Time: methods take turns, so a machine that slows down affects all of them and ratios stay fair. The median over the
+turns is reported, with the 10th and 90th percentile. A GPU is timed with CUDA events, a CPU with `perf_counter`.
 
-Memory: the most that was in use during a step, above what was in use before it. On a GPU the allocator knows.
-On the CPU a fresh process runs the step once and asks the kernel: it writes 5 to ``/proc/self/clear_refs``,
-which sets the high-water mark of resident memory (VmHWM) back to what is resident now, and reads it after the
-step.
+Memory: the peak during a step, above what was in use before it. On a GPU the allocator reports it. On the CPU a new
+process runs the step once. It writes 5 to ``/proc/self/clear_refs``, which resets the high-water mark of resident
+memory (VmHWM) to what is resident now, and reads VmHWM after the step.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import importlib
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -33,24 +32,27 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 Status = Literal["ok", "oom", "absent", "error"]
 
-# With glibc's defaults freed blocks stay in the process, and the peak would depend on its past.
+# With glibc's defaults freed blocks stay in the process, and the peak would depend on earlier allocations.
 GLIBC_RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+
+# torch's CPU allocator raises a RuntimeError; its words depend on the platform.
+NO_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 
 
 class MeasurementError(RuntimeError):
-    """A measurement that could not be taken, and must not be replaced by a guess."""
+    """A measurement that could not be taken. It is not replaced by a guess."""
 
 
 @dataclass
 class Step:
-    """One forward and, if there is something to differentiate, one backward."""
+    """One forward and, if the loss requires grad, one backward."""
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor] = field(default_factory=list)
-    value: Tensor | None = None  # of the loss, at the last call
+    value: Tensor | None = None  # the loss of the last call
 
     def clear(self) -> None:
-        """Drop the gradients, so that every step allocates them anew."""
+        """Drop the gradients, so that every step allocates them again."""
         for leaf in self.leaves:
             leaf.grad = None
 
@@ -65,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step, over the turns it had."""
+    """Milliseconds of a step, over its turns."""
 
     median_ms: float
     low_ms: float  # 10th percentile
@@ -75,14 +77,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failure:
-    """A step that did not run, and why."""
+    """A step that did not run, with the reason."""
 
     status: Status
     reason: str
 
 
 def summarize(samples_ms: list[float]) -> Timing:
-    """Median and spread.
+    """Median, and 10th and 90th percentile.
 
     >>> summarize([1.0, 2.0, 3.0, 4.0, 100.0])
     Timing(median_ms=3.0, low_ms=1.4, high_ms=61.6, repeats=5)
@@ -101,10 +103,10 @@ def time_in_turns(
     budget_s: float = 4.0,
     least: int = 1,
 ) -> dict[str, Timing | Failure]:
-    """Time of each step. They warm up one after the other, then take turns, each time in another order (`orders`).
+    """Time of each step. Steps warm up one after the other, then take turns in shuffled orders (`orders`).
 
-    A step leaves the round when it had `repeats` turns or used `budget_s` seconds, but has `least` turns.
-    One that fails is reported with its reason, and the others go on.
+    A step gets at most `repeats` turns. It gets no more turns after `budget_s` seconds, once it had `least` of them.
+    A step that fails is reported with the reason, and the others continue.
     """
     outcome: dict[str, Timing | Failure] = {}
     for name, step in steps.items():
@@ -122,15 +124,15 @@ def time_in_turns(
             except Exception as error:
                 outcome[name] = failure_of(error)
     for name, taken in samples.items():
-        outcome.setdefault(name, summarize(taken) if taken else Failure("error", "no turn"))
+        outcome.setdefault(name, summarize(taken) if taken else Failure("error", "it had no turn"))
     return {name: outcome[name] for name in steps}
 
 
 def orders(names: Iterable[str], turns: int) -> Iterator[list[str]]:
-    """The order of each turn: shuffled, the same in every run, and none comes right after itself where turns meet.
+    """The order of each turn: shuffled, the same in every run. No step follows itself across two turns.
 
-    A card at its power limit is slower for a while after hard work, so a step's time depends on the one before it: over
-    the turns each has many others before it, and itself never.
+    A card at its power limit is slower for a while after hard work, so a step's time depends on the step before it.
+    Over the turns each step follows many others, and never itself.
 
     >>> list(orders("abc", 2))
     [['a', 'c', 'b'], ['c', 'b', 'a']]
@@ -145,7 +147,7 @@ def orders(names: Iterable[str], turns: int) -> Iterator[list[str]]:
 
 
 def _warm_up(step: Callable[[], Any], device: torch.device, budget_s: float) -> Failure | None:
-    """Run once, to compile and tune, and on for a while if that was quick."""
+    """Run once, to compile and tune, and repeat until a tenth of the budget is spent."""
     start = time.perf_counter()
     try:
         step()
@@ -165,8 +167,8 @@ def timed_ms(step: Callable[[], Any], device: torch.device) -> float:
         step()
         return 1e3 * (time.perf_counter() - start)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # A step ahead of the clock keeps the queue filled, as in training: what is measured is the device, or the host
-    # where that is slower, and not the start from idle.
+    # An untimed step first fills the queue, as in training. The time is then that of the device, or of the host where
+    # the host is slower, without the start from idle.
     step()
     first.record()
     step()
@@ -176,25 +178,25 @@ def timed_ms(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
+    """Wait until the device has finished all launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def failure_of(error: Exception) -> Failure:
-    """Out of memory is a result; anything else an error with its first line."""
+    """Status "oom" if memory ran out, otherwise "error", with the first line of the message."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_CPU_MEMORY.search(text):
         return Failure("oom", line)
     return Failure("error", f"{type(error).__name__}: {line}")
 
 
 def sustained_rate(device: torch.device, seconds: float = 0.3) -> float:
-    """Operations per second of a plain square product, kept up for that long: what the machine gives."""
+    """Operations per second of a plain square product, repeated for `seconds`."""
     side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
     a, b, out = (torch.zeros(side, side, device=device, dtype=dtype).normal_() for _ in range(3))
     torch.mm(a, b, out=out)
@@ -210,7 +212,7 @@ def sustained_rate(device: torch.device, seconds: float = 0.3) -> float:
 
 
 def cuda_peak_bytes(step: Step, device: torch.device) -> int:
-    """The most that was allocated during a step, above what was before. Gradients of the step included."""
+    """Peak of allocated memory during a step, above what was allocated before. Includes the step's gradients."""
     step.clear()
     gc.collect()
     synchronize(device)
@@ -222,31 +224,31 @@ def cuda_peak_bytes(step: Step, device: torch.device) -> int:
 
 
 def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 600.0) -> int:
-    """The most resident memory during a step, above what was resident before, in a process of its own.
+    """Peak of resident memory during a step, above what was resident before. Measured in a process of its own.
 
     Args:
-        target: "module:function". Called with `arguments`, it returns two functions: the first runs something
-            small of the same kind, which loads code and starts threads; the second is what is measured.
-        arguments: plain values, they travel as JSON.
-        timeout_s: the most time it may take.
+        target: "module:function". Called with `arguments`, it returns two functions. The first runs a small step of the
+            same kind, which loads code and starts threads. The second is measured.
+        arguments: plain values; they are passed as JSON.
+        timeout_s: limit on the time of the process.
     """
     command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(arguments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **GLIBC_RETURNS_MEMORY, "PYTHONPATH": path}
-    environment.pop("MALLOC_PERTURB_", None)  # it would touch memory that the step does not
+    environment.pop("MALLOC_PERTURB_", None)  # it writes to memory that the step does not touch
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    if done.returncode in (-9, 137) or "can't allocate memory" in done.stderr:
+    if done.returncode in (-9, 137) or NO_CPU_MEMORY.search(done.stderr):
         raise MemoryError(f"{target} {arguments} ran out of memory")
     if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         raise MeasurementError(f"measuring the memory of {target} {arguments} failed: {last[0]}")
     return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
 
 
 def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
-    """Resident memory of this process: now (VmRSS), or the most so far (VmHWM)."""
+    """Resident memory of this process: now (VmRSS), or its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return 1024 * int(line.split()[1])
@@ -254,7 +256,7 @@ def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
 
 
 def peak_bytes_here(step: Callable[[], Any]) -> int:
-    """The most resident memory during the step, above what is resident now. For a process made for it."""
+    """Peak of resident memory during the step, above what is resident now. For a new process only."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     try:

@@ -1,10 +1,10 @@
-"""Other libraries that do one of these jobs, each behind one function. They are optional.
+"""Other libraries that compute one of these losses, each behind one function. They are optional.
 
-Put the folder that holds them on the path: ``python -m benchmarks.run gpu --peers FOLDER``. A peer that is
-not there, or that cannot be imported on this machine, is recorded as absent, with the reason.
+``python -m benchmarks.run gpu --peers FOLDER`` adds their folder to the path. A peer that is not installed, or cannot
+be imported on this machine, is recorded as absent, with the reason.
 
-Each adapter computes the loss of `benchmarks.cases` (the same mean over rows), from the same inputs; the loss
-value is recorded beside its time, so that an adapter that computes something else shows.
+Each adapter computes the loss of `benchmarks.cases` (the same mean over rows) from the same inputs. The loss is
+recorded beside the time, so an adapter that computes something else is noticed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Peer:
 
 def _inf_cl(module: Any, x: Inputs) -> Forward:
     def forward() -> Tensor:
-        # One softmax at a time; the two directions together are the symmetric loss.
+        # A call computes one direction; the mean of both is the symmetric loss.
         rows = module.cal_flash_loss(x["a"], x["b"], scale=x["scale"]).mean()
         cols = module.cal_flash_loss(x["b"], x["a"], scale=x["scale"]).mean()
         return (rows + cols) / 2
@@ -47,7 +47,7 @@ def _inf_cl(module: Any, x: Inputs) -> Forward:
 
 
 def _memeff(module: Any, x: Inputs) -> Forward:
-    # Its temperature is a number, and its default rescales the gradient.
+    # Its temperature must be a number. Its default, stable=True, rescales the gradient.
     loss = module.MemoryEfficientCLIPLoss(temperature=1 / x["scale"].item(), normalized_inputs=True, stable=False)
     return lambda: loss(x["a"], x["b"])
 
@@ -68,7 +68,7 @@ def _liger(module: Any, x: Inputs) -> Forward:
 def _torch_native(module: Any, x: Inputs) -> Forward:
     if not hasattr(module, "linear_cross_entropy"):
         raise PeerAbsent(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
-    options = torch.nn.LinearCrossEntropyOptions()  # the chunked path; without options it builds the logits
+    options = torch.nn.LinearCrossEntropyOptions()  # takes the chunked path; without options the logits are stored
     return lambda: module.linear_cross_entropy(x["a"], x["b"], x["target"], options=options)
 
 
@@ -85,17 +85,17 @@ PEERS = {
 
 
 def build(name: str, inputs: Inputs) -> Forward:
-    """The forward function of a peer on these inputs; PeerAbsent if it is not here."""
+    """The forward function of a peer on these inputs. Raises `PeerAbsent` if it is not available."""
     peer = PEERS[name]
     try:
         module = importlib.import_module(peer.module)
-    except Exception as error:  # some fail in other ways than ImportError when there is no GPU
+    except Exception as error:  # without a GPU, some raise other errors than ImportError
         raise PeerAbsent(f"{peer.module} cannot be imported: {type(error).__name__}: {error}") from error
     return peer.build(module, inputs)
 
 
 def version(name: str) -> str | None:
-    """The installed version, or None."""
+    """The installed version, or None if it is not installed."""
     try:
         return importlib.metadata.version(PEERS[name].package)
     except importlib.metadata.PackageNotFoundError:

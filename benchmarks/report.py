@@ -1,11 +1,11 @@
-"""Turn results into a table and plots.
+"""Tables and plots of results.
 
     python -m benchmarks.report                     every file in benchmarks/results
-    python -m benchmarks.report results/cpu-x.json  that one
-    python -m benchmarks.report --readme            all, and the table in README.md (gpu suite first)
+    python -m benchmarks.report results/cpu-x.json  one file
+    python -m benchmarks.report --readme            every file, and the table in README.md (of the gpu suite, if there)
 
-Beside each x.json it writes x.md and, where matplotlib is installed and a loss was measured at several sizes,
-x-clip.png: time and memory against the batch, with a cross where a method ran out of memory.
+Writes x.md beside each x.json. If matplotlib is installed and a loss was measured at several sizes, also writes
+x-clip.png: time and memory against the batch size, with a cross where a method ran out of memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     named = [Path(name) for name in arguments if name != "--readme"]
     files = named or [file for file in sorted(RESULTS.glob("*.json")) if file.name.startswith(("cpu-", "gpu-"))]
     if not files:
-        raise SystemExit(f"no results in {RESULTS}. First run: python -m benchmarks.run cpu")
+        raise SystemExit(f"there are no results in {RESULTS}. First run: python -m benchmarks.run cpu")
     written: list[Path] = []
     for file in files:
         report = json.loads(file.read_text())
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
 
 
 def write_readme(report: dict[str, Any], source: Path, readme: Path = RESULTS.parent.parent / "README.md") -> Path:
-    """Put the CLIP rows of a suite between the markers of the README: ours beside everybody else."""
+    """Write the CLIP rows of a suite between the markers of the README."""
     clip = [r for r in report["results"] if r["loss"] == "clip"]
     rows = [r for r in clip if r["width"] == min(other["width"] for other in clip)]
     methods = [
@@ -97,11 +97,13 @@ def markdown(report: dict[str, Any], images: Sequence[str] = ()) -> str:
         f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, "
         f"Python {report['python']}, {report['threads']} CPU threads.",
         "",
-        "Forward and backward. Time: median, with the 10th and 90th percentile. Memory: peak above the "
-        "inputs, gradients included. x: divided by the baseline of the case, which has 1.00. Share: of the "
-        "rate of a plain product on this machine in the same minute, counting 4 products of rows x columns x "
-        "width (1 for ranks), "
-        "whatever the method does.",
+        "Forward and backward.",
+        "",
+        "- Time: median, with the 10th and 90th percentile.",
+        "- Memory: peak above the inputs, gradients included.",
+        "- x: divided by the baseline of the case, which has 1.00.",
+        "- Share: of the rate of a plain product on this machine in the same minute. It counts 4 products of rows x "
+        "columns x width (1 for ranks), whatever the method does.",
         "",
         *table(report["results"]),
         "",
@@ -116,7 +118,7 @@ def markdown(report: dict[str, Any], images: Sequence[str] = ()) -> str:
 
 
 def earlier(results: list[Result]) -> list[str]:
-    """A sentence for each earlier run whose cases were kept."""
+    """A sentence for each earlier run, with the cases that come from it."""
     runs: dict[str, list[str]] = {}
     for row in results:
         if "origin" in row:
@@ -129,7 +131,7 @@ def earlier(results: list[Result]) -> list[str]:
 
 
 def table(results: list[Result]) -> list[str]:
-    """A row for each method of each case; absent ones are left to a note."""
+    """A row for each method of each case, except absent ones."""
     head = "| case | method | time ms | spread | x time | memory MiB | x memory | share | loss |"
     lines = [head, "|---|---|---:|---:|---:|---:|---:|---:|---:|"]
     for result in results:
@@ -154,7 +156,7 @@ def table(results: list[Result]) -> list[str]:
 
 
 def digits(value: float) -> str:
-    """Three digits that matter.
+    """Format with three significant digits.
 
     >>> digits(1234.5), digits(12.345), digits(0.012345)
     ('1,234', '12.3', '0.0123')
@@ -163,7 +165,7 @@ def digits(value: float) -> str:
 
 
 def short(size: int) -> str:
-    """A batch size as people say it.
+    """Format a batch size.
 
     >>> short(32768), short(1048576), short(1000)
     ('32k', '1M', '1000')
@@ -175,12 +177,12 @@ def short(size: int) -> str:
 
 
 def ratio(result: Result, name: str) -> str:
-    """A ratio, or nothing."""
+    """Format a ratio; empty if there is none."""
     return f"{result[name]:.2f}" if name in result else ""
 
 
 def series(results: list[Result]) -> dict[tuple[str, int, str], list[Result]]:
-    """Results of each (loss, width, dtype) that was measured at three batch sizes or more."""
+    """Results of each (loss, width, dtype) with at least three batch sizes."""
     groups: dict[tuple[str, int, str], list[Result]] = {}
     for result in results:
         if result["rows"] == result["cols"]:
@@ -189,7 +191,7 @@ def series(results: list[Result]) -> dict[tuple[str, int, str], list[Result]]:
 
 
 def plots(report: dict[str, Any], file: Path) -> list[Path]:
-    """One image for each loss that was measured at several sizes: time on the left, memory on the right."""
+    """Draw one image for each loss with several sizes: time on the left, memory on the right. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,7 +214,7 @@ def plots(report: dict[str, Any], file: Path) -> list[Path]:
 
 
 def draw(axes: Any, results: list[Result], field: str, unit: float, label: str) -> None:
-    """A line for each method; where it ran out of memory, a cross above everything that was measured."""
+    """Draw a line for each method, and a cross above all lines where it ran out of memory."""
     measured = [r[field] / unit for r in results if r["status"] == "ok" and r.get(field)]
     ceiling = 2 * max(measured, default=1.0)
     for place, method in enumerate(dict.fromkeys(r["method"] for r in results)):

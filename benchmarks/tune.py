@@ -1,8 +1,8 @@
-"""Measure block sizes of the Triton kernels on this card, and print rows for `kernels/triton_impl/sizes.py`.
+"""Time block sizes of the Triton kernels on this card, to choose rows for `kernels/triton_impl/sizes.py`.
 
     PYTHONPATH=src python3 -m benchmarks.tune [--rows 32768] [--width 512] [--dtype bfloat16] [--jobs 12]
 
-Candidates are compiled in parallel processes first; then each is timed alone, in one process.
+Candidates are first compiled in parallel processes. Then each is timed alone, in one process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SPECS = {
 
 
 def problem(spec: PairSpec, rows: int, width: int, dtype: torch.dtype) -> Pair:
-    """Unit features, some of them aligned, at a scale that a trained model has."""
+    """Unit features whose pairs are similar, at a scale as in a trained model."""
     torch.manual_seed(0)
     a = F.normalize(torch.randn(rows, width, device="cuda"), dim=1)
     b = F.normalize(a + torch.randn(rows, width, device="cuda"), dim=1).to(dtype)
@@ -78,7 +78,7 @@ def problem(spec: PairSpec, rows: int, width: int, dtype: torch.dtype) -> Pair:
 
 
 def gradient_call(launch: Call, spec: PairSpec):
-    """A callable that computes G of one macro-tile, and how many scores that is."""
+    """A function that computes G of one macro-tile, and the number of its scores."""
     pair = launch.pair
     n = pair.a.shape[0]
     stats = Forward(launch).run()
@@ -97,13 +97,13 @@ def gradient_call(launch: Call, spec: PairSpec):
 
 
 def measure(call, scores: int, width: int) -> float:
-    """TFLOP/s of the product inside."""
+    """TFLOP/s, counting the one product of the call."""
     ms = triton.testing.do_bench(call, warmup=15, rep=40, return_mode="median")
     return 2 * scores * width / ms / 1e9
 
 
 def plain_rate(seconds: float = 0.3) -> float:
-    """R: TFLOP/s of an 8192^3 bf16 product, sustained."""
+    """R: TFLOP/s of an 8192^3 bf16 product, repeated for `seconds`."""
     x, y = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.mm(x, y)
@@ -126,7 +126,7 @@ def candidates() -> list[tuple[str, str, Sizes]]:
 
 
 def run_one(name: str, kind: str, sizes: Sizes, rows: int, width: int, dtype: torch.dtype, *, quick: bool) -> float:
-    """Compile (quick) or time one candidate."""
+    """Compile one candidate (`quick`), or time it: TFLOP/s."""
     spec = SPECS[name]
     pair = problem(spec, 4096 if quick else min(rows, 2**24 // width // 256 * 256), width, dtype)
     launch = Call.of(pair, spec, TileOptions())
@@ -144,11 +144,11 @@ def run_one(name: str, kind: str, sizes: Sizes, rows: int, width: int, dtype: to
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=32768)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--jobs", type=int, default=12)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32768, help="rows and columns of the scores")
+    parser.add_argument("--width", type=int, default=512, help="features")
+    parser.add_argument("--dtype", default="bfloat16", help="type of the features")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
     parser.add_argument("--compile-part", type=int, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)

@@ -1,13 +1,13 @@
-"""Train a small causal language model with 100,000 words on the CPU, without ever building its logits.
+"""Train a small causal language model with a vocabulary of 102,400 on the CPU, without storing its logits.
 
     python examples/train_lm.py                          two cores: two to three minutes, nothing is downloaded
     python examples/train_lm.py --steps 1000 --cache runs/lm
-    python examples/train_lm.py --save runs/lm/model     keep it, for transformers' from_pretrained
+    python examples/train_lm.py --save runs/lm/model     keep the model, for transformers' from_pretrained
     python examples/train_lm.py --text ~/notes           your own .txt, .md, .rst and .py files
 
-The text is what every Python installation has: the sources and docstrings of its standard library (and of torch and
-transformers). A byte-level BPE of that text is the tokenizer; it is trained once and kept in the --cache folder. The
-model is a Llama of transformers with random weights; `use_linear_cross_entropy(model)` is the one line that is ours.
+The text is on every machine: the sources and docstrings of Python's standard library, torch and transformers. The
+tokenizer is a byte-level BPE of that text. It is trained once and kept in the --cache folder. The model is a Llama of
+transformers with random weights. Only one line is ours: `use_linear_cross_entropy(model)`.
 
 Axes: b sequences, t tokens of a sequence, v entries of the vocabulary, d features.
 """
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 END = "<|end|>"
 SUFFIXES = {".py", ".txt", ".md", ".rst"}
-SMALLEST_VOCABULARY = 257  # all bytes, and the end
+SMALLEST_VOCABULARY = 257  # all bytes, and the end token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, and how."""
+    """Settings of the model and of training."""
 
     steps: int = 150
     batch: int = 8
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step whose successor is predicted."""
+        """Number of tokens per step whose next token is predicted."""
         return self.batch * (self.length - 1)
 
 
@@ -70,7 +70,7 @@ class Settings:
 
 
 def default_folders() -> list[Path]:
-    """The standard library, torch and transformers: text that is on this machine anyway."""
+    """Folders of text that every installation has: the standard library, torch and transformers."""
     folders = [Path(sysconfig.get_paths()["stdlib"])]
     for name in ("torch", "transformers"):
         spec = importlib.util.find_spec(name)
@@ -80,7 +80,7 @@ def default_folders() -> list[Path]:
 
 
 def read_texts(folders: Sequence[Path], megabytes: float) -> list[str]:
-    """Files in an order that looks random and is always the same, until there are so many megabytes."""
+    """Texts of about `megabytes` in total, from files in a fixed pseudo-random order."""
     files = []
     for folder in folders:
         for place, below, names in os.walk(folder):
@@ -92,19 +92,19 @@ def read_texts(folders: Sequence[Path], megabytes: float) -> list[str]:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if not 200 < len(text) < 300_000:  # empty, or a table of data
+        if not 200 < len(text) < 300_000:  # nearly empty, or a table of data
             continue
         texts.append(text)
         room -= len(text)
         if room <= 0:
             break
     if not texts:
-        raise SystemExit(f"no text in {', '.join(map(str, folders))}: wanted files named {', '.join(sorted(SUFFIXES))}")
+        raise SystemExit(f"no text in {', '.join(map(str, folders))}. Files must end in {', '.join(sorted(SUFFIXES))}")
     return texts
 
 
 def cache_for(folders: Sequence[Path] | None, cache: Path) -> Path:
-    """The cache itself for the default text; a folder in it for each choice of others, whose words are not those."""
+    """The folder of the tokenizer: the cache for the default text, a folder inside of it for other texts."""
     if not folders:
         return cache
     places = "\n".join(sorted(str(folder.resolve()) for folder in folders))
@@ -112,7 +112,7 @@ def cache_for(folders: Sequence[Path] | None, cache: Path) -> Path:
 
 
 def open_tokenizer(texts: Sequence[str], vocabulary: int, cache: Path) -> Tokenizer:
-    """The byte-level BPE in the cache, or a new one trained on the texts."""
+    """The byte-level BPE in the cache, or a new one that is trained on the texts."""
     path = cache / f"bpe-{vocabulary}.json"
     if path.is_file():
         return Tokenizer.from_file(str(path))
@@ -129,8 +129,8 @@ def open_tokenizer(texts: Sequence[str], vocabulary: int, cache: Path) -> Tokeni
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocabulary:
         raise SystemExit(
-            f"this text gives {tokenizer.get_vocab_size():,} entries, and {vocabulary:,} were asked for. "
-            "Give more text (--text), or ask for fewer (--vocabulary)"
+            f"this text gives a vocabulary of {tokenizer.get_vocab_size():,}, not {vocabulary:,}. "
+            "Pass more text (--text) or a smaller --vocabulary"
         )
     cache.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
@@ -138,7 +138,7 @@ def open_tokenizer(texts: Sequence[str], vocabulary: int, cache: Path) -> Tokeni
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer, count: int) -> Tensor:
-    """The first `count` tokens of the texts, or all: (tokens,) int64."""
+    """The first `count` tokens of the texts, or all of them: (tokens,) int64."""
     end, ids = tokenizer.token_to_id(END), []
     for start in range(0, len(texts), 16):
         for encoded in tokenizer.encode_batch(list(texts[start : start + 16])):
@@ -149,10 +149,10 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer, count: int) -> Tensor:
 
 
 def sequences(tokens: Tensor, settings: Settings) -> Iterator[Tensor]:
-    """Endless (b, t) batches: sequences from random places."""
+    """Endless batches (b, t) of sequences from random positions."""
     if len(tokens) <= settings.length:
         raise SystemExit(
-            f"{len(tokens)} tokens of text are less than one sequence of {settings.length}. Give more text"
+            f"{len(tokens)} tokens of text are fewer than one sequence of {settings.length}. Pass more text"
         )
     generator = torch.Generator().manual_seed(settings.seed)
     while True:
@@ -164,7 +164,7 @@ def sequences(tokens: Tensor, settings: Settings) -> Iterator[Tensor]:
 
 
 def build_model(settings: Settings) -> LlamaForCausalLM:
-    """A small Llama with random weights; embedding and head are one matrix."""
+    """A small Llama with random weights. Embedding and head share one matrix."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=settings.vocabulary,
@@ -183,9 +183,10 @@ def build_model(settings: Settings) -> LlamaForCausalLM:
 def train(
     model: nn.Module, tokens: Tensor, settings: Settings, watch: Callable[[int, Tensor], Any] = lambda step, loss: None
 ) -> list[float]:
-    """Train for some steps, or until `watch` returns True; the loss of each. Warm-up, then a cosine to a tenth.
+    """Train for some steps, or until `watch` returns True. Returns the loss of each step.
 
-    `watch` gets the number of each step and its loss as a tensor: reading it makes the host wait for the device.
+    The learning rate warms up and then falls to a tenth along a cosine. `watch` is called with the number of each step
+    and its loss, a tensor. Reading the loss makes the host wait for the device.
     """
     cuda = settings.device == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=cuda)
@@ -214,7 +215,7 @@ def train(
 
 @torch.no_grad()
 def hidden_states(model: nn.Module, tokens: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Hidden states before the head (n, d), and the token that follows each (n,)."""
+    """Hidden states before the head, (n, d), and the next token of each, (n,)."""
     model.eval()
     whole = tokens[: len(tokens) // settings.length * settings.length].view(-1, settings.length).to(settings.device)
     states = [model.model(input_ids=part).last_hidden_state[:, :-1] for part in whole.split(settings.batch)]
@@ -223,7 +224,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, settings: Settings) -> tuple
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, float]:
-    """Loss and accuracy on held-out text. Ranks are counted without the logits, too: rank 0 is a hit."""
+    """Loss and accuracy on held-out text. Accuracy comes from ranks, without logits: rank 0 is the right token."""
     hidden, target = hidden_states(model, tokens, settings)
     head = model.get_output_embeddings().weight
     ranks = tw.retrieval_ranks(hidden, head, target)
@@ -234,7 +235,7 @@ def evaluate(model: nn.Module, tokens: Tensor, settings: Settings) -> dict[str, 
 
 @torch.no_grad()
 def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int = 24) -> str:
-    """The most likely continuation; generation has its logits as ever."""
+    """The most likely continuation. Generation uses logits as usual."""
     model.eval()
     ids = torch.tensor([tokenizer.encode(prompt).ids], device=next(model.parameters()).device)
     for _ in range(count):
@@ -244,7 +245,7 @@ def continue_text(model: nn.Module, tokenizer: Tokenizer, prompt: str, count: in
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """Model and tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
+    """Save model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
     model.save_pretrained(folder)  # type: ignore[operator]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
 
@@ -258,16 +259,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch", "length", "vocabulary", "hidden", "layers", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
     parser.add_argument("--lr", type=float, default=defaults.lr)
-    parser.add_argument("--megabytes", type=float, default=36.0, help="text that the tokenizer is trained on")
-    parser.add_argument("--text", type=Path, nargs="*", help="folders of text, instead of Python's own")
+    parser.add_argument(
+        "--megabytes", type=float, default=36.0, help="size of the text that the tokenizer is trained on"
+    )
+    parser.add_argument("--text", type=Path, nargs="*", help="folders of text, instead of the installed packages")
     parser.add_argument("--cache", type=Path, default=Path("runs/lm"), help="folder that keeps the tokenizer")
-    parser.add_argument("--save", type=Path, help="folder for the model and its tokenizer, as transformers keeps them")
-    parser.add_argument("--filter-tolerance", type=float, default=0.0, help="probability that backward may leave out")
+    parser.add_argument("--save", type=Path, help="folder for model and tokenizer, in the format of transformers")
+    parser.add_argument(
+        "--filter-tolerance", type=float, default=0.0, help="largest probability that backward may drop"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Train, show, and return the figures."""
+    """Train and show the results. Returns them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -275,25 +280,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     names = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "seed", "lr")
     for name, least in {"steps": 1, "batch": 1, "length": 2, "vocabulary": SMALLEST_VOCABULARY}.items():
         if getattr(arguments, name) < least:
-            raise SystemExit(f"--{name} is a whole number, at least {least}, got {getattr(arguments, name)}")
+            raise SystemExit(f"--{name} must be at least {least}, got {getattr(arguments, name)}")
     try:
         options = tw.TileOptions(filter_tolerance=arguments.filter_tolerance)
     except tw.TilewiseError as error:
         raise SystemExit(f"--filter-tolerance: {error}") from None
     settings = Settings(**{name: getattr(arguments, name) for name in names}, options=options)
     if arguments.save is not None:
-        try:  # now, and not when all is trained
+        try:  # before training, so that an error costs no time
             arguments.save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SystemExit(
-                f"--save is a folder that can be written, got {arguments.save} ({error.strerror})"
+                f"--save needs a folder that can be written, got {arguments.save} ({error.strerror})"
             ) from None
     console = Console()
     start = time.perf_counter()
     with console.status("reading text, training the tokenizer (once)"):
         texts = read_texts(arguments.text or default_folders(), arguments.megabytes)
         tokenizer = open_tokenizer(texts, settings.vocabulary, cache_for(arguments.text, arguments.cache))
-        kept = max(settings.held_out, settings.length)  # evaluation takes whole sequences
+        kept = max(settings.held_out, settings.length)  # evaluation needs whole sequences
         wanted = min(2 * settings.steps * settings.batch * settings.length, 5_000_000) + kept
         tokens = encode(texts, tokenizer, wanted)
     held_out, tokens = tokens[:kept], tokens[kept:]
@@ -337,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def result_table(result: dict[str, float], settings: Settings) -> Table:
-    """What came of it."""
+    """The results as a table."""
     from rich.table import Table
 
     table = Table(title=f"{settings.steps} steps of {settings.tokens:,} tokens, vocabulary {settings.vocabulary:,}")
@@ -350,7 +355,7 @@ def result_table(result: dict[str, float], settings: Settings) -> Table:
     table.add_row("right next token", f"{100 * result['accuracy']:.1f} %")
     table.add_row("among the first ten", f"{100 * result['among_10']:.1f} %")
     table.add_row("tokens/s", f"{result['tokens_per_second']:,.0f}")
-    table.add_row("logits that were never made", f"{result['logits_bytes'] / 2**20:,.0f} MiB a step")
+    table.add_row("logits that were never stored", f"{result['logits_bytes'] / 2**20:,.0f} MiB per step")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Cases: every method of a case computes the same loss and the same gradients."""
+"""Every method of a benchmark case computes the same loss and the same gradients."""
 
 import types
 from dataclasses import replace
@@ -50,7 +50,7 @@ def dense_clip(q, k, scale):
 
 
 def stand_ins():
-    """Modules with the signatures of the peers that need a GPU, and the mathematics they document."""
+    """Stand-ins for the peers that need a GPU, with their signatures and their documented mathematics."""
 
     class MemoryEfficientCLIPLoss:
         def __init__(self, temperature=0.07, normalized_inputs=False, stable=True):

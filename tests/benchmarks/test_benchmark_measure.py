@@ -1,4 +1,4 @@
-"""The measuring itself: known times, known allocations."""
+"""Measured times and peaks agree with known waits and allocations."""
 
 import time
 from itertools import pairwise
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def holding(mib, times=1, before=0):
-    """A target for `cpu_peak_bytes`: hold `mib` MiB, `times` times one after the other, after freeing `before`."""
+    """Target of `cpu_peak_bytes`: allocate and free `mib` MiB, `times` times; the warm-up does so with `before`."""
 
     def hold(size):
         block = torch.ones(size * MIB, dtype=torch.uint8)
@@ -39,9 +39,9 @@ def cannot_allocate():
     "arguments", [{"mib": 96}, {"mib": 96, "times": 3}, {"mib": 96, "before": 400}], ids=["once", "thrice", "after"]
 )
 def test_cpu_peak_is_what_was_held_at_once(arguments):
-    """Held once, held again after it was freed, and held after something larger was freed: always the same."""
+    """The peak is the same once, repeatedly, and after a larger allocation was freed."""
     peak = measure.cpu_peak_bytes("tests.benchmarks.test_benchmark_measure:holding", arguments)
-    assert abs(peak - 96 * MIB) < 2 * MIB
+    assert abs(peak - 96 * MIB) < 3 * MIB  # a huge page has 2 MiB
 
 
 def test_cpu_peak_does_not_guess():
@@ -92,7 +92,7 @@ def test_orders_differ_and_none_follows_itself(count):
     if count > 1:
         assert all(name not in before[name] for name in names)
     if count > 2:
-        assert all(len(before[name]) >= min(count - 1, 4) for name in names)  # many others before each
+        assert all(len(before[name]) >= min(count - 1, 4) for name in names)  # each follows many others
 
 
 def test_a_failure_is_a_result_and_the_others_go_on():
@@ -116,10 +116,10 @@ def test_a_step_starts_without_gradients():
     step = measure.Step(lambda: (2 * leaf).sum(), [leaf])
     assert step() == 6
     assert step() == 6
-    assert leaf.grad.tolist() == [2, 2, 2]  # not added up over steps
+    assert leaf.grad.tolist() == [2, 2, 2]  # not accumulated over steps
     step.clear()
     assert leaf.grad is None
-    assert measure.Step(lambda: torch.tensor(3.0))() == 3  # nothing to differentiate
+    assert measure.Step(lambda: torch.tensor(3.0))() == 3  # no gradient
 
 
 def test_the_rate_of_products_is_one_that_exists():

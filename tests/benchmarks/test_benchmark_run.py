@@ -1,6 +1,7 @@
-"""From the command line to a file that describes itself, and from there to a page."""
+"""A run writes a file that describes itself, and a report makes a page of it."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ FIELDS = {
 
 @pytest.fixture
 def tiny_suite(monkeypatch):
-    """Three sizes of a loss; one method runs out of memory at the last, one is not installed."""
+    """Three sizes of a loss. One method runs out of memory at the largest, one is not installed."""
     suite = [cases.square("clip", n, 16, "float32", "tilewise", "dense", "memeff") for n in (32, 64, 128)]
     monkeypatch.setitem(cases.SUITES, "cpu", lambda: suite)
     monkeypatch.setattr(measure, "sustained_rate", lambda device: 1e12)
@@ -42,7 +43,7 @@ def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
     assert ours["status"] == "ok"
     assert ours["case"] == "clip-64-16-float32"
     assert ours["peak_bytes"] == 64_000
-    assert ours["repeats"] == 2  # least is 3, but no more than were asked for
+    assert ours["repeats"] == 2  # the least is 3, but not more than --repeats
     assert ours["time_ratio"] == ours["median_ms"] / by_name[64, "dense"]["median_ms"]
     assert ours["share_of_rate"] == pytest.approx(4 * 2 * 64 * 64 * 16 / (1e-3 * ours["median_ms"]) / 1e12)
     assert ours["loss_value"] == pytest.approx(by_name[64, "dense"]["loss_value"], rel=1e-5)
@@ -51,8 +52,50 @@ def test_a_run_writes_what_a_reader_needs(tiny_suite, tmp_path):
     assert by_name[32, "memeff"]["status"] in ("absent", "error")  # without a GPU it cannot be "ok"
 
 
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+
+
+def new_repository(folder):
+    """Make a repository with one commit. Returns the commit."""
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*GIT, *command], cwd=folder, check=True)
+    return subprocess.run([*GIT, "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True).stdout[
+        :-1
+    ]
+
+
+@pytest.mark.parametrize("variable", [None, "GIT_DIR"])
+def test_the_commit_is_that_of_the_project_and_of_no_repository_around_it(tmp_path, monkeypatch, variable):
+    """A copy inside another repository has no commit of its own. A given commit wins. GIT_DIR has no effect."""
+    around, project = tmp_path, tmp_path / "copies" / "project"
+    project.mkdir(parents=True)
+    other = new_repository(around)
+    if variable:
+        monkeypatch.setenv(variable, str(around / ".git"))
+    monkeypatch.setattr(measure, "ROOT", project)
+    assert run.commit_of(None) == "unknown"
+    described = run.describe("cpu", torch.device("cpu"), "command", 1, 1.0)
+    assert (described["commit"], described["dirty"]) == ("unknown", None)
+    assert run.commit_of("0123abc") == "0123abc"
+    assert run.describe("cpu", torch.device("cpu"), "command", 1, 1.0, commit="0123abc")["commit"] == "0123abc"
+    monkeypatch.delenv("GIT_DIR", raising=False)
+    own = new_repository(project)
+    if variable:
+        monkeypatch.setenv(variable, str(around / ".git"))
+    assert run.commit_of(None) == own
+    assert run.commit_of("0123abc") == "0123abc"
+    monkeypatch.setattr(measure, "ROOT", around)
+    assert run.commit_of(None) == other
+
+
+def test_a_given_commit_is_recorded(tiny_suite, tmp_path):
+    out = ["--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")]
+    path = run.main(["cpu", "--only", "clip-32-*", "--commit", "0123abc", *out])
+    assert json.loads(path.read_text())["commit"] == "0123abc"
+
+
 def test_cases_are_added_to_a_file(tiny_suite, tmp_path):
-    """What it lacks, or what is asked for; the rest is kept, and says when it was measured."""
+    """Measures what the file lacks, or --only. Other cases are kept, with the commit and date of their run."""
     few = ["--repeats", "1", "--budget-s", "0.01", "--out", str(tmp_path / "x.json")]
     path = run.main(["cpu", "--only", "clip-32-*,clip-128-*", *few])
     first = json.loads(path.read_text()) | {"commit": "0123456789abc", "date": "2001-02-03"}
@@ -108,7 +151,7 @@ def test_cases_are_chosen_by_name():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(SystemExit, match="is called like 'nothing'"):
+    with pytest.raises(SystemExit, match="matches 'nothing'"):
         run.main(["cpu", "--only", "nothing"])
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="needs a CUDA device"):
@@ -116,7 +159,7 @@ def test_refusals(tmp_path):
 
 
 def test_the_memory_of_our_loss_is_below_that_of_the_dense_one():
-    """The whole way, once: a fresh process for each method."""
+    """End to end, with a new process for each method."""
     case = cases.square("clip", 3072, 64, "float32", "tilewise", "dense")
     arguments = {key: getattr(case, key) for key in case.__dataclass_fields__}
     ours, dense = (

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.lm_cases import LmCase, make_inputs
+from reproductions.lm_cases import LmCase, make_inputs
 from tests.compare import assert_close, assert_no_worse, relative_error
 from tests.gpu import checks
 from tests.gpu.checks import Place

@@ -38,7 +38,7 @@ build = train_lm.build_model
 
 def test_a_folder_that_cannot_be_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match="--save is a folder"):
+    with pytest.raises(SystemExit, match="--save needs a folder"):
         train_lm.main([*QUICK, "--cache", str(tmp_path), "--save", str(tmp_path / "file" / "model")])
 
 
@@ -50,5 +50,5 @@ def test_sequences_longer_than_the_held_out_text_are_evaluated(tmp_path, capsys)
 
 @pytest.mark.parametrize("name, value", [("steps", 0), ("batch", 0), ("length", 1), ("vocabulary", 100)])
 def test_sizes_that_cannot_be_are_refused_before_training(name, value, tmp_path):
-    with pytest.raises(SystemExit, match=f"--{name} is a whole number, at least"):
+    with pytest.raises(SystemExit, match=f"--{name} must be at least"):
         train_lm.main([*QUICK, f"--{name}", str(value), "--cache", str(tmp_path)])

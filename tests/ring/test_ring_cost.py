@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.cost_model import Loss, memory_bytes
+from reproductions.cost_model import Loss, memory_bytes
 from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.wrapped import Counted, Slow, wrapped
 

@@ -1,7 +1,7 @@
-"""What the model of `benchmarks.lm_figures` does on held-out text: figure 3, its loss, and what backward would skip.
+"""The model of `reproductions.lm_figures` on held-out text: figure 3, the loss, and what the filter would drop.
 
-Losses are float32, so that a difference of two runs is one of their weights. They are taken from all logits, some rows
-at a time, by torch's own products: with `linear_cross_entropy` in float32, looks took most of the time on an H200.
+Losses are float32, so a difference between two runs comes from their weights. They are computed from all logits, some
+rows at a time, with torch's own products. `linear_cross_entropy` in float32 was slower on an H200.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Report = dict[str, Any]
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, tokens: Tensor, settings: Settings, rows: int = 1024) -> float:
-    """The mean loss of a token; the model is left in evaluation mode."""
+    """The mean loss of a token. Leaves the model in evaluation mode."""
     hidden, target = train_lm.hidden_states(model, tokens, settings)
     head = model.get_output_embeddings().weight
     total = torch.zeros((), dtype=torch.float64, device=head.device)
@@ -35,7 +35,7 @@ def held_out_loss(model: nn.Module, tokens: Tensor, settings: Settings, rows: in
 
 @torch.no_grad()
 def probability_by_rank(hidden: Tensor, head: Tensor, target: Tensor, rows: int = 512) -> tuple[Tensor, Report]:
-    """(v,): the probability of the i-th most likely token, averaged over all positions; loss and accuracy."""
+    """(v,): the mean probability of the i-th most likely token over all positions. Also loss and accuracy."""
     curve = torch.zeros(len(head), dtype=torch.float64, device=head.device)
     loss, first, among_10 = torch.zeros(3, dtype=torch.float64, device=head.device).unbind()
     for block, own in zip(hidden.split(rows), target.split(rows), strict=True):
@@ -52,7 +52,7 @@ def probability_by_rank(hidden: Tensor, head: Tensor, target: Tensor, rows: int 
 
 
 def figure_3(model: nn.Module, held_out: Tensor, other: Tensor, settings: Settings) -> Report:
-    """The curve at ranks that are even on a logarithmic axis, and where it crosses the paper's threshold."""
+    """The curve at ranks that are evenly spaced on a logarithmic axis, and where it crosses the paper's threshold."""
     hidden, target = train_lm.hidden_states(model, held_out, settings)
     head = model.get_output_embeddings().weight.detach()
     curve, found = probability_by_rank(hidden, head, target)
@@ -76,7 +76,7 @@ def figure_3(model: nn.Module, held_out: Tensor, other: Tensor, settings: Settin
 
 
 def left_out(hidden: Tensor, head: Tensor, target: Tensor, tolerance: float, settings: Settings) -> Report:
-    """What backward would leave out of the loss of these tokens, in the type that training has."""
+    """What backward would drop for these tokens, in the type that training uses."""
     dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
     hidden, head = hidden.detach().to(dtype).requires_grad_(), head.detach().to(dtype)
     with record_filtering() as found:
@@ -85,7 +85,7 @@ def left_out(hidden: Tensor, head: Tensor, target: Tensor, tolerance: float, set
 
 
 def seen_of(found: Any) -> Report:
-    """The one call that was recorded; one that was exact has kept everything."""
+    """The recorded call. If none was recorded, the call was exact and kept everything."""
     if not len(found):
         return {"kept_share": 1.0, "skips": False, "mean_dropped": 0.0, "largest_dropped": 0.0}
     dropped = {"mean_dropped": found.mean_dropped[0], "largest_dropped": found.largest_dropped[0]}

@@ -1,16 +1,17 @@
 """Tables 1, A1 and A2 of "Cut Your Losses in Large-Vocabulary Language Models" on this machine, in one run.
 
-    python -m benchmarks.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
-    python -m benchmarks.lm_tables --small                               anywhere: does it run at all?
-    python -m benchmarks.lm_tables --only 'table 1,*'                    some blocks
-    python -m benchmarks.lm_tables --add-to benchmarks/results/lm-X.json what that file lacks, beside what it has
-    python -m benchmarks.lm_tables --docs                                only the summary in the documentation
+    python -m reproductions.lm_tables --max-seconds 300 --peers FOLDER      on a machine with a CUDA device
+    python -m reproductions.lm_tables --small                               tiny sizes on any machine
+    python -m reproductions.lm_tables --only 'table 1,*'                    some blocks
+    python -m reproductions.lm_tables --add-to FILE                         measure what FILE lacks, keep the rest
+    python -m reproductions.lm_tables --docs                                only write the summary to the documentation
 
-Writes benchmarks/results/lm-<device>.json and .md as it goes. Within a block the methods warm up one after the
-other (then memory and gradient error are taken), and take turns for their times, each time in another order. A row
-that did not get its turn before --max-seconds says so; out of memory is a result. With --add-to a block is measured
-whole or not at all, and blocks that are not measured again are kept with the commit and the date of their time.
---warm 8 compiles the shapes side by side first, in processes that leave their results in the caches on disk.
+Writes reproductions/results/lm-<device>.json and .md after each step. Within a block the methods warm up one after the
+other; memory and gradient errors are measured then. For their times the methods take turns in shuffled orders. A row
+that had no turn before --max-seconds says so. Running out of memory is a result.
+
+With --add-to a block is measured completely or not at all. Blocks that are not measured again keep the commit and the
+date of their own run. --warm 8 first compiles the shapes in 8 processes, which fill the compilers' caches on disk.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import lm_cases, lm_pages, measure, peers, run
-from benchmarks.lm_cases import LmCase
+from benchmarks import measure, peers, run
+from reproductions import lm_cases, lm_pages
+from reproductions.lm_cases import LmCase
+from reproductions.records import RESULTS
 from tilewise.ops.filter_report import record_filtering
 
 Row = dict[str, Any]
@@ -43,7 +46,7 @@ BASELINES = ("torch.compile", "torch.compile, filtered")
 
 @dataclass
 class Session:
-    """A run: where it writes, and how much time is left."""
+    """A run: its report, its file, and its time limit."""
 
     report: dict[str, Any]
     path: Path
@@ -52,17 +55,17 @@ class Session:
     repeats: int
     max_seconds: float
     chosen: list[LmCase] = field(default_factory=list)
-    earlier: list[Row] = field(default_factory=list)  # rows of another run's file
+    earlier: list[Row] = field(default_factory=list)  # rows of the file given by --add-to
     rows: list[Row] = field(default_factory=list)
     start: float = field(default_factory=time.perf_counter)
 
     @property
     def over(self) -> bool:
-        """The time is up."""
+        """Whether the time is up."""
         return time.perf_counter() - self.start > self.max_seconds
 
     def save(self) -> None:
-        """Both files, whole at any time."""
+        """Write the JSON file and the page."""
         self.report["seconds"] = round(time.perf_counter() - self.start, 1)
         self.report["results"] = merged(self.earlier, self.rows)
         there = {row["case"] for row in self.report["results"]}
@@ -72,7 +75,7 @@ class Session:
 
     @contextmanager
     def spending(self, case: LmCase, what: str) -> Iterator[None]:
-        """Add the time of this to the report: where does a block's time go?"""
+        """Add the time of the body to the report, under the name `what`."""
         start = time.perf_counter()
         try:
             yield
@@ -82,30 +85,29 @@ class Session:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Measure, write, and return the path of the JSON file."""
+    """Measure and write. Returns the path of the JSON file."""
     arguments = parse(argv)
     if arguments.docs:
-        return lm_pages.write_docs(arguments.out or run.RESULTS / "lm-nvidia-h200.json")
+        return lm_pages.write_docs(arguments.out or RESULTS / "lm-nvidia-h200.json")
     for folder in arguments.peers:
         sys.path.insert(0, str(folder.resolve()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.small:
-        raise SystemExit("torch sees no CUDA device. The full sizes need one; --small runs anywhere")
+        raise SystemExit("torch finds no CUDA device. The full sizes need one; --small runs anywhere")
     chosen = choose(arguments.only or "*", arguments.methods, arguments.small)
     if not chosen:
-        raise SystemExit(f"no block is called like {arguments.only!r} with methods like {arguments.methods!r}")
+        raise SystemExit(f"no block matches {arguments.only!r} with methods that match {arguments.methods!r}")
     earlier = run.rows_of_file(arguments.add_to, run.device_name(device))
     if arguments.add_to and arguments.methods != "*":
-        raise SystemExit("--methods leaves rows out, and --add-to takes whole blocks: give one of them")
+        raise SystemExit("--add-to measures whole blocks, and --methods would leave rows out: give only one of them")
     if arguments.add_to and arguments.only is None:
         chosen = [case for case in chosen if lacking(case, earlier)]
-    command = arguments.command or shlex.join(["python", "-m", "benchmarks.lm_tables", *(argv or sys.argv[1:])])
-    report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds)
-    report["commit"] = report["commit"] or arguments.commit or "unknown"
+    command = arguments.command or shlex.join(["python", "-m", "reproductions.lm_tables", *(argv or sys.argv[1:])])
+    report = run.describe("lm", device, command, arguments.repeats, arguments.max_seconds, commit=arguments.commit)
     name = f"lm-{'small-' if arguments.small else ''}{run.slug(report['device'])}.json"
     session = Session(
         report=report,
-        path=arguments.out or run.RESULTS / name,
+        path=arguments.out or RESULTS / name,
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         repeats=arguments.repeats,
@@ -128,28 +130,30 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_tables", description=__doc__)
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m reproductions.lm_tables", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--max-seconds", type=float, default=300.0, help="begin nothing after this long")
+    parser.add_argument("--max-seconds", type=float, default=300.0, help="start nothing after this many seconds")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
-    parser.add_argument("--only", help="blocks whose name matches this pattern")
-    parser.add_argument("--methods", default="*", help="methods whose name matches this pattern")
+    parser.add_argument("--only", help="measure blocks whose name matches this pattern")
+    parser.add_argument("--methods", default="*", help="measure methods whose name matches this pattern")
     parser.add_argument(
-        "--add-to", type=Path, help="measure what this file lacks (or --only), and keep its other blocks"
+        "--add-to", type=Path, help="measure the blocks that this file lacks (or --only), and keep its other blocks"
     )
-    parser.add_argument("--warm", type=int, default=0, help="compile first, in this many processes side by side")
+    parser.add_argument("--warm", type=int, default=0, help="first compile, in this many processes")
     parser.add_argument("--small", action="store_true", help="tiny shapes, any machine")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
-    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
-    parser.add_argument("--docs", action="store_true", help="measure nothing; sum up the file in the documentation")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
-    parser.add_argument("--command", help="the command to record, where it was another one that started this")
+    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in reproductions/results")
+    parser.add_argument(
+        "--docs", action="store_true", help="do not measure; write the summary of the file to the documentation"
+    )
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
+    parser.add_argument("--command", help="the command to record, instead of this one")
     return parser.parse_args(argv)
 
 
 def choose(only: str, methods: str, small: bool) -> list[LmCase]:
-    """The blocks that were asked for, with the methods that were asked for."""
+    """The blocks and methods that match."""
     chosen = []
     for case in lm_cases.all_cases():
         kept = tuple(method for method in case.methods if fnmatch.fnmatchcase(method, methods))
@@ -163,13 +167,13 @@ def choose(only: str, methods: str, small: bool) -> list[LmCase]:
 
 
 def lacking(case: LmCase, rows: Sequence[Row]) -> bool:
-    """Whether a method of the case has no row, or one that was not reached or not timed."""
+    """Whether a method of the case has no row, or a row without times."""
     there = {row["method"] for row in rows if row["case"] == case.name and measured([row])}
     return not there.issuperset(case.methods)
 
 
 def merged(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """All blocks in the order of the tables: each from one run, the later one unless it got less far."""
+    """All blocks in the order of the tables. Each is from one run: the later one, unless that measured fewer rows."""
     blocks: dict[str, list[Row]] = {}
     for some in (earlier, rows):
         named: dict[str, list[Row]] = {}
@@ -184,7 +188,7 @@ def merged(earlier: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 
 
 def measured(block: Sequence[Row]) -> int:
-    """Rows that say something."""
+    """Number of rows with a result."""
     return sum(row.get("status", "not reached") not in ("not reached", "warm") for row in block)
 
 
@@ -192,9 +196,9 @@ def measured(block: Sequence[Row]) -> int:
 
 
 def compile_ahead(chosen: Sequence[LmCase], processes: int, folders: Sequence[Path], seconds: float) -> int:
-    """Run every shape once in a process of its own, some at a time: how many came to their end.
+    """Run every shape once in a process of its own, some at a time. Returns how many finished.
 
-    What they compile stays in the caches on disk. Those that are not done after `seconds` are ended.
+    The compilers keep their results in caches on disk. Processes that are not done after `seconds` are terminated.
     """
     context = multiprocessing.get_context("spawn")
     waiting = list({(c.vocabulary, c.hidden, c.counted, c.tokens): c for c in reversed(chosen)}.values())
@@ -206,7 +210,9 @@ def compile_ahead(chosen: Sequence[LmCase], processes: int, folders: Sequence[Pa
             process.start()
             running.append(process)
         wait([process.sentinel for process in running], timeout=max(0.0, end - time.perf_counter()))
-        ended = [process for process in running if process.exitcode is not None]  # once: it may end between two looks
+        ended = [
+            process for process in running if process.exitcode is not None
+        ]  # read once: a process may end between two reads
         done += sum(process.exitcode == 0 for process in ended)
         running = [process for process in running if process not in ended]
     for process in running:
@@ -216,7 +222,7 @@ def compile_ahead(chosen: Sequence[LmCase], processes: int, folders: Sequence[Pa
 
 
 def compile_block(case: LmCase, folders: Sequence[Path], memory_share: float) -> None:
-    """One step of every method that compiles something; what fails here fails again when it is measured."""
+    """Run one step of every method that compiles something. Failures are reported when the method is measured."""
     sys.path[:0] = [str(folder.resolve()) for folder in folders]
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
@@ -239,9 +245,9 @@ def compile_block(case: LmCase, folders: Sequence[Path], memory_share: float) ->
 
 
 def run_block(case: LmCase, session: Session) -> None:
-    """All methods of a case; its rows are in the report as soon as there is something to say."""
+    """Measure all methods of a case. Rows are added to the report as soon as something is known."""
     gc.collect()
-    gc.freeze()  # or every look for garbage, before memory is measured, goes through all that compilers have loaded
+    gc.freeze()  # keeps later collections from traversing everything that the compilers have loaded
     with session.spending(case, "rate"):
         rate = measure.sustained_rate(session.device)
     with session.spending(case, "inputs and reference"):
@@ -283,13 +289,13 @@ def run_block(case: LmCase, session: Session) -> None:
 
 
 def describe_row(case: LmCase, method: str, rate: float) -> Row:
-    """What is known before anything runs."""
+    """The fields of a row that are known before it is measured."""
     sizes = {name: value for name, value in asdict(case).items() if name != "methods"}
     return {"case": case.name, "method": method, **sizes, "rate_tflops": rate / 1e12}
 
 
 def settle_rate(case: LmCase, rows: dict[str, Row], rates: tuple[float, float]) -> None:
-    """R of a block is the mean of the machine's rate before and after it; three products at R are its lower bound."""
+    """Set R of a block, the mean of the rates before and after it, and the lower bound: three products at R."""
     before, after = rates
     rate = (before + after) / 2
     for row in rows.values():
@@ -300,7 +306,7 @@ def settle_rate(case: LmCase, rows: dict[str, Row], rates: tuple[float, float]) 
 
 
 def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Tensor]) -> Row:
-    """Warm up; then the loss, the error of both gradients, and the memory."""
+    """Warm up, and measure the loss, the error of both gradients, and the memory."""
     start = time.perf_counter()
     with record_filtering() as filtered:
         step()
@@ -309,7 +315,7 @@ def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Ten
         if len(filtered):
             row |= {"kept_share": filtered.kept_share[0], "dense": filtered.dense[0]}
             row["largest_dropped"] = filtered.largest_dropped[0]
-    del filtered  # it holds what it counts, and memory is measured next
+    del filtered  # it holds tensors, and memory is measured next
     row["loss_value"] = float(step.value) if step.value is not None else None
     for name, leaf, exact in zip(("dE", "dC"), step.leaves, want, strict=True):
         assert leaf.grad is not None
@@ -321,7 +327,7 @@ def first_look(step: measure.Step, device: torch.device, want: tuple[Tensor, Ten
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||, a block of rows at a time: the gradient of a large head has a float32 copy already."""
+    """||got - want|| / ||want||, computed in blocks of rows to save memory."""
     lost = whole = 0.0
     for g, w in zip(got.split(16384), want.split(16384), strict=True):
         lost += float((g.float() - w).double().square().sum())
@@ -330,7 +336,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def cuda_parts_bytes(step: measure.Step, device: torch.device) -> Row:
-    """Peak memory: of the loss and of both above what was there before, of the gradient above what the loss left."""
+    """Peak memory of the loss, of the gradient (above what the loss left), and of both."""
     step.clear()
     gc.collect()
     measure.synchronize(device)
@@ -347,7 +353,7 @@ def cuda_parts_bytes(step: measure.Step, device: torch.device) -> Row:
 
 
 def timed_parts_ms(step: measure.Step, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the loss and of its gradient, in one step, with the queue filled by a step before it."""
+    """Milliseconds of the loss and of its gradient in one step. On a GPU an untimed step before it fills the queue."""
     if device.type != "cuda":
         step.clear()
         times = [time.perf_counter()]
@@ -369,7 +375,7 @@ def timed_parts_ms(step: measure.Step, device: torch.device) -> tuple[float, flo
 
 
 def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session: Session) -> None:
-    """Times of all steps, a round at a time. Nothing is written between rounds, or the card would rest there."""
+    """Time all steps in turns. Nothing is written between turns, because the card would cool down meanwhile."""
     samples: dict[str, list[tuple[float, float]]] = {method: [] for method in steps}
     for order in measure.orders(steps, session.repeats):
         for method in order:
@@ -393,7 +399,7 @@ def take_turns(steps: dict[str, tuple[measure.Step, Row]], case: LmCase, session
 
 
 def times_of(samples: list[tuple[float, float]], case: LmCase) -> Row:
-    """Medians, the spread of the sum, and the rate if it were three products."""
+    """Medians, the spread of the sum, and the rate, counted as three products."""
     both = [sum(sample) for sample in samples]
     median = statistics.median(both)
     return {

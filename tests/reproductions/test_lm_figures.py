@@ -1,4 +1,4 @@
-"""A small language model is trained for real, by the example and for the figures."""
+"""The example and the figures train a small language model."""
 
 import copy
 import json
@@ -16,10 +16,10 @@ pytest.importorskip("tokenizers")
 from examples import train_lm
 from tests.compare import relative_error
 
-from benchmarks import lm_figures, lm_held_out, lm_pictures, lm_text
+from reproductions import lm_figures, lm_held_out, lm_pictures, lm_text
 
 ROOT = Path(__file__).parents[2]
-TEXT = ROOT / "benchmarks"
+TEXT = ROOT / "reproductions"
 QUICK = f"--vocabulary 600 --hidden 32 --layers 1 --batch 4 --length 32 --steps 60 --lr 1e-2 --text {TEXT}".split()
 
 
@@ -36,12 +36,12 @@ def test_the_example_learns_and_reports(cache, capsys):
     shown = capsys.readouterr().out
     assert result["first_loss"] == pytest.approx(math.log(600), abs=0.3)
     assert result["last_loss"] < result["first_loss"] - 0.7
-    assert 1.0 < result["held_out_loss"] < result["first_loss"] - 0.5  # its text depends on what is installed
+    assert 1.0 < result["held_out_loss"] < result["first_loss"] - 0.5  # the text depends on the installed packages
     assert 3 / 600 < result["accuracy"] < result["among_10"] < 1.0
     assert result["among_10"] > 30 / 600
     assert result["logits_bytes"] == 4 * 4 * 32 * 600
     assert result["tokens_per_second"] == pytest.approx(60 * 4 * 31 / result["seconds"])
-    for words in ("loss on held-out text", "logits that were never made", "tokens/s", "right next token"):
+    for words in ("loss on held-out text", "logits that were never stored", "tokens/s", "right next token"):
         assert words in shown
 
 
@@ -64,7 +64,7 @@ def test_training_never_sees_logits_and_the_model_keeps_them(cache):
 
 
 def test_the_tokenizer_is_kept_and_loses_nothing(cache):
-    tokenizer = train_lm.open_tokenizer([], 600, cache)  # from the cache: there is no text to learn from
+    tokenizer = train_lm.open_tokenizer([], 600, cache)  # from the cache: no text is given
     text = "def f(x):\n    return 'héllo 世界'\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.get_vocab_size() == 600
@@ -72,11 +72,11 @@ def test_the_tokenizer_is_kept_and_loses_nothing(cache):
 
 def test_too_little_text_is_an_error_that_says_so(tmp_path):
     (tmp_path / "a.txt").write_text("one two three " * 40)
-    with pytest.raises(SystemExit, match=r"entries, and 5,000 were asked for\. Give more text"):
+    with pytest.raises(SystemExit, match=r"a vocabulary of .*, not 5,000\. Pass more text"):
         train_lm.open_tokenizer(train_lm.read_texts([tmp_path], 1.0), 5000, tmp_path / "cache")
-    with pytest.raises(SystemExit, match=r"no text in .*: wanted files named \.md, \.py"):
+    with pytest.raises(SystemExit, match=r"no text in .*\. Files must end in \.md, \.py"):
         train_lm.read_texts([tmp_path / "cache"], 1.0)
-    with pytest.raises(SystemExit, match="less than one sequence"):
+    with pytest.raises(SystemExit, match="fewer than one sequence"):
         next(train_lm.sequences(torch.arange(10), train_lm.Settings(length=16)))
 
 
@@ -152,7 +152,7 @@ def test_a_run_is_compared_with_the_exact_one_of_its_batches():
     assert found["filter 0.01, other batches"]["against"] == "exact, other batches"
     assert found["filter 0.01, other batches"]["largest"] == pytest.approx(0.2)
     assert found["exact, other batches"] == pytest.approx({"against": "exact", "final": 0.4, "largest": 0.5})
-    assert "largest_of_a_step" not in found["exact, other masks"]  # other masks are another loss
+    assert "largest_of_a_step" not in found["exact, other masks"]  # other masks give other losses
     assert found["exact, again"]["largest"] == 0.0
     assert lm_figures.differences(RUNS[1:3]) == {}
 
@@ -161,34 +161,32 @@ def test_words_say_what_skipping_did_beside_the_noise():
     four = {"runs": RUNS, "differences": lm_figures.differences(RUNS), "no_time_for": []}
     said = lm_pictures.verdict(four)
     assert "at most 2.0e-01 from the exact one (filter 0.01)" in said
-    assert (
-        "differ by more than that: exact, other masks (3.0e-01), exact, other batches (5.0e-01); by no more: " in said
-    )
-    assert "by no more: dense (5.0e-02), exact, again (0.0e+00)." in said
-    assert "skipped by itself in none." in said
-    assert "Too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
+    assert "differ by more: exact, other masks (3.0e-01), exact, other batches (5.0e-01).\n" in said
+    assert "differ by no more: dense (5.0e-02), exact, again (0.0e+00).\n" in said
+    assert "in which backward dropped pairs: none." in said
+    assert "too few" in lm_pictures.verdict({"runs": RUNS[:1], "differences": {}})
     skip, whole = ({"kept_share": 0.02, "skips": True, "mean_dropped": 1e-3, "largest_dropped": 2e-3},) * 2
     whole = whole | {"kept_share": 0.3, "skips": False}
     looked = [RUNS[0], RUNS[1] | {"skipping": [skip, whole]}, tuned("b", 1.0, tolerance=0.001, skipping=[whole])]
     said = lm_pictures.verdict(four | {"runs": looked})
-    assert said.endswith("looked at, backward skipped by itself in 0 of 1 at 0.001 and 1 of 2 at 0.01.")
+    assert said.endswith("in which backward dropped pairs: 0 of 1 at 0.001, 1 of 2 at 0.01.")
     assert "| 2 to 2 % | 1.0e-03, 2.0e-03 |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip]), {})
-    assert "| 2 to 2 %, all in 1 of 2 looks |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
+    assert "| 2 to 2 %, all in 1 of 2 steps |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[skip, whole]), {})
     assert "| all (30 to 30 % are needed) |" in lm_pictures.run_line(tuned("a", 1.0, skipping=[whole]), {})
-    assert "would need 30 % of the (row, tile) pairs and computes all" in lm_pictures.of_tolerance("0.01", whole)
-    unseen = whole | {"kept_share": 1.0}  # where a sample of the rows decides, nobody counts
+    assert "would need 30 % of the (row, tile) pairs, so it computes all" in lm_pictures.of_tolerance("0.01", whole)
+    unseen = whole | {"kept_share": 1.0}  # a sample of the rows decided, so pairs were not counted
     assert "| all | " in lm_pictures.run_line(tuned("a", 1.0, skipping=[unseen]), {})
-    assert "too many (row, tile) pairs matter" in lm_pictures.of_tolerance("0.01", unseen)
+    assert "computes all (row, tile) pairs" in lm_pictures.of_tolerance("0.01", unseen)
 
 
 def sure_model(settings):
-    """A model whose scores fall as -2 ln(number of the word): one large feature, of one sign in every hidden state."""
+    """A model whose scores fall as -2 ln(index of the word), by one large feature that has one sign in all states."""
     model = train_lm.build_model(settings)
     with torch.no_grad():
         weight = model.get_output_embeddings().weight  # also the embedding
         weight[:, 0] = -0.5 * torch.arange(1.0, len(weight) + 1).log() - 1.0
         model.model.norm.weight[0] = -4.0 / settings.hidden**0.5
-        model.model.layers[0].self_attn.o_proj.weight *= 10.0  # so that masks matter
+        model.model.layers[0].self_attn.o_proj.weight *= 10.0  # makes dropout masks matter
     return model
 
 
@@ -231,7 +229,7 @@ def test_the_steps_are_as_many_as_fit(monkeypatch):
     settings = lm_figures.Settings(steps=500, **lm_figures.TINY)
     text = torch.arange(400)
     model = train_lm.build_model(settings)
-    monkeypatch.setattr(lm_figures, "pace", lambda model, text, s: 0.02 + s.options.filter_tolerance)  # 0.03 at most
+    monkeypatch.setattr(lm_figures, "pace", lambda model, text, s: 0.02 + s.options.filter_tolerance)  # at most 0.03
     monkeypatch.setattr(lm_figures, "held_out_loss", lambda *_: 0.0)
     each = 0.03 * 100
     time = lm_figures.Clock(len(lm_figures.VARIANTS) * each / 0.9)
@@ -240,7 +238,7 @@ def test_the_steps_are_as_many_as_fit(monkeypatch):
     assert len(held_out) == 400
     assert lm_figures.that_fits(model, text, text, settings, lm_figures.Clock(1e3))[0].steps == 500
     assert lm_figures.that_fits(model, text, text, settings, lm_figures.Clock(1e-3))[0].steps == 2
-    # A look that takes a fifth of a run: what all of them may take, a quarter, is an 8.8th of the text.
+    # An evaluation takes a fifth of a run. All 11 may take a quarter, which is 1 / 8.8 of the text.
     monkeypatch.setattr(lm_figures, "held_out_loss", lambda model, some, s: sleep(each / 5 if len(some) == 400 else 0))
     time = lm_figures.Clock(len(lm_figures.VARIANTS) * each / 0.9)
     found, held_out = lm_figures.that_fits(model, text, text, settings, time)
@@ -261,7 +259,7 @@ def test_text_travels_in_a_file(cache, tmp_path, capsys):
     read, described = lm_text.read_tokens(data, settings)
     assert described["tokens"] == {name: len(some) for name, some in read.items()}
     assert described["said"] == {
-        "pretraining": "benchmarks",
+        "pretraining": "reproductions",
         "tuning": "losses",
         "held_out": "other files of losses",
         "other": "",
@@ -272,7 +270,7 @@ def test_text_travels_in_a_file(cache, tmp_path, capsys):
     with pytest.raises(SystemExit, match="vocabulary of 600, and the model one of 500"):
         lm_text.read_tokens(data, lm_figures.SMALL)
     numpy.savez(tmp_path / "old.npz", pretraining=lm_text.pack(tokens), tuning=lm_text.pack(tokens))
-    with pytest.raises(SystemExit, match=r"needs the texts .*, and has pretraining, tuning\. Make it again"):
+    with pytest.raises(SystemExit, match=r"needs the texts .*, and has pretraining, tuning\. Write it again"):
         lm_text.read_tokens(lm_figures.parse(["--data", str(tmp_path / "old.npz")]), settings)
 
 
@@ -329,7 +327,7 @@ def test_the_figures_are_trained_and_drawn(cache, tmp_path, monkeypatch, capsys)
     assert set(report["figure_4"]["differences"]) == {variant.name for variant in lm_figures.VARIANTS[1:]}
     assert "pretraining: step 6 of 6, loss" in capsys.readouterr().err
     assert all(f"\n| {one['name']} |" in page for one in runs)
-    if (tmp_path / "fig-figure-3.svg").exists():  # where matplotlib is
+    if (tmp_path / "fig-figure-3.svg").exists():  # if matplotlib is installed
         assert all((tmp_path / f"fig-figure-{n}.png").stat().st_size > 5000 for n in (3, 4))
     lm_figures.main(["--draw", "--docs", "--out", str(path)])
     written = docs.read_text()
@@ -353,14 +351,14 @@ def test_what_the_time_does_not_allow_is_named(cache, tmp_path, monkeypatch):
     assert sorted(names) == sorted(variant.name for variant in lm_figures.VARIANTS)
     assert report["seconds"] < 60
     path.unlink()
-    lm_figures.main(["--small", "--out", str(path), *more, "--max-seconds", "0.01"])  # what is begun is written
+    lm_figures.main(["--small", "--out", str(path), *more, "--max-seconds", "0.01"])  # what was started is written
     report = json.loads(path.read_text())
     assert report["figure_3"]["rank"]
     assert ("-figure-4.png" in path.with_suffix(".md").read_text()) is bool(report["figure_4"]["runs"])
 
 
 def committed():
-    return sorted((ROOT / "benchmarks" / "results").glob("lm-figures-*.json"))
+    return sorted((ROOT / "reproductions" / "results").glob("lm-figures-*.json"))
 
 
 @pytest.mark.parametrize("path", committed(), ids=lambda path: path.stem)

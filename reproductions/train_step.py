@@ -1,17 +1,21 @@
-"""A training step of ViT-B/16 CLIP at large batches: time and memory of each loss, as tables 1 and 4 of the paper.
+"""Tables 1 and 4 of the Inf-CL paper: time and memory of a training step of ViT-B/16 at large batches, per loss.
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --max-seconds 330
+    PYTHONPATH=src python3 -m reproductions.train_step --max-seconds 330
 
-First each loss by itself, beside the model and the batch that a step would hold: what does not fit there is out of
-memory. Then whole steps through the gradient cache while the time lasts: every loss at the smallest batch, there and
-back again so that a drift of the card cancels; every loss at the next; ours at the large ones; the baselines there.
-A step that did not fit the time is estimated from its parts and says so. The file is written after every step.
-With --turns k every step is taken k times, there and back again; with --add-to FILE other rows stay as it has them:
+First each loss is measured alone, with the model and the batch of a whole step in memory. A loss that does not fit
+there is out of memory.
 
-    PYTHONPATH=src python3 -m benchmarks.train_step --batches 65536 --turns 2 --add-to train-step-X.json
+Then whole steps through the gradient cache are measured, as long as there is time: all losses at the smallest batch,
+forth and back, so that a drift of the card cancels; all losses at the next batch; our losses at the large batches; the
+baselines at the large batches. A step that did not fit the time is estimated from its parts and marked. The file is
+written after every step.
 
-Batches are random. On the device they are whole tensors, made before the clock starts; with offload a row of the
-batch is a row of a smaller pool in host memory, copied for every chunk as a row of a whole batch would be.
+With --turns k every step is measured k times, forth and back. With --add-to FILE the other rows of the file are kept:
+
+    PYTHONPATH=src python3 -m reproductions.train_step --batches 65536 --turns 2 --add-to train-step-X.json
+
+Batches are random. On the device they are whole tensors, made before the clock starts. With offload, the rows of a
+batch come from a smaller pool in host memory, and every chunk is copied as it would be from a whole batch.
 
 Axes: n pairs of the batch, c pairs of a chunk, d features.
 """
@@ -30,11 +34,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.run import COMMIT_HELP, describe, repeatable, slug, write
 from torch import Tensor, nn
 
-from benchmarks.run import describe, repeatable, slug, write
-from benchmarks.train_step_order import METHODS, rounds, schedule
-from benchmarks.train_step_pages import markdown, step_ratios
+from reproductions.records import RESULTS
+from reproductions.train_step_order import METHODS, rounds, schedule
+from reproductions.train_step_pages import markdown, step_ratios
 from tilewise.cache import LazyBatch
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data import Batch, Position
@@ -44,14 +49,13 @@ from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.objective import AUTOCAST, Objective, pair_loss
 from tilewise.train.optim import build_optimizer
 
-RESULTS = Path(__file__).parent / "results"
-POOL = 2048  # different images in host memory
+POOL = 2048  # distinct images in host memory
 Row = dict[str, Any]
 
 
 @dataclass
 class Bench:
-    """What all measurements share: the model with its optimizer on the device, the host's images, and the clock."""
+    """State that all measurements share: model and optimizer on the device, images in host memory, the deadline."""
 
     config: RunConfig
     model: TwoTowers
@@ -83,7 +87,7 @@ def settings(config: RunConfig) -> list[str]:
 
 
 def random_images(rows: int, size: int, device: torch.device) -> Tensor:
-    """uint8 (rows, 3, size, size), eight bytes at a draw."""
+    """Random uint8 images (rows, 3, size, size), drawn eight bytes at a time."""
     generator = torch.Generator(device).manual_seed(0)
     words = torch.empty(-(-rows * 3 * size * size // 8), dtype=torch.int64, device=device)
     pixels = words.random_(-(2**63), None, generator=generator).view(torch.uint8)
@@ -91,7 +95,7 @@ def random_images(rows: int, size: int, device: torch.device) -> Tensor:
 
 
 def synthetic_batch(bench: Bench, rows: int, offload: bool) -> Batch:
-    """A random batch: on the device, or in host memory and read chunk by chunk."""
+    """A random batch: on the device, or in host memory and loaded in chunks."""
     size, on_cuda = bench.model.pixels.size, bench.device.type == "cuda"
     if not bench.tokens:
         bench.tokens = bench.model.tokenizer([f"a picture of number {i}" for i in range(POOL)])
@@ -128,7 +132,7 @@ def timed(device: torch.device, run: Callable[[], Any]) -> float:
 
 
 def measure_step(bench: Bench, method: str, rows: int) -> Row:
-    """One whole step: encode, loss, encode again with gradients, clip, optimizer."""
+    """Measure one whole step: encode, loss, encode again with gradients, clip, optimizer."""
     config = bench.with_method(method)
     objective = Objective(config, bench.model, World(0, 1, bench.device))
     batch = synthetic_batch(bench, rows, config.loss.offload)
@@ -154,10 +158,10 @@ def measure_step(bench: Bench, method: str, rows: int) -> Row:
 
 
 def measure_loss(bench: Bench, method: str, rows: int, width: int) -> Row:
-    """The loss alone, forward and backward, on random unit features in the encoders' precision.
+    """Measure the loss alone, forward and backward, on random unit features in the encoders' precision.
 
-    The model and its optimizer are on the device, and so is the batch, unless it is offloaded: what is out of memory
-    here would be out of memory in a step.
+    Model and optimizer are on the device, and so is the batch unless it is offloaded. A loss that is out of memory here
+    would be out of memory in a step.
     """
     device, config = bench.device, bench.with_method(method)
     dtype, loss = AUTOCAST[config.loop.precision], pair_loss(config.loss)
@@ -193,7 +197,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def attempt(bench: Bench, what: Callable[[], Row]) -> Row:
-    """The measurement, or the fact that memory ran out."""
+    """The measurement, or ``{"oom": True}`` if memory ran out."""
     try:
         return what()
     except (RuntimeError, MemoryError) as error:
@@ -201,26 +205,26 @@ def attempt(bench: Bench, what: Callable[[], Row]) -> Row:
             raise
     finally:
         bench.optimizer.zero_grad(set_to_none=True)
-    empty_cache(bench.device)  # only now: while the error is there, so are the tensors of its frames
+    empty_cache(bench.device)  # only now: until the error is released, its frames hold tensors
     return {"oom": True}
 
 
 def warm_up(bench: Bench, methods: Sequence[str], chunk: int) -> None:
-    """A few chunks with every loss choose kernels and make the optimizer's state; then a short step gives the rate."""
+    """Run a few chunks with every loss, to compile kernels and make the optimizer's state. Then estimate the rate."""
     for method in methods:
         attempt(bench, lambda m=method: measure_step(bench, m, 4 * chunk))
     bench.pairs_per_s = 4 * chunk / measure_step(bench, methods[0], 4 * chunk)["step_s"]
 
 
 def parts_to_compile(model: nn.Module, which: str) -> list[nn.Module]:
-    """The layers of the transformers, or their activations alone: less to gain, and quick to compile."""
+    """The layers of the transformers, or only their activations, which compile quickly but gain less."""
     if which == "activations":
         return [part for part in model.modules() if type(part).__module__ == "transformers.activations"]
     return [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
 
 
 def compile_parts(bench: Bench, which: str, methods: Sequence[str], chunk: int) -> Row:
-    """Compile parts of the towers (one graph serves all layers of a tower), if that works and is faster."""
+    """Compile parts of the towers, and keep that if it works and is faster. All layers of a tower share one graph."""
     parts = parts_to_compile(bench.model, which)
     eager, start = bench.pairs_per_s, time.monotonic()
     failure = ""
@@ -228,7 +232,7 @@ def compile_parts(bench: Bench, which: str, methods: Sequence[str], chunk: int) 
         for part in parts:
             part.compile(dynamic=False)
         warm_up(bench, methods[:1], chunk)
-    except Exception as error:  # a compiler that is absent or fails is no reason to measure nothing
+    except Exception as error:  # without a working compiler, measure uncompiled
         failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     kept = not failure and bench.pairs_per_s > eager
     found = {"compiled": which if kept else "", "eager_pairs_per_s": eager, "compiled_pairs_per_s": bench.pairs_per_s,
@@ -255,8 +259,8 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     torch.backends.cudnn.benchmark = True  # every chunk has the same shape
     model = build_model(config).to(device).train()
     bench = Bench(config, model, build_optimizer(model, config.optim), device, deadline)
-    report = describe("train-step", device, repeatable("benchmarks.train_step", args.argv), 1, args.max_seconds)
-    report["commit"] = report["commit"] or args.commit or "unknown"
+    command = repeatable("reproductions.train_step", args.argv)
+    report = describe("train-step", device, command, 1, args.max_seconds, commit=args.commit)
     report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": ""}
     methods = [method for method in METHODS if method in args.methods]
     warm_up(bench, methods, args.chunk)
@@ -286,7 +290,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
 
 
 def other_rows(path: Path | None, measured: set[tuple[int, str]]) -> list[Row]:
-    """An earlier file's rows of what is not measured here, each with its commit and its date."""
+    """The rows of an earlier file that are not measured here, each with its commit and date."""
     if path is None:
         return []
     report = json.loads(path.read_text(encoding="utf-8"))
@@ -295,7 +299,7 @@ def other_rows(path: Path | None, measured: set[tuple[int, str]]) -> list[Row]:
 
 
 def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, method: str) -> None:
-    """Measure one step, if there is time for it; several of a method are averaged."""
+    """Measure one step, if there is time. Several steps of a method are averaged."""
     found = results[batch, method]
     if found.get("oom") or 1.03 * bench.expected_s(batch, found) > bench.left():
         why = "out of memory" if found.get("oom") else "no time left"
@@ -317,7 +321,7 @@ def take_step(bench: Bench, results: dict[tuple[int, str], Row], batch: int, met
 
 
 def estimate(bench: Bench, row: Row, backbone_bytes: int | None) -> Row:
-    """A step from its parts: the latest rate of the encoders and the loss; equation 10 with the latest backbone."""
+    """Estimate a step from the latest rate of the encoders and its loss; its memory by equation 10 of the paper."""
     made: Row = {"step_s": bench.expected_s(row["batch"], row)}
     if backbone_bytes is not None:
         made["peak_bytes"] = row["data_bytes"] + max(row["loss_bytes"], backbone_bytes)
@@ -332,12 +336,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--model", default="clip-vit-b-16")
     parser.add_argument("--image-size", type=int, default=0)
-    parser.add_argument("--compile", choices=("activations", "layers"), help="compile these, if it works and is faster")
-    parser.add_argument("--max-seconds", type=float, default=500.0, help="no step is started that would end later")
+    parser.add_argument(
+        "--compile", choices=("activations", "layers"), help="compile these parts, if it works and is faster"
+    )
+    parser.add_argument("--max-seconds", type=float, default=500.0, help="start no step that would end later")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--turns", type=int, default=0, help="how often every step is taken; 0: as the time allows")
-    parser.add_argument("--add-to", type=Path, help="keep this file's rows of what is not measured now")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--turns", type=int, default=0, help="how often to measure every step; 0: as the time allows")
+    parser.add_argument("--add-to", type=Path, help="keep the rows of this file that are not measured now")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 

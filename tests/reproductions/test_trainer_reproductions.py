@@ -1,4 +1,4 @@
-"""The benchmarks of the trainer run, here on tiny sizes, and their reports say what was measured."""
+"""The reproductions that train run at tiny sizes, and their reports say what was measured."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from tests.train.small_icons import write_small_icons
 from torch import nn
 
-from benchmarks import batch_size, train_step, train_step_pages
+from reproductions import batch_size, train_step, train_step_pages
 
 TINY = ["--model", "clip-tiny", "--chunk", "8"]
 SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
@@ -31,7 +31,7 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
 
 
 def test_steps_are_added_to_an_earlier_file(tmp_path):
-    """Other rows stay as they were, with the commit that they were measured at; ratios are those within one run."""
+    """Other rows are kept, with the commit of their run. Ratios are within one run."""
     common = [*TINY, "--max-seconds", "9999", "--turns"]
     first = train_step.main([*common, "1", "--batches", "16,24", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())
@@ -199,7 +199,7 @@ def test_epochs_fit_the_time(small_data, monkeypatch):
 
 @pytest.mark.slow
 def test_batch_sizes_and_curves(tmp_path, capsys, small_data, monkeypatch):
-    monkeypatch.setattr(batch_size, "CHUNK", 64)  # so that a batch of 128 goes through the cache
+    monkeypatch.setattr(batch_size, "CHUNK", 64)  # a batch of 128 then goes through the cache
     options = ["--batches", "64,128,9999", "--epochs", "2", "--seeds", "1", "--curve-batch", "64", "--curve-steps", "6"]
     curves, table = batch_size.main(["all", small_data[0], *SMALL, *options, "--out", str(tmp_path)])
     rows = json.loads(table.read_text())["results"]
@@ -207,7 +207,7 @@ def test_batch_sizes_and_curves(tmp_path, capsys, small_data, monkeypatch):
     assert rows[1]["lr"] == pytest.approx(rows[0]["lr"] * 2**0.5)
     assert "| 128 | 6 |" in table.with_suffix(".md").read_text()
     report = json.loads(curves.read_text())
-    assert report["command"].startswith("python -m benchmarks.batch_size all small.zip --width 32")
+    assert report["command"].startswith("python -m reproductions.batch_size all small.zip --width 32")
     assert str(tmp_path) not in report["command"]
     assert 0 < report["largest_relative_difference"] < 1e-4
     assert 0 < report["rounding_relative_difference"] < 1e-4

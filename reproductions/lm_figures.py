@@ -1,24 +1,28 @@
 """Figures 3 and 4 of "Cut Your Losses in Large-Vocabulary Language Models" from a small model that is trained for real.
 
-    python -m benchmarks.lm_figures                      train, write benchmarks/results/lm-figures-<device>.json, draw
-    python -m benchmarks.lm_figures --prepare FILE       only read and tokenize the text, for a machine without it
-    python -m benchmarks.lm_figures --data FILE          train on what --prepare wrote
-    python -m benchmarks.lm_figures --draw --docs        draw again from the file, update the documentation
+    python -m reproductions.lm_figures                      train, write the results, draw
+    python -m reproductions.lm_figures --prepare FILE       only tokenize the text, for a machine without it
+    python -m reproductions.lm_figures --data FILE          train on a file that --prepare wrote
+    python -m reproductions.lm_figures --draw --docs        draw again from the file, update the documentation
 
-The model is the one of examples/train_lm.py. First it learns the sources of Python's standard library and most of those
-of transformers, for about half of --max-seconds. Figure 3 is then the mean probability of its i-th most likely next
-token on held-out text: files of transformers that it has not seen. For figure 4 the same weights are fine-tuned on more
-such files, several times (`VARIANTS`: what answers the question comes first):
+Results go to reproductions/results/lm-figures-<device>.json. The model is that of examples/train_lm.py. It is first
+trained for about half of --max-seconds on the sources of Python's standard library and most of those of transformers.
 
-    exact              the loss as it is
-    filter 1e-3, 1e-2  with that `filter_tolerance`, which skips by itself where it pays, or not at all
-    exact, other masks the same batches, with other dropout masks
+Figure 3 is the mean probability of the i-th most likely next token on held-out text: files of transformers that are
+not in the training text.
+
+For figure 4 the trained weights are fine-tuned several times on more files of transformers. `VARIANTS` lists the runs,
+most important first:
+
+    exact              the exact loss
+    filter 1e-3, 1e-2  with that `filter_tolerance`; a step computes everything where the filter would not save time
+    exact, other masks the same batches, other dropout masks
     exact, other batches
-    exact, again       the same once more: what a GPU's order of sums does
-    dense              torch's own loss from all logits: the same numbers, rounded elsewhere
+    exact, again       the same run once more: shows nondeterminism of the GPU
+    dense              torch's own loss from all logits: the same values with other rounding
 
-How far do runs with a tolerance get from the exact run of the same batches and masks, and how far do the others get?
-The file is written after every run; a run that would not fit the time is named and left out.
+The question is whether a tolerance moves a run further from the exact run of the same batches and masks than the other
+changes do. The file is written after every run. A run that would not fit the time is named in the file and not started.
 """
 
 from __future__ import annotations
@@ -43,17 +47,19 @@ from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
-from benchmarks import lm_pictures, lm_text, measure, run
-from benchmarks.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
+from benchmarks import measure, run
+from reproductions import lm_pictures, lm_text
+from reproductions.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
+from reproductions.records import RESULTS
 from tilewise.ops.filter_report import record_filtering
 
 DROPOUT = 0.1  # of the attention, in fine-tuning only
-LOOKS = 10  # at the held-out loss, in a run of fine-tuning
+LOOKS = 10  # evaluations on held-out text in a run of fine-tuning
 PRETRAINING_SHARE = 0.58  # of the time
-GENEROUS = 5.0  # seconds for each step: nobody need measure how many fit
+GENEROUS = 5.0  # with this many seconds per step, all steps fit and their time is not measured
 Report = dict[str, Any]
 
-# (pretraining, fine-tuning) by machine. Steps are at most so many, fewer where the time is short.
+# (pretraining, fine-tuning) by machine. The numbers of steps are upper limits; fewer if the time is short.
 CUDA = (
     Settings(steps=4000, batch=64, length=512, hidden=512, layers=8, lr=1e-3, warmup=150, held_out=32_768),
     Settings(steps=120, batch=64, length=512, hidden=512, layers=8, lr=3e-4, warmup=10, held_out=32_768),
@@ -90,7 +96,7 @@ VARIANTS = (  # most important first
 
 
 class Clock:
-    """How much time is left, and who gets how much of it."""
+    """Time that is spent and left."""
 
     def __init__(self, seconds: float) -> None:
         self.start, self.seconds = time.perf_counter(), seconds
@@ -108,13 +114,13 @@ class Clock:
 
 
 def pace(model: nn.Module, text: Tensor, settings: Settings) -> float:
-    """Seconds of a step, from the second half of a few with a copy of the model: the first ones compile."""
+    """Seconds of a step. Runs a few steps with a copy of the model; times the second half, since the first compile."""
     steps = 12 if settings.device == "cuda" else 4
     marks: list[float] = []
 
     def watch(step: int, loss: Tensor) -> None:
         if step in (steps // 2 - 1, steps - 1):
-            loss.item()  # waits
+            loss.item()  # waits for the device
             marks.append(time.perf_counter())
 
     train_lm.train(copy.deepcopy(model), text, replace(settings, steps=steps), watch)
@@ -122,7 +128,7 @@ def pace(model: nn.Module, text: Tensor, settings: Settings) -> float:
 
 
 def pretrain(model: nn.Module, text: Tensor, settings: Settings, clock: Clock, seconds: float) -> Report:
-    """As many steps as fit the seconds, at most those of the settings."""
+    """Train as many steps as fit the seconds, at most those of the settings."""
     if seconds < GENEROUS * settings.steps:
         settings = replace(settings, steps=max(2, min(settings.steps, int(seconds / pace(model, text, settings)))))
     start = clock.spent
@@ -131,7 +137,7 @@ def pretrain(model: nn.Module, text: Tensor, settings: Settings, clock: Clock, s
 
         def watch(step: int, loss: Tensor) -> bool:
             tick(lambda: f"loss {loss:.3f}")
-            return clock.spent > start + 1.1 * seconds  # the pace was wrong: leave the rest for the figures
+            return clock.spent > start + 1.1 * seconds  # slower than estimated: keep time for the figures
 
         losses = train_lm.train(model, text, settings, watch)
     taken = clock.spent - start
@@ -139,7 +145,7 @@ def pretrain(model: nn.Module, text: Tensor, settings: Settings, clock: Clock, s
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """A copy, with dropout in its attention."""
+    """A copy of the model, with dropout in its attention."""
     model = copy.deepcopy(model)
     for part in model.modules():
         if hasattr(part, "attention_dropout"):
@@ -150,16 +156,16 @@ def with_dropout(model: nn.Module) -> nn.Module:
 def that_fits(
     model: nn.Module, text: Tensor, held_out: Tensor, settings: Settings, clock: Clock
 ) -> tuple[Settings, Tensor]:
-    """As many steps as let all runs fit the time that is left, at most those of the settings; text to look at.
+    """Settings with as many steps as let all runs fit the time that is left, and the held-out text to evaluate.
 
-    Looks take a quarter of the time at most: where they are slow, a part of the held-out text has to do.
+    Evaluation takes at most a quarter of the time. If it is slow, it uses a part of the held-out text.
     """
     if clock.left > GENEROUS * len(VARIANTS) * settings.steps:
         return settings, held_out
     model = with_dropout(model)
     options = (tw.TileOptions(filter_tolerance=tolerance) for tolerance in (0.0, LOOSE))
     step = max(pace(model, text, replace(settings, options=one)) for one in options)
-    held_out_loss(model, held_out[: settings.length], settings)  # whatever is only done once
+    held_out_loss(model, held_out[: settings.length], settings)  # warm-up
     start = clock.spent
     held_out_loss(model, held_out, settings)
     looks = (LOOKS + 1) * (clock.spent - start)
@@ -170,7 +176,7 @@ def that_fits(
 
 
 def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settings, variant: Variant) -> Report:
-    """Losses of a copy of the model, on its batches and on held-out text, and what its backward left out."""
+    """Fine-tune a copy of the model: its losses, its held-out losses, and what its backward dropped."""
     began = time.perf_counter()
     model = with_dropout(model)
     options = None if variant.tolerance is None else tw.TileOptions(filter_tolerance=variant.tolerance)
@@ -183,11 +189,11 @@ def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settin
     recording, found = ExitStack(), None
 
     def seed_masks(*_: Any) -> None:
-        """The masks of a step are those of its number, whatever else has drawn random numbers before."""
+        """Make the dropout masks depend only on the number of the step."""
         torch.manual_seed(1000 * variant.masks + step_now)
 
     def look() -> None:
-        """At the held-out text; the step that follows is recorded, and not timed."""
+        """Evaluate on held-out text. The next step is recorded and not timed."""
         nonlocal looking, found
         start = time.perf_counter()
         held.append((step_now, held_out_loss(model, held_out, settings)))
@@ -200,7 +206,7 @@ def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settin
         nonlocal step_now, mark, found
         step_now = step + 1
         tick(lambda: f"loss {loss:.3f}")
-        if step == held[-1][0]:  # the first one since the last look
+        if step == held[-1][0]:  # the first step after an evaluation
             recording.close()
             if found is not None:
                 seen.append({"step": step, **seen_of(found)})
@@ -232,7 +238,7 @@ def fine_tune(model: nn.Module, text: Tensor, held_out: Tensor, settings: Settin
 
 
 def steps_to_look_at(steps: int, times: int = LOOKS) -> list[int]:
-    """After which steps the held-out loss is taken.
+    """The steps after which the held-out loss is evaluated.
 
     >>> steps_to_look_at(24, 6)
     [4, 8, 12, 16, 20, 24]
@@ -243,10 +249,10 @@ def steps_to_look_at(steps: int, times: int = LOOKS) -> list[int]:
 
 
 def differences(runs: Sequence[Report]) -> Report:
-    """How far each run gets from the exact one of the same batches (or, with other batches, from the first).
+    """Differences of each run from the exact run of the same batches; of exact runs, from the first one.
 
-    The largest difference of the held-out losses, and that at the end; of the runs that see the same batches and masks
-    also the largest one of the losses of a step.
+    For the held-out losses: the largest difference and that at the end. For runs with the same batches and masks, also
+    the largest difference of the training losses of a step.
     """
     exact = {run["batches"]: run for run in reversed(runs) if run["tolerance"] == 0.0 and run["masks"] == 1}
     found: Report = {}
@@ -268,7 +274,7 @@ def differences(runs: Sequence[Report]) -> Report:
 
 
 def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], None]) -> Report:
-    """Train everything; the file is written after every run."""
+    """Train everything. The file is written after every run."""
     cuda = torch.cuda.is_available() and not arguments.small
     clock = Clock(arguments.max_seconds or (330.0 if cuda else 3600.0))
     pretraining, tuning = SMALL if arguments.small else CUDA if cuda else CPU
@@ -276,9 +282,14 @@ def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], Non
         pretraining, tuning = (replace(s, steps=n) for s, n in zip((pretraining, tuning), arguments.steps, strict=True))
     tokens, described = lm_text.read_tokens(arguments, (pretraining, tuning))
     report = run.describe(
-        "lm-figures", torch.device("cuda" if cuda else "cpu"), command_of(arguments), 1, clock.seconds
+        "lm-figures",
+        torch.device("cuda" if cuda else "cpu"),
+        command_of(arguments),
+        1,
+        clock.seconds,
+        commit=arguments.commit,
     )
-    report |= {"commit": report["commit"] or arguments.commit or "unknown", "threshold": THRESHOLD, "text": described}
+    report |= {"threshold": THRESHOLD, "text": described}
     del report["results"], report["repeats"]
     shown = ("steps", "batch", "length", "vocabulary", "hidden", "layers", "lr")
     for name, one in (("pretraining", pretraining), ("tuning", tuning)):
@@ -310,45 +321,54 @@ def work(arguments: argparse.Namespace, path: Path, save: Callable[[Report], Non
         report["seconds"] = clock.spent
         save(report)
         lm_pictures.say(f"{variant.name}: held-out loss {found['held_out'][-1][1]:.5f}, {clock.left:.0f} s left")
+    report["seconds"] = clock.spent
     save(report)
     return report
 
 
 def command_of(arguments: argparse.Namespace) -> str:
-    """What to type to get this again."""
-    return arguments.command or shlex.join(["python", "-m", "benchmarks.lm_figures", *arguments.given])
+    """The command to record."""
+    return arguments.command or shlex.join(["python", "-m", "reproductions.lm_figures", *arguments.given])
 
 
 def parse(given: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_figures", description=__doc__)
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m reproductions.lm_figures", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--prepare", type=Path, help="write the tokens of all texts to this file, and train nothing")
-    parser.add_argument("--data", type=Path, help="such a file, instead of text")
-    parser.add_argument("--draw", action="store_true", help="train nothing: draw and write words from the file")
-    parser.add_argument("--docs", action="store_true", help="put words and pictures into the documentation, too")
-    parser.add_argument("--small", action="store_true", help="a tiny model for a moment: does it run at all?")
-    parser.add_argument("--max-seconds", type=float, help="all in all; 330 with a CUDA device, 3,600 without")
-    parser.add_argument("--steps", type=int, nargs=2, help="of pretraining and of fine-tuning, at most")
+    parser.add_argument("--prepare", type=Path, help="write the tokens of all texts to this file; do not train")
+    parser.add_argument("--data", type=Path, help="train on a file that --prepare wrote")
     parser.add_argument(
-        "--tokens", type=int, nargs=2, default=(20_000_000, 4_000_000), help="to learn and to tune on, at most"
+        "--draw", action="store_true", help="do not train: draw figures and write the page from the file"
     )
-    parser.add_argument("--megabytes", type=float, default=90.0, help="of each text, at most")
-    parser.add_argument("--text", type=Path, nargs=2, help="folders to learn and to fine-tune on")
+    parser.add_argument("--docs", action="store_true", help="also write text and figures to the documentation")
+    parser.add_argument("--small", action="store_true", help="train a tiny model for a moment, to check that it runs")
+    parser.add_argument(
+        "--max-seconds", type=float, help="limit for the whole run; 330 with a CUDA device, 3,600 without"
+    )
+    parser.add_argument("--steps", type=int, nargs=2, help="most steps of pretraining and of fine-tuning")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=(20_000_000, 4_000_000),
+        help="most tokens of pretraining and of fine-tuning",
+    )
+    parser.add_argument("--megabytes", type=float, default=90.0, help="most text of each kind")
+    parser.add_argument("--text", type=Path, nargs=2, help="folders of text for pretraining and for fine-tuning")
     parser.add_argument("--cache", type=Path, default=Path("runs/lm-figures"), help="folder that keeps the tokenizer")
-    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in benchmarks/results")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
-    parser.add_argument("--command", help="the command to record, where it was another one that started this")
+    parser.add_argument("--out", type=Path, help="the JSON file, instead of one in reproductions/results")
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
+    parser.add_argument("--command", help="the command to record, instead of this one")
     return parser.parse_args(given, argparse.Namespace(given=given))
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Train, write and draw; the path of the JSON file."""
+    """Train, write and draw. Returns the path of the JSON file."""
     arguments = parse(list(sys.argv[1:] if argv is None else argv))
     if arguments.prepare:
         return lm_text.prepare(arguments, SMALL if arguments.small else CUDA)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else run.cpu_name()
-    path = arguments.out or run.RESULTS / f"lm-figures-{run.slug(device)}.json"
+    path = arguments.out or RESULTS / f"lm-figures-{run.slug(device)}.json"
 
     def save(report: Report) -> None:
         run.write(path, report)

@@ -1,17 +1,17 @@
-"""In which order the steps of `train_step` are taken."""
+"""The order in which `train_step` measures steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-METHODS = ("dense", "tilewise", "local", "tilewise+offload")  # ours between the baselines that it is compared with
+METHODS = ("dense", "tilewise", "local", "tilewise+offload")  # ours is between the baselines
 BASELINES = ("dense", "local")
 
 
 def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, str]]:
-    """Whole steps in the order of their worth: the first batch there and back again, and the largest one before others.
+    """Whole steps, most important first: the smallest batch forth and back, the next, then the largest ones.
 
-    A step that no longer fits the time is left out, and a smaller one after it may still fit.
+    A step that does not fit the time is left out; a smaller one after it may still fit.
 
     >>> schedule([8, 32], ["dense", "tilewise"])
     [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (32, 'dense'), (32, 'tilewise')]
@@ -28,12 +28,12 @@ def schedule(batches: Sequence[int], methods: Sequence[str]) -> list[tuple[int, 
     for some in (ours, theirs):
         for batch in reversed(rest[1:]):
             turns += [(batch, method) for method in some]
-            some = some[::-1]  # the method that came last had the least chance to fit
+            some = some[::-1]  # the last method was the least likely to fit
     return turns
 
 
 def rounds(batches: Sequence[int], methods: Sequence[str], turns: int) -> list[tuple[int, str]]:
-    """Every step so many times, there and back again.
+    """Every step `turns` times, forth and back.
 
     >>> rounds([8], ["dense", "tilewise"], 3)
     [(8, 'dense'), (8, 'tilewise'), (8, 'tilewise'), (8, 'dense'), (8, 'dense'), (8, 'tilewise')]

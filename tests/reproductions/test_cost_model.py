@@ -1,11 +1,11 @@
-"""The cost model: its laws, and that the committed tables are what it writes."""
+"""The cost model obeys its laws, and the committed tables are up to date."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from benchmarks.cost_model import OUT, PAPER_GB, Loss, Machine, main, memory_bytes, paper_model_gib, predict
+from reproductions.cost_model import OUT, PAPER_GB, Loss, Machine, main, memory_bytes, paper_model_gib, predict
 
 MACHINE, LOSS = Machine(), Loss()
 
@@ -13,7 +13,9 @@ MACHINE, LOSS = Machine(), Loss()
 def test_committed_results_are_what_the_model_writes(tmp_path, capsys):
     main(["--out", str(tmp_path)])
     for name in ("cost_model.json", "cost_model.md"):
-        assert (tmp_path / name).read_text() == (OUT / name).read_text(), f"run python -m benchmarks.cost_model: {name}"
+        assert (tmp_path / name).read_text() == (OUT / name).read_text(), (
+            f"run python -m reproductions.cost_model: {name}"
+        )
     assert (OUT / "cost_model.png").stat().st_size > 10_000
 
 
@@ -49,7 +51,7 @@ def test_the_laws_give_the_figures_of_the_paper():
         for method, figures in methods.items():
             for thousands, told in figures.items():
                 law = paper_model_gib(method, world, thousands * 1024)
-                # OpenCLIP's smallest cells hold buffers of fixed size beside the logits.
+                # The smallest cells of OpenCLIP also hold buffers of a fixed size.
                 assert told == pytest.approx(law, rel=0.15, abs=0.5 if method == "OpenCLIP" else 0.02)
 
 

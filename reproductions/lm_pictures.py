@@ -1,4 +1,4 @@
-"""What `benchmarks.lm_figures` shows: a bar while it runs, two pictures, a page, and a section of the documentation."""
+"""Output of `reproductions.lm_figures`: progress, two figures, a page, and a section of the documentation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import digits
-from benchmarks.run import RESULTS
+
+from reproductions.records import RESULTS, todays_command
 
 CONCEPTS = RESULTS.parents[1] / "docs" / "concepts"
 DOCS, SKIPPING = CONCEPTS / "language-models.md", CONCEPTS / "skipping.md"
-EVERY = 0.5, 10.0  # seconds between two looks at the loss: on a terminal, and in a log
+EVERY = 0.5, 10.0  # seconds between two updates: on a terminal, and in a log
 STYLES = {  # colour, line, width
     "exact": ("C0", "-", 3.5),
     "filter 0.001": ("C1", "--", 1.8),
@@ -30,8 +31,8 @@ STYLES = {  # colour, line, width
 COLUMNS = (
     "run",
     "held-out loss",
-    "apart at the end",
-    "largest on the curve",
+    "at the end",
+    "largest",
     "largest of a step",
     "pairs computed",
     "mass dropped",
@@ -40,19 +41,20 @@ COLUMNS = (
 Report = dict[str, Any]
 
 
-# While it runs
+# Progress
 
 
 def say(words: str) -> None:
-    """A line for the log."""
+    """Print a line to the log."""
     print(words, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Callable[[Callable[[], str]], None]]:
-    """Call what this gives once a step, with a function that says how it stands; it is asked only now and then.
+    """Yield a function to call once a step, with a function that returns the state as words.
 
-    A bar where rich is installed and somebody watches, otherwise a line every ten seconds.
+    Shows a bar on a terminal with rich, otherwise a line every ten seconds. The state is only asked for when it is
+    shown, because reading a loss waits for the device.
     """
     watched = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     done, last = 0, time.perf_counter()
@@ -87,11 +89,11 @@ def progress(name: str, steps: int) -> Iterator[Callable[[Callable[[], str]], No
         yield advance
 
 
-# Pictures
+# Figures
 
 
 def draw(report: Report, path: Path) -> list[Path]:
-    """Both figures, as SVG and PNG beside the file."""
+    """Draw both figures as SVG and PNG beside the file. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,7 +116,7 @@ def draw(report: Report, path: Path) -> list[Path]:
 
 
 def title(report: Report) -> str:
-    """The model and the machine."""
+    """Title of both figures: the model and the device."""
     trained = report["pretraining"]
     return (
         f"{trained['layers']} layers of {trained['hidden']}, vocabulary {trained['vocabulary']:,}, "
@@ -139,7 +141,7 @@ def draw_probabilities(axes: Any, report: Report) -> None:
 
 
 def draw_runs(axes: Any, report: Report) -> None:
-    """Figure 4: the curves; how far they are from the exact one; what backward computed."""
+    """Figure 4: the curves, their distance from the exact one, and the share of pairs that backward computed."""
     left, middle, right = axes
     runs = {run["name"]: run for run in report["figure_4"]["runs"]}
     for name in (n for n in ("exact", "filter 0.001", "filter 0.01", "dense") if n in runs):
@@ -151,7 +153,7 @@ def draw_runs(axes: Any, report: Report) -> None:
         points = [
             (s, abs(x - y)) for (s, x), (_, y) in zip(runs[name]["held_out"], runs["exact"]["held_out"], strict=True)
         ]
-        points = [point for point in points if point[1] > 0.0]  # a logarithmic axis has no zero
+        points = [point for point in points if point[1] > 0.0]  # a logarithmic axis cannot show zero
         if points:
             middle.plot(
                 *zip(*points, strict=True), color=color, linestyle=line, linewidth=width, marker=".", label=name
@@ -172,16 +174,16 @@ def draw_runs(axes: Any, report: Report) -> None:
             one.legend(frameon=False, fontsize=8, ncols=2 if len(one.lines) > 4 else 1)
 
 
-# Words
+# Text
 
 
 def page(report: Report, stem: str) -> str:
-    """The page beside the file."""
+    """The page beside the JSON file."""
     commit = report["commit"][:10] + (" with local changes" if report["dirty"] else "")
     lines = [
         f"# Figures 3 and 4 of Cut Cross-Entropy on {report['device']}",
         "",
-        f"`{report['command']}`",
+        f"`{todays_command(report['command'])}`",
         "",
         f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
         f"{report['python']}; {report.get('seconds', 0):.0f} s.",
@@ -194,44 +196,33 @@ def page(report: Report, stem: str) -> str:
 
 
 def links(report: Report, stem: str) -> list[str]:
-    """To the pictures that `draw` makes."""
+    """Links to the figures that `draw` makes."""
     lines = [f"![mean probability by rank]({stem}-figure-3.png)"]
     if report.get("figure_4", {}).get("runs"):
-        lines.append(f"![loss with and without skipping]({stem}-figure-4.png)")
+        lines.append(f"![loss with and without a filter]({stem}-figure-4.png)")
     return lines
 
 
 def words(report: Report) -> str:
-    """What was trained and what came of it; every figure from the file."""
-    trained, found, four, text = report["pretraining"], report["figure_3"], report.get("figure_4"), report["text"]
-    seen = trained["steps"] * trained["batch"] * trained["length"]
-    lines = [
-        f"**Figure 3.** A Llama of {trained['layers']} layers, width {trained['hidden']} and {trained['vocabulary']:,} "
-        f"words learned {text['said']['pretraining']}: {seen / 1e6:.3g} million tokens in {trained['seconds']:.0f} s "
-        f"({report['device']}). On held-out text, {text['said']['held_out']}, its loss is {found['loss']:.2f}, and "
-        f"{100 * found['accuracy']:.0f} % of the next tokens are right. (None of those files was learned, but "
-        f"{100 * text['overlap']['held_out']:.0f} % of the sequences of {text['sequence']} tokens are in others, too.) "
-        f"The mean probability by rank falls below 2^-12 at rank {found['first_rank_below_2^-12']:,}; "
-        f"{digits(100 * found['mass_below_2^-12'])} % of the probability is beyond: what a fixed threshold at that "
-        f"height would drop. {of_skipping(found['skipping'])}"
-    ]
-    if "other" in found:
-        lines[0] += (
-            f" On text of another kind, {text['said']['other']}, its loss is {found['other']['loss']:.2f}. "
-            f"{of_skipping(found['other']['skipping'])}"
-        )
+    """What was trained and what was measured, one sentence a line. Every number comes from the file."""
+    lines = words_on_probabilities(report)
+    four = report.get("figure_4")
     if four is None or not four["runs"]:
-        return lines[0]
+        return "\n".join(lines)
     tuned, exact = report["tuning"], four["runs"][0]
     lines += [
         "",
-        f"**Figure 4.** Fine-tuned on {text['said']['tuning']} for {tuned['steps']} steps of "
-        f"{tuned['batch'] * tuned['length']:,} tokens, with dropout of {tuned['dropout']:g} in the attention, the loss "
-        f"on that held-out text went from {exact['held_out'][0][1]:.3f} to {exact['held_out'][-1][1]:.3f}. How far the "
-        "other runs are from it, in nats: their held-out loss, and the loss of a step where batches and masks are the "
-        "same. (With other batches, a run with a tolerance is compared with the exact run of those.) Pairs computed: "
-        "of all (row, tile) pairs, by backward, in the steps that were looked at. Mass dropped: mean and largest of a "
-        "row.",
+        f"**Figure 4.** The model is fine-tuned on {report['text']['said']['tuning']} for {tuned['steps']} steps of "
+        f"{tuned['batch'] * tuned['length']:,} tokens, with dropout of {tuned['dropout']:g} in the attention.",
+        f"In the exact run the held-out loss goes from {exact['held_out'][0][1]:.3f} to "
+        f"{exact['held_out'][-1][1]:.3f}.",
+        "The table shows how far the other runs are from it, in nats.",
+        "",
+        "- *At the end*, *largest*: the difference of the held-out losses, after the last step and at most.",
+        "- *Largest of a step*: the difference of the training losses, where batches and dropout masks are the same.",
+        "- *Pairs computed*: the share of (row, tile) pairs that backward computed, in the steps that were recorded.",
+        "- *Mass dropped*: the probability that was dropped, mean over rows and largest of a row.",
+        "- A run with a tolerance and other batches is compared with the exact run of those batches.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
@@ -239,28 +230,52 @@ def words(report: Report) -> str:
     for run in four["runs"]:
         lines.append(run_line(run, four["differences"].get(run["name"], {})))
     if four["no_time_for"]:
-        lines += ["", f"No time was left for: {'; '.join(four['no_time_for'])}."]
-    lines += ["", verdict(four)]
-    return "\n".join(lines)
+        lines += ["", f"Not run, because the time was up: {'; '.join(four['no_time_for'])}."]
+    return "\n".join([*lines, "", verdict(four)])
 
 
-def of_skipping(skipping: Report) -> str:
+def words_on_probabilities(report: Report) -> list[str]:
+    """Sentences on figure 3."""
+    trained, found, text = report["pretraining"], report["figure_3"], report["text"]
+    seen = trained["steps"] * trained["batch"] * trained["length"]
+    lines = [
+        f"**Figure 3.** A Llama of {trained['layers']} layers, width {trained['hidden']} and {trained['vocabulary']:,} "
+        f"words is trained on {text['said']['pretraining']}: {seen / 1e6:.3g} million tokens "
+        f"({report['device']}, {trained['seconds']:.0f} s).",
+        f"On held-out text, {text['said']['held_out']}, its loss is {found['loss']:.2f} and "
+        f"{100 * found['accuracy']:.0f} % of the next tokens are right.",
+        f"None of those files was trained on, but {100 * text['overlap']['held_out']:.0f} % of their sequences of "
+        f"{text['sequence']} tokens also occur in files that were.",
+        f"The mean probability by rank falls below 2^-12 at rank {found['first_rank_below_2^-12']:,}.",
+        f"A fixed threshold of 2^-12 would drop the rest, which has {digits(100 * found['mass_below_2^-12'])} % of the "
+        "probability.",
+        *of_skipping(found["skipping"]),
+    ]
+    if "other" in found:
+        lines += [
+            f"On text of another kind, {text['said']['other']}, its loss is {found['other']['loss']:.2f}.",
+            *of_skipping(found["other"]["skipping"]),
+        ]
+    return lines
+
+
+def of_skipping(skipping: Report) -> list[str]:
     """A sentence on each tolerance."""
-    return " ".join(of_tolerance(tolerance, one) for tolerance, one in skipping.items())
+    return [of_tolerance(tolerance, one) for tolerance, one in skipping.items()]
 
 
 def of_tolerance(tolerance: str, one: Report) -> str:
     """A sentence on one tolerance."""
     computed = f"{digits(100 * one['kept_share'])} % of the (row, tile) pairs"
-    if not one["skips"] and one["kept_share"] == 1.0:  # nobody counted: a sample of the rows was enough
-        return f"At a tolerance of {tolerance} too many (row, tile) pairs matter, and backward computes all."
+    if not one["skips"] and one["kept_share"] == 1.0:  # a sample of the rows decided, so pairs were not counted
+        return f"At a tolerance of {tolerance} backward computes all (row, tile) pairs: too many of them matter."
     if not one["skips"]:
-        return f"At a tolerance of {tolerance} backward would need {computed} and computes all."
+        return f"At a tolerance of {tolerance} backward would need {computed}, so it computes all."
     return f"At a tolerance of {tolerance} backward computes {computed}."
 
 
 def run_line(run: Report, apart: Report) -> str:
-    """A row of the table."""
+    """One row of the table of runs."""
     cells = [f"{run['held_out'][-1][1]:.5f}"]
     cells += [f"{apart[name]:.1e}" if name in apart else "" for name in ("final", "largest", "largest_of_a_step")]
     seen = run["skipping"]
@@ -272,39 +287,42 @@ def run_line(run: Report, apart: Report) -> str:
         if not skips:
             share = "all" if min(shares) == 100.0 else f"all ({share} are needed)"
         elif len(skips) < len(seen):
-            share += f", all in {len(seen) - len(skips)} of {len(seen)} looks"
+            share += f", all in {len(seen) - len(skips)} of {len(seen)} steps"
         dropped = f"{max(one['mean_dropped'] for one in seen):.1e}, {max(one['largest_dropped'] for one in seen):.1e}"
     step = "" if run["step_ms"] is None else digits(run["step_ms"])
     return f"| {run['name']} | " + " | ".join([*cells, share, dropped, step]) + " |"
 
 
 def verdict(four: Report) -> str:
-    """Skipping beside the noise of exact runs, in a few sentences, whatever it is."""
+    """The effect of the filter beside the noise of exact runs, one sentence a line."""
     largest = {name: one["largest"] for name, one in four["differences"].items()}
-    skipping = {name: value for name, value in largest.items() if name.startswith("filter")}
-    noise = {name: value for name, value in largest.items() if name not in skipping}
-    if not skipping or not noise:
-        return "Too few runs to compare."
-    worst = max(skipping, key=lambda name: skipping[name])
-    above, below = ([n for n in noise if (noise[n] > skipping[worst]) is higher] for higher in (False, True))
+    filtered = {name: value for name, value in largest.items() if name.startswith("filter")}
+    noise = {name: value for name, value in largest.items() if name not in filtered}
+    if not filtered or not noise:
+        return "There are too few runs to compare."
+    worst = max(filtered, key=lambda name: filtered[name])
+    above, below = ([n for n in noise if (noise[n] > filtered[worst]) is higher] for higher in (True, False))
     by_tolerance: dict[float, list[bool]] = {}
     for run in four["runs"]:
         by_tolerance.setdefault(run["tolerance"], []).extend(seen["skips"] for seen in run["skipping"])
     steps = [f"{sum(skips)} of {len(skips)} at {t:g}" for t, skips in sorted(by_tolerance.items(), key=str) if skips]
-    return (
-        f"With a tolerance, a curve is at most {skipping[worst]:.1e} from the exact one ({worst}). Exact runs "
-        f"differ by more than that: {listed(below, noise)}; by no more: {listed(above, noise)}. Of the steps that were "
-        f"looked at, backward skipped by itself in {' and '.join(steps) or 'none'}."
+    return "\n".join(
+        [
+            f"With a tolerance, a curve is at most {filtered[worst]:.1e} from the exact one ({worst}).",
+            f"Runs without a filter that differ by more: {listed(above, noise)}.",
+            f"Runs without a filter that differ by no more: {listed(below, noise)}.",
+            f"Recorded steps in which backward dropped pairs: {', '.join(steps) or 'none'}.",
+        ]
     )
 
 
 def listed(names: list[str], values: dict[str, float]) -> str:
-    """Names with their values, or that there is none."""
+    """Names with their values, or "none"."""
     return ", ".join(f"{name} ({values[name]:.1e})" for name in names) or "none"
 
 
 def write_docs(report: Report, path: Path, docs: Path = DOCS, skipping: Path = SKIPPING) -> list[Path]:
-    """Put words and pictures between the markers of one page, and what came of it into the other."""
+    """Write text and figures to the page on language models, and the result to the page on the filter."""
     where = relpath(path.resolve().parent, docs.resolve().parent)
     section = "\n".join([words(report), "", *links(report, f"{where}/{path.stem}")])
     between_markers(docs, "lm-figures", section)
@@ -313,22 +331,22 @@ def write_docs(report: Report, path: Path, docs: Path = DOCS, skipping: Path = S
 
 
 def in_short(report: Report) -> str:
-    """The answer alone, for the page on skipping."""
+    """The result alone, for the page on the filter."""
     four = report.get("figure_4")
     if four is None or not four["runs"]:
-        return "It has not been fine-tuned with a tolerance yet."
+        return "The model was not fine-tuned with a tolerance."
     tuned = report["tuning"]
     return (
-        f"Fine-tuning of a small model ({report['device']}, {tuned['steps']} steps of "
-        f"{tuned['batch'] * tuned['length']:,} tokens; distances of held-out losses, in nats). {verdict(four)}"
+        f"A small model was fine-tuned on {report['device']} ({tuned['steps']} steps of "
+        f"{tuned['batch'] * tuned['length']:,} tokens). Differences of held-out losses, in nats:\n\n{verdict(four)}"
     )
 
 
 def between_markers(docs: Path, name: str, section: str) -> None:
-    """Replace what is between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
+    """Replace the text between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     text = docs.read_text()
     if len(pattern.findall(text)) != 1:
-        raise SystemExit(f"{docs} needs one {begin} and one {end}")
+        raise SystemExit(f"{docs} needs exactly one {begin} and one {end}")
     docs.write_text(pattern.sub(lambda _: f"{begin}\n{section}\n{end}", text))

@@ -1,4 +1,4 @@
-"""The tables of the cross-entropy paper: what is measured, and that a run leaves what it measured."""
+"""The tables of the cross-entropy paper: cases, methods, and what a run writes."""
 
 import json
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import lm_cases, lm_pages, lm_tables, measure, peers, run
+from benchmarks import measure, peers, run
+from reproductions import lm_cases, lm_pages, lm_tables
 
 TINY = lm_cases.LmCase(table="1", model="tiny", vocabulary=301, hidden=24, tokens=64)
 
@@ -46,7 +47,7 @@ def test_peaked_scores_are_as_described():
 
 @pytest.mark.parametrize("method", ["tilewise", "torch.compile, filtered", "eager", "eager, filtered"])
 def test_methods_compute_the_same_loss_and_gradients(method, monkeypatch):
-    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)  # compiling is torch's own affair
+    monkeypatch.setattr(lm_cases, "compiled_loss", lambda: lm_cases.dense_loss)  # saves the time to compile
     _, inputs = tiny(ignored=0.5)
     want = lm_cases.exact_gradients(inputs)
     step = lm_cases.build_step(method, inputs)
@@ -121,7 +122,7 @@ def test_what_the_time_did_not_allow_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: next(asked, True)))
     report, page = run_small(tmp_path, "--methods", "tilewise*")
     by_method = {row["method"]: row["status"] for row in report["results"]}
-    assert by_method["tilewise"] == "ok"  # what was warmed up is measured
+    assert by_method["tilewise"] == "ok"  # it was warmed up, so it is measured
     assert by_method["tilewise, filter 1e-2"] == "not reached"
     assert "| tilewise, filter 1e-2 | not reached |" in page
 
@@ -134,7 +135,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
     first = lm_tables.main(["--small", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())
     assert len(earlier["results"]) == 9
-    earlier["results"] = earlier["results"][:6]  # as if the time had ended in the second block
+    earlier["results"] = earlier["results"][:6]  # as if the time was up in the second block
     earlier["results"][-1] = {name: earlier["results"][-1][name] for name in ("case", "method")}
     earlier["results"][-1]["status"] = "not reached"
     earlier |= {"commit": "0123456789abcdef", "torch": "1.13", "dirty": False, "not_reached": [third.name]}
@@ -153,7 +154,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
     assert set(report["spent_s"]) == {other.name, third.name}
     assert page.count("commit 0123456789, at most 3 turns, torch 1.13") == 1
 
-    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: True))  # gets nowhere: nothing is lost
+    monkeypatch.setattr(lm_tables.Session, "over", property(lambda self: True))  # no time at all: nothing is lost
     same = json.loads(lm_tables.main([*add, "--only", f"{case.name}*"]).read_text())
     assert [(r["case"], r["method"], r["status"]) for r in same["results"]] == [
         (r["case"], r["method"], r["status"]) for r in earlier["results"]
@@ -164,7 +165,7 @@ def test_another_run_adds_what_is_missing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status, again", [("ok", False), ("oom", False), ("not reached", True), ("warm", True)])
 def test_a_row_without_times_is_lacking(status, again):
-    """A run that was ended before the turns leaves rows that are warm, and nothing else."""
+    """A run that was interrupted before the turns leaves rows with status "warm"."""
     case = lm_tables.choose("*", "*", small=True)[0]
     rows = [{"case": case.name, "method": method, "status": "ok"} for method in case.methods]
     rows[-1]["status"] = status
@@ -183,9 +184,9 @@ def test_a_row_of_an_earlier_file_keeps_its_first_origin(tmp_path):
 
 
 def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
-    path = lm_tables.run.RESULTS / "lm-nvidia-h200.json"
+    path = lm_tables.RESULTS / "lm-nvidia-h200.json"
     docs = lm_pages.DOCS.read_text()
-    link = "../../benchmarks/results/lm-nvidia-h200.md"
+    link = "../../reproductions/results/lm-nvidia-h200.md"
     assert lm_pages.summary(json.loads(path.read_text()), link) in docs
     assert path.with_suffix(".md").read_text() == lm_pages.markdown(json.loads(path.read_text()))
     copy = tmp_path / "page.md"
@@ -194,7 +195,7 @@ def test_the_documentation_sums_up_the_committed_result(tmp_path, monkeypatch):
     lm_tables.main(["--docs"])
     assert "| table 1, Gemma 2 2B, a=1.8 | 5" in copy.read_text()
     copy.write_text("nothing to replace")
-    with pytest.raises(SystemExit, match="needs one <!-- lm-tables:begin -->"):
+    with pytest.raises(SystemExit, match="needs exactly one <!-- lm-tables:begin -->"):
         lm_tables.main(["--docs"])
 
 
@@ -208,12 +209,12 @@ def test_a_summary_has_what_was_measured():
     ]
     said = lm_pages.summary({"device": "X", "results": rows, "not_reached": ["table 10"]}, "there.md")
     assert "| table 9 | 12.3 / 3 |  |  | out of memory |  |  |  |" in said
-    assert "Speed first, one block of rows: 5 / 3 for table 9, 0.90 of the rate R" in said
+    assert "table 9 takes 5 / 3: 0.90 of the rate of three plain products." in said
     assert "Not measured yet: table 10." in said
-    assert "A tolerance" not in said
+    assert "the filter costs" not in said
 
 
-def test_a_summary_says_what_a_tolerance_costs_in_vain():
+def test_a_summary_says_what_a_filter_costs_where_nothing_is_dropped():
     def row(case, method, ms, **more):
         return {"case": case, "method": method, "status": "ok", "both_ms": ms, **more}
 
@@ -225,18 +226,20 @@ def test_a_summary_says_what_a_tolerance_costs_in_vain():
         row("two", "tilewise", 10.0),
         row("two", "tilewise, gradients in backward", 10.0),
         row("two", "tilewise, filter 1e-2", 9.0, dense=True),
-        row("three", "tilewise", 10.0),  # once: not to be compared
+        row("three", "tilewise", 10.0),  # measured once, so it is not compared
         row("three", "tilewise, filter 1e-2", 99.0, dense=True),
     ]
-    said = " ".join(lm_pages.in_vain(rows))
-    assert "(2 rows with a filter that compute all): -10.0 to +5.0 %" in said
-    assert "(2 blocks): the second took +0.0 to +4.0 %" in said
+    said = " ".join(lm_pages.cost_without_gain(rows))
+    assert "costs between -10.0 % and +5.0 % compared with the exact call (2 cases)" in said
+    assert "differ by +0.0 % to +4.0 % (2 blocks)" in said
 
 
 @pytest.mark.group
 def test_shapes_are_compiled_in_processes_of_their_own():
     shapes = [lm_cases.replace(TINY, hidden=hidden, methods=("tilewise", "CCE")) for hidden in (8, 16, 16)]
-    assert lm_tables.compile_ahead(shapes, 2, [], seconds=120) == 2  # the same shape once; an absent peer is no failure
+    assert (
+        lm_tables.compile_ahead(shapes, 2, [], seconds=120) == 2
+    )  # equal shapes run once; an absent peer is no failure
     assert lm_tables.compile_ahead(shapes, 2, [], seconds=0.0) == 0
 
 

@@ -1,15 +1,20 @@
-"""Would skipping pay for contrastive losses? Which (row, tile) pairs of a trained model's batch carry probability.
+"""Would a filter save work in contrastive losses? Which (row, tile) pairs of a trained model's batch matter.
 
     tilewise demo loop.steps=400 output.folder=runs/demo
-    python -m benchmarks.contrastive_skipping runs/demo            writes benchmarks/results/contrastive-skipping.json
+    python -m reproductions.contrastive_skipping runs/demo
 
-For the softmax of each image over the texts of its batch, with the texts in several orders and in tiles of several
-widths: the share of (row, tile) pairs that are needed when each row may drop probability of at most a tolerance, and
-the error of the gradients, plain and with what is dropped replaced by tile means. Two bounds beside them: the share
-of single scores that are needed, and the share of tiles if each row could have an order of its own. For the symmetric
-loss, also the share that is needed by the row or by one of the tile's columns, which drop by the same rule.
+Writes reproductions/results/contrastive-skipping.json. The study applies the gradient filter of "Cut Your Losses in
+Large-Vocabulary Language Models" to the softmax of each image over the texts of its batch. Texts are put in several
+orders and cut into tiles of several widths. For each combination the study reports
 
-The learned scale grows all through training; a second look takes the same features at CLIP's largest scale, 100.
+- the share of (row, tile) pairs that are needed when each row may drop at most `tolerance` of its probability;
+- the error of the gradients, plain and with every dropped tile replaced by its mean;
+- for the symmetric loss, the share that is needed by the row or by a column of the tile, by the same rule.
+
+Two lower bounds stand beside them: the share of single scores that are needed, and the share of tiles if each row
+could have an order of its own.
+
+The learned scale grows throughout training. The study is repeated with the same features at CLIP's largest scale, 100.
 
 Axes: n images (rows), m texts (columns), d features, k tiles of w columns.
 """
@@ -28,26 +33,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import run
+from reproductions.records import RESULTS
 
 WIDTHS = (32, 64, 128, 256)
 TOLERANCES = (3e-2, 1e-2, 1e-3)
 
 
-# Orders of the columns: permutations that put similar ones beside one another.
+# Orders of the columns: permutations that put similar columns next to each other.
 
 
 def random_order(x: Tensor) -> Tensor:
-    """As a batch comes."""
+    """A random order, like that of a batch."""
     return torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 
 
 def component_order(x: Tensor) -> Tensor:
-    """Along the first principal component."""
+    """Sorted by the first principal component."""
     return (x @ first_component(x)).argsort()
 
 
 def bisection_order(x: Tensor, leaf: int = 8) -> Tensor:
-    """Halved at the median of the first principal component, the halves again, down to `leaf`: balanced clusters."""
+    """Balanced clusters: halved at the median of the first principal component, recursively, down to `leaf` columns."""
     parts = [torch.arange(len(x))]
     while max(map(len, parts)) > leaf:
         halves = []
@@ -59,7 +65,7 @@ def bisection_order(x: Tensor, leaf: int = 8) -> Tensor:
 
 
 def chain_order(x: Tensor) -> Tensor:
-    """From each column to the most similar one that is left."""
+    """A greedy chain: from each column to the most similar one that is not yet in it."""
     left = torch.ones(len(x), dtype=torch.bool)
     chain = [0]
     left[0] = False
@@ -71,7 +77,7 @@ def chain_order(x: Tensor) -> Tensor:
 
 
 def first_component(x: Tensor, turns: int = 20) -> Tensor:
-    """By power iteration."""
+    """The first principal component, by power iteration."""
     centred = x - x.mean(0)
     v = torch.ones(x.shape[1], dtype=x.dtype) / x.shape[1] ** 0.5
     for _ in range(turns):
@@ -87,15 +93,16 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# What a tolerance needs
+# What a tolerance keeps
 
 
 def needed_tiles(mass: Tensor, tolerance: float, positive: Tensor) -> Tensor:
-    """(n, k) bool: the tiles of a row that are left when the lightest are dropped, at most `tolerance` together.
+    """(n, k) bool: the tiles that a row keeps when it drops the lightest ones, up to `tolerance` in sum.
 
     Args:
-        mass: (n, k) probability of each row in each tile.
-        positive: (n,) the tile that holds the row's own column; it is never dropped.
+        mass: (n, k), probability of each row in each tile.
+        tolerance: the largest probability that a row may drop.
+        positive: (n,), the tile of the row's own column, which is never dropped.
     """
     own = F.one_hot(positive, mass.shape[1]).bool()
     ascending, index = mass.masked_fill(own, torch.inf).sort(1)
@@ -104,27 +111,27 @@ def needed_tiles(mass: Tensor, tolerance: float, positive: Tensor) -> Tensor:
 
 
 def tile_sums(p: Tensor, width: int) -> Tensor:
-    """(n, k): sums over tiles of `width` columns; the last may be narrower."""
+    """(n, k): sums over tiles of `width` columns. The last tile may be narrower."""
     missing = -p.shape[1] % width
     return F.pad(p, (0, missing)).view(len(p), -1, width).sum(2)
 
 
 def needed_scores(p: Tensor, tolerance: float) -> Tensor:
-    """(n,): the fewest columns that hold all but `tolerance` of a row."""
+    """(n,): the smallest number of columns that hold all but `tolerance` of a row."""
     return (p.sort(1).values.double().cumsum(1) > tolerance).sum(1)
 
 
 def needed_of_columns(p: Tensor, tolerance: float) -> Tensor:
-    """(n, m) bool: the fewest scores of each column that hold all but `tolerance` of it."""
+    """(n, m) bool: the smallest set of scores of each column that holds all but `tolerance` of it."""
     ascending, index = p.sort(0)
     kept = ascending.double().cumsum(0) > tolerance
     return torch.zeros_like(kept).scatter_(0, index, kept)
 
 
 def gradient_errors(p: Tensor, keep: Tensor, width: int, a: Tensor, b: Tensor, own: Tensor) -> dict[str, float]:
-    """Errors of dA and dB of the mean loss, relative to their norm, when only the kept tiles are computed.
+    """Errors of dA and dB of the mean loss, relative to their norm, if only the kept tiles are computed.
 
-    Compensated: a dropped (row, tile) is replaced by its mass, spread evenly over the columns of the tile.
+    In the compensated variant the mass of a dropped (row, tile) pair is spread evenly over the columns of the tile.
     """
     m = p.shape[1]
     tile = torch.arange(m) // width
@@ -142,7 +149,7 @@ def gradient_errors(p: Tensor, keep: Tensor, width: int, a: Tensor, b: Tensor, o
 
 
 def study(a: Tensor, b: Tensor, scale: float, ids: Tensor) -> dict[str, Any]:
-    """All orders, widths and tolerances for one batch. Equal ids are no negatives of one another, as in the demo."""
+    """All orders, widths and tolerances for one batch. Pairs with equal ids are excluded, as in the demo."""
     n, m = len(a), len(b)
     same = ids[:, None] == ids
     same.fill_diagonal_(False)
@@ -191,7 +198,7 @@ def study(a: Tensor, b: Tensor, scale: float, ids: Tensor) -> dict[str, Any]:
 
 @torch.inference_mode()
 def features_of(folder: Path, rows: int) -> tuple[Tensor, Tensor, float, Tensor, dict[str, Any]]:
-    """Images, texts, scale and ids of a training batch of a run, at its best checkpoint."""
+    """Images, texts, scale and ids of a training batch, from the best checkpoint of a run."""
     from tilewise.train.data import BatchStream, Position, SkipLog, open_source
     from tilewise.train.load_run import load_run
 
@@ -220,7 +227,7 @@ def features_of(folder: Path, rows: int) -> tuple[Tensor, Tensor, float, Tensor,
 
 
 def table(report: dict[str, Any]) -> str:
-    """The needed shares as a table to read."""
+    """The results as a text table."""
     columns = {
         "needed": "needed",
         "symmetric": "needed_symmetric",
@@ -238,17 +245,18 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Study the batches, print, write, and return the path."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.contrastive_skipping", description=__doc__)
+    """Study the batches, print and write the results. Returns the path."""
+    parser = argparse.ArgumentParser(prog="python -m reproductions.contrastive_skipping", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", type=Path, help="the folder of a run on icons")
-    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 4096], help="sizes of the batch")
-    parser.add_argument("--scales", type=float, nargs="*", default=[100.0], help="other scales to look at")
-    parser.add_argument("--out", type=Path, default=run.RESULTS / "contrastive-skipping.json")
+    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 4096], help="batch sizes")
+    parser.add_argument("--scales", type=float, nargs="*", default=[100.0], help="further scales")
+    parser.add_argument("--out", type=Path, default=RESULTS / "contrastive-skipping.json")
+    parser.add_argument("--commit", help=run.COMMIT_HELP)
     arguments = parser.parse_args(argv)
     report: dict[str, Any] = {
-        "command": "python -m benchmarks.contrastive_skipping runs/demo",
-        "commit": run.git("rev-parse", "HEAD") or "unknown",
+        "command": "python -m reproductions.contrastive_skipping runs/demo",
+        "commit": run.commit_of(arguments.commit),
         "torch": torch.__version__,
         "batches": [],
     }

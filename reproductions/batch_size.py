@@ -1,15 +1,18 @@
-"""Recall against batch size on the large icon set, and the loss curves of dense and tilewise.
+"""Table S2 and figure S2 of the Inf-CL paper on icons: recall against batch size, and two loss curves.
 
-    PYTHONPATH=src python3 -m benchmarks.batch_size all icons-large.zip --max-seconds 240
-    PYTHONPATH=src python3 -m benchmarks.batch_size table icons-large.zip --max-seconds 200
-    PYTHONPATH=src python3 -m benchmarks.batch_size curves icons-large.zip
-    python -m benchmarks.batch_size plot benchmarks/results/batch-size-*.json benchmarks/results/loss-curves-*.json
+    PYTHONPATH=src python3 -m reproductions.batch_size all icons-large.zip --max-seconds 240
+    PYTHONPATH=src python3 -m reproductions.batch_size table icons-large.zip --max-seconds 200
+    PYTHONPATH=src python3 -m reproductions.batch_size curves icons-large.zip
+    python -m reproductions.batch_size plot RESULT.json [RESULT.json ...]
 
-As in the paper's table S2, everything but the batch (and the learning rate, scaled with its root) stays the same: the
-data, the epochs, the model. As many epochs are trained as the time allows for all batch sizes and seeds, at most
---epochs. As in its figure S2, the same seed and data give both losses' curves; a third curve is the dense loss on the
-same batches with their rows in reverse, which is the same loss but for rounding. Everything lives on the device, and
-files are written after every row.
+The table (S2) varies the batch size. Data, epochs and model stay the same; the learning rate is scaled with the square
+root of the batch size. The number of epochs is the largest one, up to --epochs, at which all batch sizes and seeds fit
+the time.
+
+The figure (S2) shows the loss curves of dense and tilewise from the same seed and the same data. A third curve is the
+dense loss on the same batches with their rows reversed: it differs from the first only by rounding.
+
+All data is on the device. Files are written after every row.
 
 Axes: N icons, n pairs of a batch, d features.
 """
@@ -27,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.run import COMMIT_HELP, describe, repeatable, slug, write
 from torch import Tensor
 
-from benchmarks.run import describe, repeatable, slug, write
+from reproductions.records import RESULTS
 from tilewise.cache import GradientCache
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.data.icons import augment_icons
@@ -40,9 +44,8 @@ from tilewise.train.models import TwoTowers, build_model
 from tilewise.train.objective import pair_loss
 from tilewise.train.optim import build_optimizer, learning_rate, set_learning_rate
 
-RESULTS = Path(__file__).parent / "results"
-BASE_BATCH = 4096  # the batch whose learning rate is --lr
-CHUNK = 16_384  # pairs that the encoders see at once, and that are augmented at once
+BASE_BATCH = 4096  # --lr is the learning rate of this batch size
+CHUNK = 16_384  # pairs that are encoded, and augmented, at a time
 SUITES = {"table": "batch-size", "curves": "loss-curves"}
 Tokens = dict[str, Tensor]
 Pairs = tuple[Tensor, Tokens, Tensor]
@@ -50,7 +53,7 @@ Report = dict[str, Any]
 
 
 def tokenize(model: TwoTowers, texts: Sequence[str], device: torch.device) -> tuple[Tokens, dict[str, int]]:
-    """The tokens of every different text, and the row of each: icons of several styles share their texts."""
+    """The tokens of every distinct text, and the row of each. Icons of several styles share their texts."""
     different = list(dict.fromkeys(texts))
     tokens = {name: value.to(device) for name, value in model.tokenizer(different).items()}
     return tokens, {text: row for row, text in enumerate(different)}
@@ -58,7 +61,7 @@ def tokenize(model: TwoTowers, texts: Sequence[str], device: torch.device) -> tu
 
 @dataclass
 class Data:
-    """The data on the device: images (N, 1, s, s), tokens of all texts, rows (N, 2) of each icon's texts, ids (N,)."""
+    """The data, on the device: images (N, 1, s, s), tokens of all texts, rows (N, 2) of each icon's texts, ids (N,)."""
 
     images: Tensor
     tokens: Tokens
@@ -88,9 +91,9 @@ class Data:
         return len(self.ids)
 
     def batches(self, size: int, steps: int, seed: int) -> Iterator[Pairs]:
-        """Shuffled, augmented batches; the same for the same seed. Small ones are made many at a time.
+        """Shuffled, augmented batches; the same for the same seed. Several small batches are made at a time.
 
-        Every icon is seen once before one is seen again; a batch may hold the end of one turn and the start of the
+        Every icon is used once before any is used again. A batch may hold the end of one epoch and the start of the
         next.
         """
         device = self.ids.device
@@ -115,7 +118,7 @@ class Data:
 
 
 class KnownTexts(Encoders):
-    """Encoders whose texts are tokens on the device already."""
+    """Encoders whose texts are already tokenized on the device."""
 
     def __init__(self, model: TwoTowers, data: Data) -> None:
         super().__init__(model, data.ids.device, chunk_size=CHUNK)
@@ -141,13 +144,14 @@ def configure(args: argparse.Namespace, batch: int, seed: int, loss: str = "tile
 
 
 class Run:
-    """A model in training: one call is one step, and nothing in it waits for the device.
+    """A model in training. A step never waits for the device.
 
     Args:
-        config: of the run.
-        steps: how many there will be.
-        warmup: of them, those with a rising learning rate.
-        low: take the loss on bfloat16 features.
+        config: settings of the run.
+        device: where to train.
+        steps: number of steps.
+        warmup: number of steps with a rising learning rate.
+        low: compute the loss from bfloat16 features.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, steps: int, warmup: int, low: bool) -> None:
@@ -172,7 +176,7 @@ class Run:
         share = min(1.0, (done + 1) / self.warmup)
         set_learning_rate(self.optimizer, share * learning_rate(done, self.steps, self.config.optim))
         self.optimizer.zero_grad(set_to_none=True)
-        if len(ids) <= self.config.loop.chunk_size:  # one chunk: the cache would only encode it twice
+        if len(ids) <= self.config.loop.chunk_size:  # one chunk: the cache would encode it twice for nothing
             loss = self._loss(self.model.image(images), self.model.text(**tokens), ids)
             loss.backward()
         else:
@@ -184,7 +188,7 @@ class Run:
 
 
 def start_run(data: Data, args: argparse.Namespace, batch: int, seed: int, epochs: float) -> Run:
-    """A run of the table: warm-up lasts --warmup-epochs."""
+    """A run of the table, with a warm-up of --warmup-epochs."""
     steps, warmup = (max(1, round(amount * len(data) / batch)) for amount in (epochs, args.warmup_epochs))
     return Run(configure(args, batch, seed), data.ids.device, steps, warmup, low=args.loss_type == "bf16")
 
@@ -195,7 +199,7 @@ def finish(device: torch.device) -> None:
 
 
 def epoch_seconds(data: Data, args: argparse.Namespace, batch: int) -> float:
-    """Seconds of an epoch at this batch size, from a few steps after the first."""
+    """Seconds of an epoch at this batch size, estimated from a few steps after the first."""
     steps = min(17, max(3, 2 * CHUNK // batch + 1))
     run = start_run(data, args, batch, 0, steps * batch / len(data))
     start = 0.0
@@ -209,16 +213,16 @@ def epoch_seconds(data: Data, args: argparse.Namespace, batch: int) -> float:
 
 
 def choose_epochs(data: Data, args: argparse.Namespace, batches: Sequence[int], left: float) -> float:
-    """The most whole epochs that all batch sizes and seeds can train in this time; at least one."""
+    """The largest number of epochs at which all batch sizes and seeds fit the time; at least one."""
     start = time.monotonic()
     seconds = {batch: epoch_seconds(data, args, batch) for batch in batches}
     print("seconds of an epoch: " + ", ".join(f"{b}: {s:.2f}" for b, s in seconds.items()), flush=True)
-    left -= time.monotonic() - start + 0.7 * args.seeds * len(batches)  # building and evaluating a model
+    left -= time.monotonic() - start + 0.7 * args.seeds * len(batches)  # to build and evaluate the models
     return float(max(1, min(args.epochs, math.floor(0.9 * left / (args.seeds * sum(seconds.values()))))))
 
 
 def table(data: Data, args: argparse.Namespace, report: Report, path: Path, deadline: float) -> None:
-    """Recall for each batch size and seed."""
+    """Train and evaluate each batch size and seed."""
     torch.set_float32_matmul_precision("high")
     batches = [b for b in args.batches if b <= len(data)]
     epochs = choose_epochs(data, args, batches, deadline - time.monotonic())
@@ -247,7 +251,7 @@ def table(data: Data, args: argparse.Namespace, report: Report, path: Path, dead
 
 
 def curves(data: Data, args: argparse.Namespace, report: Report, path: Path, deadline: float) -> None:
-    """Loss curves of dense and tilewise, in float32 throughout: same weights, same batches."""
+    """Loss curves of dense and tilewise in float32, from the same weights and batches."""
     torch.set_float32_matmul_precision("highest")
     batch, steps = min(args.curve_batch, len(data)), args.curve_steps
     report |= {"pairs": len(data), "loss_type": "float32", "matmul_precision": "highest"}
@@ -274,7 +278,7 @@ def curves(data: Data, args: argparse.Namespace, report: Report, path: Path, dea
 
 
 def compare_curves(report: Report) -> None:
-    """How far tilewise is from dense at most, and how far dense is from itself in another order."""
+    """Largest difference of tilewise from dense, and of dense from dense with its rows reversed."""
     losses = {row["loss"]: row["losses"] for row in report["results"]}
     dense = losses["dense"]
     for name, key in (("tilewise", "largest"), ("dense, rows reversed", "rounding")):
@@ -291,7 +295,7 @@ def save(path: Path, report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Mean over seeds for each batch size."""
+    """The page: mean over seeds for each batch size."""
     lines = [
         f"{report['pairs']:,} pairs, {report['epochs']:g} epochs, {report['held_out']:,} held-out icons, on "
         f"{report['device']}. Recall in %, the mean over seeds.", "",
@@ -316,7 +320,7 @@ def mean(rows: Sequence[Report], key: str) -> float:
 
 
 def plot(paths: Sequence[Path]) -> list[Path]:
-    """Pictures of results, beside them."""
+    """Draw each result. Returns the paths of the pictures, beside the results."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -346,7 +350,7 @@ def plot(paths: Sequence[Path]) -> list[Path]:
 
 
 def plot_recall(axes: Any, results: Sequence[Report], side: str) -> None:
-    """Recall at 1, 5 and 10 against the batch: the mean, and every seed as a dot."""
+    """Draw recall at 1, 5 and 10 against the batch size: the mean as a line, every seed as a dot."""
     sizes = sorted({row["batch"] for row in results})
     for k in (1, 5, 10):
         key = f"{side}_r{k}"
@@ -362,19 +366,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("icons", nargs="+", help="the icon file (table, curves) or results (plot)")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")],
                         default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])  # fmt: skip
-    parser.add_argument("--epochs", type=float, default=40.0, help="at most; fewer where the time is short")
-    parser.add_argument("--warmup-epochs", type=float, default=2.0, help="of a rising learning rate")
+    parser.add_argument("--epochs", type=float, default=40.0, help="most epochs; fewer if the time is short")
+    parser.add_argument("--warmup-epochs", type=float, default=2.0, help="epochs with a rising learning rate")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3, help=f"at a batch of {BASE_BATCH}; others by the root")
-    parser.add_argument("--loss-type", choices=("bf16", "float32"), default="bf16", help="of features, in the table")
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help=f"learning rate at a batch of {BASE_BATCH}; scaled with its root"
+    )
+    parser.add_argument(
+        "--loss-type", choices=("bf16", "float32"), default="bf16", help="type of the features, in the table"
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--curve-batch", type=int, default=4096)
     parser.add_argument("--curve-steps", type=int, default=400)
-    parser.add_argument("--max-seconds", type=float, default=240.0, help="for everything, from the start")
+    parser.add_argument("--max-seconds", type=float, default=240.0, help="limit for the whole run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
-    parser.add_argument("--commit", help="the commit to record, where the files came without their repository")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     argv = sys.argv[1:] if argv is None else argv
     return parser.parse_args(argv, argparse.Namespace(argv=list(argv)))
 
@@ -390,9 +398,8 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     for what, work in (("curves", curves), ("table", table)):
         if args.what not in (what, "all"):
             continue
-        command = repeatable("benchmarks.batch_size", args.argv)
-        report = describe(SUITES[what], device, command, args.seeds, args.max_seconds)
-        report["commit"] = report["commit"] or args.commit or "unknown"
+        command = repeatable("reproductions.batch_size", args.argv)
+        report = describe(SUITES[what], device, command, args.seeds, args.max_seconds, commit=args.commit)
         paths.append(args.out / f"{SUITES[what]}-{slug(report['device'])}.json")
         work(data, args, report, paths[-1], deadline)
         if what == "table":

@@ -1,4 +1,4 @@
-"""The study of skipping for contrastive losses: its arithmetic, on batches whose answer is known."""
+"""The study of a filter for contrastive losses, on batches whose answer is known."""
 
 import json
 
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from tests.compare import relative_error
 
-from benchmarks import contrastive_skipping as study
+from reproductions import contrastive_skipping as study
 
 
 def clusters(count=8, size=16, width=12, seed=0):
-    """Unit features in tight clusters, shuffled; and the cluster of each."""
+    """Unit features in tight clusters, in random order, and the cluster of each."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.arange(count).repeat_interleave(size)[torch.randperm(count * size, generator=generator)]
     centre = F.normalize(torch.randn(count, width, generator=generator), dim=1)
@@ -43,7 +43,7 @@ def test_rows_drop_at_most_the_tolerance_and_never_their_positive():
         assert (dropped <= tolerance).all()
         assert keep[torch.arange(50), positive].all()
         lightest = mass.masked_fill(~keep, torch.inf).scatter(1, positive[:, None], torch.inf).min(1).values
-        assert (dropped + lightest > tolerance).all()  # and no tile more could go
+        assert (dropped + lightest > tolerance).all()  # no further tile could be dropped
     assert not study.needed_tiles(mass, 0.9, positive).all()
 
 

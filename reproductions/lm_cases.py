@@ -1,7 +1,7 @@
-"""The head of a language model, as in the tables of "Cut Your Losses in Large-Vocabulary Language Models".
+"""Cases of the tables of "Cut Your Losses in Large-Vocabulary Language Models": the head of a language model.
 
-A case is a table of the paper, a model's shape, a kind of scores and a share of ignored tokens; a method is a way to
-compute the mean cross entropy of the tokens that count, and its two gradients.
+A case is a table of the paper, the shape of a model, a kind of scores and a share of ignored tokens. A method is a way
+to compute the mean cross entropy of the tokens that are not ignored, and its two gradients.
 
 Axes: n tokens, m classes (the vocabulary), d features.
 """
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.measure import Step
 from torch import Tensor
 
 import tilewise as tw
 from benchmarks import peers
-from benchmarks.measure import Step
 
 TOKENS = 8192
 IGNORED = -100
@@ -34,9 +34,8 @@ MODELS = {
     "Gemma 2 9B": (256_000, 3584),
     "Gemma 2 27B": (256_000, 4608),
 }
-BACKWARD = (
-    "tilewise, gradients in backward"  # mostly what "tilewise" does by itself: how far are two rows of one thing?
-)
+# The same call as "tilewise" in most cases. The two rows show how much two measurements of one call differ.
+BACKWARD = "tilewise, gradients in backward"
 OURS = ("tilewise", "tilewise, gradients in forward", "tilewise, filter 1e-2", "tilewise, filter 1e-3", BACKWARD)
 ONE_BLOCK = "tilewise, gradients in forward, workspace 2,400 MiB"
 EVERYONE = (*OURS, "torch.compile", "CCE", "CCE exact", "Liger", "eager")
@@ -46,14 +45,15 @@ QUICK = (*OURS, "torch.compile", "CCE")
 
 @dataclass(frozen=True, kw_only=True)
 class LmCase:
-    """A table's block of rows.
+    """One block of rows of a table.
 
     Args:
-        table: of the paper: "1", "A1" or "A2".
-        model: a name in `MODELS`, for the reader.
-        decay: scores fall as -decay * ln(rank of the word), see `make_inputs`; 0 is flat.
-        ignored: share of the tokens that do not count.
-        methods: who computes it, most important first.
+        table: table of the paper: "1", "A1" or "A2".
+        model: a name in `MODELS`, shown to the reader.
+        vocabulary, hidden, tokens: sizes of the scores and the features.
+        decay: scores fall as -decay * ln(rank of the word), see `make_inputs`. 0 is flat.
+        ignored: share of the tokens that are ignored.
+        methods: the methods, most important first.
     """
 
     table: str
@@ -74,12 +74,12 @@ class LmCase:
 
     @property
     def counted(self) -> int:
-        """Tokens that count."""
+        """Number of tokens that are not ignored."""
         return self.tokens - round(self.ignored * self.tokens)
 
     @property
     def unit_flops(self) -> int:
-        """Operations of one product of the tokens that count with the classifier."""
+        """Operations of one product of the tokens that are not ignored with the classifier."""
         return 2 * self.counted * self.vocabulary * self.hidden
 
 
@@ -89,7 +89,7 @@ def _case(table: str, model: str, **more: Any) -> LmCase:
 
 
 def all_cases() -> list[LmCase]:
-    """Most important first: a run that is cut short has the head of this list."""
+    """All cases, most important first: an interrupted run has measured the first ones."""
     first, *others = MODELS
     wide = ("tilewise, filter 3e-2",)
     return [
@@ -105,7 +105,7 @@ def all_cases() -> list[LmCase]:
 
 
 def shrunk(case: LmCase) -> LmCase:
-    """The same case for a look on any machine."""
+    """The same case at tiny sizes, for any machine."""
     sides = {"tokens": 128, "vocabulary": max(case.vocabulary // 256, 500), "hidden": case.hidden // 64}
     return replace(case, **sides)
 
@@ -116,10 +116,10 @@ def shrunk(case: LmCase) -> LmCase:
 def make_inputs(case: LmCase, device: torch.device, dtype: torch.dtype, seed: int = 0) -> peers.Inputs:
     """Leaves a (n, d) and b (m, d), and target (n,).
 
-    Flat: scores N(0, 1). Peaked, as in a trained model: ``-decay * ln(rank of the word) + N(0, 2)``, and the target
-    raised by 7; one feature is constant in the hidden states and carries the word's frequency in the classifier, words
-    are in random order, and targets follow ``P(rank < r) = ln(r) / ln(m)``. With a decay of 1.8 about 0.024 % of the
-    probabilities are above 2**-12.
+    Flat scores are N(0, 1). Peaked scores are like those of a trained model: ``-decay * ln(rank of the word) +
+    N(0, 2)``, with the target raised by 7. One feature is constant in the hidden states and holds the word's frequency
+    in the classifier. Words are in random order, and targets follow ``P(rank < r) = ln(r) / ln(m)``. With a decay of
+    1.8 about 0.024 % of the probabilities are above 2**-12.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -145,7 +145,7 @@ def make_inputs(case: LmCase, device: torch.device, dtype: torch.dtype, seed: in
 
 
 def exact_gradients(inputs: peers.Inputs, rows: int = 1024) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean loss in float32 from the same inputs, a block of tokens at a time."""
+    """Gradients of the mean loss in float32 from the same inputs, computed in blocks of tokens."""
     a, b, target = inputs["a"].detach(), inputs["b"].detach().float(), inputs["target"]
     keep = target != IGNORED
     grad_a, grad_b = torch.zeros(a.shape, device=a.device), torch.zeros_like(b)
@@ -163,20 +163,20 @@ def exact_gradients(inputs: peers.Inputs, rows: int = 1024) -> tuple[Tensor, Ten
 
 
 def dense_loss(a: Tensor, b: Tensor, target: Tensor) -> Tensor:
-    """As model libraries write it: logits in the features' type, the loss in float32."""
+    """The usual loss of model libraries: logits in the features' type, cross entropy in float32."""
     return F.cross_entropy((a @ b.T).float(), target, ignore_index=IGNORED)
 
 
 @functools.cache
 def compiled_loss() -> Callable[..., Tensor]:
-    """One for all shapes, so that a shape that was compiled is not compiled again for other scores."""
+    """One compiled function for all shapes, so that each shape is compiled once, whatever its scores."""
     torch._dynamo.config.recompile_limit = 64
     compiled: Callable[..., Tensor] = torch.compile(dense_loss, dynamic=False)
     return compiled
 
 
 def tilewise_forward(x: peers.Inputs, **settings: Any) -> peers.Forward:
-    """Ours; `PeerAbsent` where this version lacks an option."""
+    """The loss of this library. Raises `PeerAbsent` if this version lacks an option."""
     missing = set(settings) - {field.name for field in dataclasses.fields(tw.TileOptions)}
     if missing:
         raise peers.PeerAbsent(f"this version of tilewise has no TileOptions({', '.join(sorted(missing))}=...)")
@@ -185,7 +185,7 @@ def tilewise_forward(x: peers.Inputs, **settings: Any) -> peers.Forward:
 
 
 def without_ignored(x: peers.Inputs, loss: Callable[..., Tensor]) -> peers.Forward:
-    """The loss of the tokens that count, taken out before (appendix A)."""
+    """The loss after ignored tokens were removed (appendix A of the paper)."""
 
     def forward() -> Tensor:
         keep = x["target"] != IGNORED
@@ -195,7 +195,7 @@ def without_ignored(x: peers.Inputs, loss: Callable[..., Tensor]) -> peers.Forwa
 
 
 def _liger_filtered(x: peers.Inputs) -> peers.Forward:
-    peers.build("liger", x)  # absent?
+    peers.build("liger", x)  # raises if it is absent
     return without_ignored(x, lambda a, b, target: peers.build("liger", {"a": a, "b": b, "target": target})())
 
 
@@ -219,5 +219,5 @@ METHODS: dict[str, Callable[[peers.Inputs], peers.Forward]] = {
 
 
 def build_step(method: str, inputs: peers.Inputs) -> Step:
-    """The method on these inputs; `peers.PeerAbsent` if it is not here."""
+    """The method on these inputs. Raises `peers.PeerAbsent` if it is not available."""
     return Step(METHODS[method](inputs), [inputs["a"], inputs["b"]])

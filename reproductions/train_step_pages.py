@@ -1,17 +1,17 @@
-"""The results of `train_step` as a page."""
+"""The page of `train_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.train_step_order import BASELINES, METHODS
+from reproductions.train_step_order import BASELINES, METHODS
 
 Row = dict[str, Any]
 
 
 def step_ratios(results: Sequence[Row]) -> dict[str, float]:
-    """Our step divided by the fastest baseline's, for every batch where both were measured whole, in one run."""
+    """Time of our step divided by that of the fastest baseline, for batches where one run measured both."""
     ratios = {}
     for batch in sorted({row["batch"] for row in results}):
         rows = [row for row in results if row["batch"] == batch and row.get("step_measured")]
@@ -24,7 +24,7 @@ def step_ratios(results: Sequence[Row]) -> dict[str, float]:
 
 
 def markdown(report: Row) -> str:
-    """The result as a table."""
+    """The page: a table of the results."""
     compiled = f", compiled {report['compiled']}" if report.get("compiled") else ""
     lines = [
         f"{report['model']}, chunks of {report['chunk']}, {report['precision']}{compiled}, on {report['device']}.",

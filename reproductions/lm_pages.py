@@ -1,4 +1,4 @@
-"""What `benchmarks.lm_tables` writes: a page with a table for each block, and a summary for the documentation."""
+"""Pages of `reproductions.lm_tables`: one with a table for each block, and a summary for the documentation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lm_pictures import DOCS, between_markers
 from benchmarks.report import digits
+
+from reproductions.lm_pictures import DOCS, between_markers
+from reproductions.records import todays_command
 
 Row = dict[str, Any]
 PARTS = ("loss", "gradient", "both")
-SUMMARY = {  # columns of the summary: methods, the first of them that the block has
+SUMMARY = {  # columns of the summary; each shows the first of its methods that the block has
     "tilewise": ("tilewise",),
     "filter 1e-3": ("tilewise, filter 1e-3",),
     "filter 1e-2": ("tilewise, filter 1e-2",),
@@ -22,6 +24,7 @@ SUMMARY = {  # columns of the summary: methods, the first of them that the block
     "lower bound": ("lower bound",),
 }
 
+ONE_PASS = "tilewise, gradients in forward, workspace 2,400 MiB"
 EXACT_TWICE = {"tilewise", "tilewise, gradients in backward"}  # the same call at these sizes
 
 
@@ -31,16 +34,19 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# The tables of Cut Cross-Entropy on {report['device']}",
         "",
-        f"`{report['command']}`",
+        f"`{todays_command(report['command'])}`",
         "",
         f"{report['date']}, commit {commit}, torch {report['torch']}, triton {report['triton']}, Python "
-        f"{report['python']}; {report.get('seconds', 0):.0f} s. Times in ms, medians of at most {report['repeats']} "
-        "turns; memory in MiB, peak above the inputs (of the gradient: above what the loss left). x: time divided by "
-        "torch.compile's. dE, dC: error against float32 gradients of the same inputs, relative to their norm. "
-        "Kept: (row, tile) pairs that backward computes (all: so many that it computes all). 3u / R: "
-        "the rate, if three products were all that is done, over R, that of a plain 8192^3 product, the mean of before "
-        "and after a block. "
-        "Lower bound: the two gradients, and three products at R.",
+        f"{report['python']}; {report.get('seconds', 0):.0f} s.",
+        "",
+        f"- Times are in ms: medians of at most {report['repeats']} turns.",
+        "- Memory is in MiB: the peak above the inputs. That of the gradient is above what the loss left.",
+        "- x: time divided by that of torch.compile.",
+        "- dE, dC: error of the gradients against float32 gradients of the same inputs, relative to their norm.",
+        "- kept: share of (row, tile) pairs that the filter keeps. (all): so many that backward computes all pairs.",
+        "- R: the rate of a plain 8192^3 product, the mean of before and after a block.",
+        "- 3u / R: the rate of the method, counted as three products, divided by R.",
+        "- Lower bound: memory of the two gradients, and the time of three products at R.",
     ]
     for name in dict.fromkeys(row["case"] for row in report["results"]):
         rows = [row for row in report["results"] if row["case"] == name]
@@ -65,18 +71,18 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def of_origin(row: Row, report: dict[str, Any]) -> str:
-    """Where a block comes from, if it is another run than the page's, and what was different there."""
+    """Commit, date and versions of a block that an earlier run measured. Empty if this run measured it."""
     origin = row.get("origin")
     if origin is None:
         return ""
     commit = origin["commit"][:10] + (" with local changes" if origin.get("dirty") else "")
     other = [f"{name} {origin[name]}" for name in ("torch", "triton", "python") if origin.get(name) != report[name]]
     words = [f"Measured {origin['date']}", f"commit {commit}", f"at most {origin['repeats']} turns", *other]
-    return f" {', '.join(words)}: `{origin['command']}`."
+    return f" {', '.join(words)}: `{todays_command(origin['command'])}`."
 
 
 def row_line(row: Row) -> str:
-    """One row of a block."""
+    """One row of a block's table."""
     if row["status"] not in ("ok", "warm"):
         words = {"oom": "out of memory", "not reached": "not reached"}
         said = words.get(row["status"], f"failed: {row.get('reason', '')[:80]}").replace("|", "/")
@@ -97,7 +103,7 @@ def row_line(row: Row) -> str:
 
 
 def write_docs(path: Path, docs: Path = DOCS) -> Path:
-    """Put the summary of a result between the markers of the page."""
+    """Write the summary of a result between the markers of the page."""
     link = relpath(path.with_suffix(".md").resolve(), docs.resolve().parent)
     between_markers(docs, "lm-tables", summary(json.loads(path.read_text()), link))
     return docs
@@ -106,8 +112,8 @@ def write_docs(path: Path, docs: Path = DOCS) -> Path:
 def summary(report: dict[str, Any], link: str) -> str:
     """A line for each block: loss and gradient together."""
     lines = [
-        f"Loss and gradient, {report['device']}, bfloat16, 8,192 tokens: ms / MiB above the inputs "
-        f"([all rows]({link}), with errors and commits).",
+        f"Loss and gradient on {report['device']}, bfloat16, 8,192 tokens: ms / MiB above the inputs.",
+        f"[All rows]({link}), with errors and commits.",
         "",
         f"| block | {' | '.join(SUMMARY)} |",
         "|---|" + "---:|" * len(SUMMARY),
@@ -116,19 +122,22 @@ def summary(report: dict[str, Any], link: str) -> str:
         rows = {row["method"]: row for row in report["results"] if row["case"] == name}
         cells = [next((cell(rows[m]) for m in methods if m in rows), "") for methods in SUMMARY.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    for method, title in (("tilewise, gradients in forward, workspace 2,400 MiB", "Speed first, one block of rows"),):
-        for row in report["results"]:
-            if row["method"] == method and row["status"] == "ok":
-                share = row["three_products_tflops"] / row["rate_tflops"]
-                lines += ["", f"{title}: {cell(row)} for {row['case']}, {share:.2f} of the rate R over three products."]
-    lines += in_vain(report["results"])
+    for row in report["results"]:
+        if row["method"] == ONE_PASS and row["status"] == "ok":
+            share = row["three_products_tflops"] / row["rate_tflops"]
+            lines += [
+                "",
+                f'With `gradients="forward"` and a workspace of 2,400 MiB, {row["case"]} takes {cell(row)}: '
+                f"{share:.2f} of the rate of three plain products.",
+            ]
+    lines += cost_without_gain(report["results"])
     if report.get("not_reached"):
         lines += ["", "Not measured yet: " + "; ".join(report["not_reached"]) + "."]
     return "\n".join(lines)
 
 
-def in_vain(results: list[Row]) -> list[str]:
-    """What a tolerance costs where nothing can be left out, and how far two rows of one exact call are apart."""
+def cost_without_gain(results: list[Row]) -> list[str]:
+    """What a filter costs where nothing can be dropped, and how much two rows of the same exact call differ."""
     blocks: dict[str, dict[str, Row]] = {}
     for row in results:
         if "both_ms" in row:
@@ -143,15 +152,15 @@ def in_vain(results: list[Row]) -> list[str]:
         return []
     return [
         "",
-        f"A tolerance of which nothing comes ({len(more)} rows with a filter that compute all): {min(more):+.1f} to "
-        f"{max(more):+.1f} % of the exact call's time, the mean of its two rows. Those two, tilewise and gradients in "
-        f"backward, are the same call here ({len(apart)} blocks): the second took {min(apart):+.1f} to "
-        f"{max(apart):+.1f} % of the first's time.",
+        f"Where nothing can be dropped, the filter costs between {min(more):+.1f} % and {max(more):+.1f} % compared "
+        f"with the exact call ({len(more)} cases).",
+        f"Two measurements of the exact call differ by {min(apart):+.1f} % to {max(apart):+.1f} % "
+        f"({len(apart)} blocks).",
     ]
 
 
 def cell(row: Row) -> str:
-    """Time and memory of a row; what it says instead of them; nothing for what was not measured."""
+    """Time and memory of a row, or "out of memory" or "failed". Empty for what was not measured."""
     if row["status"] == "ok":
         memory = f" / {row['both_bytes'] / 2**20:,.0f}" if "both_bytes" in row else ""
         return f"{digits(row['both_ms'])}{memory}"

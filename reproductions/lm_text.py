@@ -1,12 +1,11 @@
-"""The text that `benchmarks.lm_figures` trains on, as numbers; also in a file, for another machine.
+"""The text that `reproductions.lm_figures` trains on, as tokens. It can be written to a file for another machine.
 
     pretraining   Python's standard library without its tests, and most files of transformers
     tuning        more files of transformers' models
-    held_out      others of them: sequences from all over their files
-    other         the same of torch: text of another kind
+    held_out      further files of transformers' models: sequences from many of them
+    other         sequences from files of torch: text of another kind
 
-No file is in two of them. Much of transformers is there more than once, in files of several models: `overlap` says how
-much.
+No file is in two of them. Files of different models in transformers share much code; `overlap` measures how much.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 NAMES = ("pretraining", "tuning", "held_out", "other")
-PART_TUNED, PART_HELD_OUT = 5, 8  # one in 5 files is left out of pretraining, one in 8 of those out of tuning
-SEQUENCE = 16  # tokens: what is repeated to that length was copied
+PART_TUNED, PART_HELD_OUT = 5, 8  # 1 of 5 files is not in pretraining; 1 of 8 of those is held out
+SEQUENCE = 16  # tokens; a sequence of this length that occurs twice is counted as a copy
 Texts = dict[str, list[str]]
 
 
@@ -35,7 +34,7 @@ Texts = dict[str, list[str]]
 
 
 def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
-    """The texts that are on this machine anyway, and their names in words."""
+    """Texts that every installation has, and descriptions of them."""
     library, other, transformers = train_lm.default_folders()
     apart = train_lm.read_texts([transformers / "models"], megabytes)[::PART_TUNED]
     texts = {
@@ -55,7 +54,7 @@ def default_texts(megabytes: float) -> tuple[Texts, dict[str, str]]:
 
 
 def given_texts(folders: Sequence[Path], megabytes: float) -> tuple[Texts, dict[str, str]]:
-    """A folder to learn and one to fine-tune on; a part of the second is held out."""
+    """Texts of a folder for pretraining and of one for fine-tuning. A part of the second is held out."""
     first, second = (train_lm.read_texts([folder], megabytes) for folder in folders)
     texts = {"pretraining": first, "tuning": second, "held_out": second[::PART_HELD_OUT], "other": []}
     names = [folder.name for folder in folders]
@@ -64,7 +63,7 @@ def given_texts(folders: Sequence[Path], megabytes: float) -> tuple[Texts, dict[
 
 
 def without_repeats(texts: Texts, unwanted: Sequence[str]) -> Texts:
-    """Each file once: what is held out is not tuned on, and neither is learned before."""
+    """Remove files from a text that are in a more important one: other, held_out, tuning, pretraining."""
     out, taken = {}, set(unwanted)
     for name in ("other", "held_out", "tuning", "pretraining"):
         out[name] = [text for text in texts[name] if text not in taken]
@@ -72,24 +71,24 @@ def without_repeats(texts: Texts, unwanted: Sequence[str]) -> Texts:
     return {name: out[name] for name in NAMES}
 
 
-# As numbers
+# Tokens
 
 
 def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> tuple[dict[str, Tensor], Any]:
-    """(tokens,) of each text, and what the report says about them."""
+    """The tokens of each text, and their description for the report."""
     if arguments.data:
         with numpy.load(arguments.data) as file:
             if set(NAMES) - set(file.files):
                 raise SystemExit(
                     f"{arguments.data} needs the texts {', '.join(NAMES)}, and has {', '.join(file.files)}. "
-                    "Make it again, with --prepare"
+                    "Write it again with --prepare"
                 )
             tokens = {name: unpack(file[name]) for name in NAMES}
             described = json.loads(str(file["described"]))
         if described["vocabulary"] != settings[0].vocabulary:
             raise SystemExit(
                 f"{arguments.data} has a vocabulary of {described['vocabulary']:,}, and the model one of "
-                f"{settings[0].vocabulary:,}. Prepare it again, with the same --small"
+                f"{settings[0].vocabulary:,}. Write it again with --prepare, and with --small if it is used here"
             )
         return tokens, described
     texts, said = (
@@ -99,7 +98,7 @@ def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> 
     tokenizer = train_lm.open_tokenizer(everything, settings[0].vocabulary, arguments.cache)
     tokens = {}
     for name, s, most in zip(NAMES, settings, arguments.tokens, strict=False):
-        steps = s.steps * s.batch * s.length  # more than is trained on is of no use, unless it is for another machine
+        steps = s.steps * s.batch * s.length  # another machine may train on more
         tokens[name] = train_lm.encode(texts[name], tokenizer, most if arguments.prepare else min(most, 3 * steps))
     for name in NAMES[2:]:
         tokens[name] = spread(texts[name], tokenizer, settings[0].length, settings[0].held_out)
@@ -116,7 +115,7 @@ def read_tokens(arguments: argparse.Namespace, settings: Sequence[Settings]) -> 
 
 
 def spread(texts: Sequence[str], tokenizer: Tokenizer, length: int, count: int) -> Tensor:
-    """About `count` tokens, in sequences of that length, evenly from many files."""
+    """About `count` tokens in sequences of `length`, evenly spaced over many files."""
     if not texts:
         return torch.zeros(0, dtype=torch.int64)
     tokens = train_lm.encode(texts, tokenizer, 16 * count)
@@ -127,7 +126,7 @@ def spread(texts: Sequence[str], tokenizer: Tokenizer, length: int, count: int) 
 
 
 def overlap(tokens: Tensor, seen: Tensor) -> float:
-    """The share of the short sequences of the tokens that are in what was seen, too.
+    """The share of the short sequences of `tokens` that also occur in `seen`.
 
     >>> overlap(torch.arange(100, 140), torch.arange(120, 200))  # 5 of 25
     0.2
@@ -137,7 +136,7 @@ def overlap(tokens: Tensor, seen: Tensor) -> float:
 
 
 def sums_of_sequences(tokens: Tensor) -> Any:
-    """A number of 64 bits for each sequence of SEQUENCE tokens."""
+    """A 64-bit hash of each sequence of SEQUENCE tokens."""
     values = tokens.numpy().astype(numpy.uint64)
     total = numpy.zeros(max(0, len(values) - SEQUENCE + 1), numpy.uint64)
     for shift in range(SEQUENCE):
@@ -146,18 +145,18 @@ def sums_of_sequences(tokens: Tensor) -> Any:
 
 
 def pack(tokens: Tensor) -> Any:
-    """(3, tokens) bytes, the lowest first: they compress better apart."""
+    """(3, tokens): the bytes of each token, lowest first. They compress better separately."""
     values = tokens.numpy()
     return numpy.stack([(values >> shift & 255).astype(numpy.uint8) for shift in (0, 8, 16)])
 
 
 def unpack(parts: Any) -> Tensor:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     return sum(torch.from_numpy(part).long() << shift for part, shift in zip(parts, (0, 8, 16), strict=True))
 
 
 def prepare(arguments: argparse.Namespace, settings: Sequence[Settings]) -> Path:
-    """Write the texts as numbers."""
+    """Write the tokens of all texts to a file. Returns its path."""
     path: Path = arguments.prepare
     tokens, described = read_tokens(arguments, settings)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,19 @@
-"""What a step of the contrastive loss costs over many GPUs, from single-GPU rates and stated link speeds.
+"""Predicted cost of a contrastive loss over many GPUs, and the loss memory of table 1 of the Inf-CL paper.
 
-    python -m benchmarks.cost_model                      writes benchmarks/results/ring/cost_model.{json,md,png}
-    python -m benchmarks.cost_model --rate-tflops 600    with another single-GPU rate
+    python -m reproductions.cost_model                      writes reproductions/results/ring/cost_model.{json,md,png}
+    python -m reproductions.cost_model --rate-tflops 600    with another single-GPU rate
 
-A model, not a measurement: nothing here has run on more than one GPU. Its three parts are checked elsewhere: bytes per
-hop and memory per rank by counting (tests/ring/test_ring_cost.py), the overlap with a slowed link (the same), and the
-single-GPU rate by the GPU benchmarks.
+This is a model, not a measurement: nothing here has run on more than one GPU. Its parts are checked elsewhere.
+tests/ring/test_ring_cost.py counts the bytes per hop and the memory per rank, and tests the overlap with a slowed link.
+The GPU benchmarks measure the single-GPU rate.
 
-With n = N / W rows on each of W ranks, width d, features of f bytes, gradients of g bytes, at each of W steps
+Each of W ranks has n = N / W rows of width d; features have f bytes, gradients g bytes. Each of W steps does
 
     forward    work  2 n^2 d / rate          beside  hop of n d f                 (W - 1 hops)
     backward   work  3 * 2 n^2 d / rate      beside  hop of n d (f + g)           (W - 1 of features, W of gradients)
 
-A step takes the longer of the two; the last hop of the gradients, home, has nothing to hide behind.
+A step takes the longer of work and hop. No work is left to hide the last hop, which returns the gradients to their
+owner.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reproductions.records import RESULTS
 from tilewise.ring.schedule import backward_bytes, forward_bytes
 
-OUT = Path(__file__).parent / "results" / "ring"
+OUT = RESULTS / "ring"
 GIB = 2**30
 WORLDS = (8, 32, 128, 512, 1024)
 BATCHES = tuple(2**k for k in (16, 18, 20, 22, 24))  # 64k to 16M
@@ -36,11 +38,11 @@ CREDIT_VECTOR_BYTES = 8  # the running log-sum-exp
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates of one GPU and of its links, as a rank sees them."""
+    """Rates of one GPU and of its links."""
 
     name: str = "H200, 8 per node"
     rate_tflops: float = 530.0  # forward + backward over 4 products of 2 n^2 d, one H200, n >= 131,072 (results/gpu-*)
-    block_overhead_s: float = 150e-6  # assumed: launches and merges of one block, forward or backward
+    block_overhead_s: float = 150e-6  # assumed: launches and merges of one block, in forward or backward
     ranks_per_node: int = 8
     node_gb_s: float = 360.0  # one direction: 80 % of NVLink 4's 450
     net_gb_s: float = 40.0  # one direction and GPU: 80 % of 400 Gbit/s
@@ -48,7 +50,7 @@ class Machine:
     agreement_s: float = 100e-6  # one small all-gather; a step has three
 
     def link_gb_s(self, world: int) -> float:
-        """All hops of a step happen at once, so the slowest link of the ring sets the pace."""
+        """Rate of the slowest link of the ring. All hops of a step happen at once, so it decides."""
         return self.node_gb_s if world <= self.ranks_per_node else self.net_gb_s
 
 
@@ -64,26 +66,26 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step, forward and backward, of one rank."""
+    """One step of one rank, forward and backward."""
 
     world: int
     batch: int
     step_s: float
     work_s: float  # products and overhead
     overhead_s: float
-    link_s: float  # if nothing were hidden
+    link_s: float  # time of all hops
     exposed_s: float
     sent_bytes: int
     memory_bytes: int  # above the features
 
     @property
     def hidden_share(self) -> float:
-        """Of the time on the link, how much costs nothing."""
+        """Share of the time on the link that is hidden by work."""
         return 1.0 if self.link_s == 0 else 1.0 - self.exposed_s / self.link_s
 
 
 def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
-    """One step over ``world`` ranks with ``batch / world`` rows each."""
+    """Predict one step over ``world`` ranks with ``batch / world`` rows each."""
     n, d = batch / world, loss.width
     unit_s = 2 * n * n * d / (machine.rate_tflops * 1e12)
 
@@ -104,7 +106,7 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
             step_s += max(block_s, hop_s(moved))
             work_s += block_s
             link_s += hop_s(moved)
-        if world > 1:  # the last hop, home
+        if world > 1:  # the last hop, which returns the gradients to their owner
             step_s += hop_s(credit)
             link_s += hop_s(credit)
     agreements = 3 * machine.agreement_s if world > 1 else 0.0
@@ -126,10 +128,10 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
 
 
 def memory_bytes(world: int, rows: int, loss: Loss) -> int:
-    """Peak of a rank above its features: buffers that travel, gradients, workspace. The same for every world > 1.
+    """Peak memory of a rank above its features. It is the same for every world > 1.
 
-    Two blocks of features and two of gradients that travel; the rows' gradient, and the two gradients of the block at
-    hand; about 16 vectors.
+    It holds two travelling blocks of features and two of gradients, the gradient of the rows, the two gradients of the
+    current block, about 16 vectors, and the workspace.
     """
     travelling = 2 * (loss.feature_bytes + loss.gradient_bytes) if world > 1 else 0
     gradients = 3 * loss.gradient_bytes if world > 1 else 2 * loss.gradient_bytes
@@ -155,7 +157,7 @@ INF_CL_BLOCKS = 15.4  # float32 tensors of the size of a rank's features, fitted
 
 
 def paper_model_gib(method: str, world: int, batch: int) -> float:
-    """What the laws b^2, b^2 / W and b / W give for the methods of the paper."""
+    """Memory of the paper's methods by the laws b^2 (CLIP), b^2 / W (OpenCLIP) and b / W (Inf-CL)."""
     if method == "CLIP":
         return DENSE_BYTES_PER_PAIR * batch**2 / GIB
     if method == "OpenCLIP":
@@ -164,7 +166,7 @@ def paper_model_gib(method: str, world: int, batch: int) -> float:
 
 
 def paper_table() -> list[str]:
-    """Table 1, the loss column: the paper's figures, the laws, and this library's memory."""
+    """The loss column of table 1: the paper's figures, the laws, and the memory of this library."""
     lines = [
         "| GPUs | batch | CLIP: paper, 16 b^2 | OpenCLIP: paper, 16 b^2 / W | Inf-CL: paper, linear law | tilewise |",
         "|---|---|---|---|---|---|",
@@ -184,7 +186,7 @@ def paper_table() -> list[str]:
 
 
 def short(batch: int) -> str:
-    """65536 as 64k."""
+    """Format a batch size: 65536 is 64k."""
     return f"{batch // 2**20}M" if batch >= 2**20 else f"{batch // 2**10}k"
 
 
@@ -209,7 +211,7 @@ def _time(seconds: float) -> str:
 
 
 def plot(predictions: Sequence[Prediction], machine: Machine, path: Path) -> None:
-    """Step time and hidden share against the global batch, a line for each world."""
+    """Draw step time and hidden share against the global batch, with a line for each world."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,20 +240,20 @@ def plot(predictions: Sequence[Prediction], machine: Machine, path: Path) -> Non
 
 
 def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) -> str:
-    """The whole page."""
+    """The page."""
     return "\n".join(
         [
             "# The ring, modelled",
             "",
-            "Written by `python -m benchmarks.cost_model`. A model fed with a measured single-GPU rate and stated link",
-            "speeds; nothing here was run on more than one GPU.",
+            "Written by `python -m reproductions.cost_model`. This is a model, fed with a measured single-GPU rate and",
+            "stated link speeds. Nothing here was run on more than one GPU.",
             "",
             f"{machine.name}: {machine.rate_tflops:.0f} TFLOP/s per GPU, {machine.node_gb_s:.0f} GB/s inside a node, "
             f"{machine.net_gb_s:.0f} GB/s per GPU between nodes, {1e6 * machine.hop_latency_s:.0f} us per hop. Width "
             f"{loss.width}, features of {loss.feature_bytes} bytes, travelling gradients of {loss.gradient_bytes}.",
             "",
-            "Step: forward and backward. Overhead: launches, assumed. On the link: the time of all hops if nothing",
-            "were hidden. Memory: above the features, the gradients included.",
+            "Step: forward and backward. Overhead: launches (assumed). On the link: the time of all hops if none of it",
+            "were hidden by work. Memory: above the features; gradients are included.",
             "",
             *step_table(predictions),
             "",
@@ -266,10 +268,10 @@ def markdown(predictions: Sequence[Prediction], machine: Machine, loss: Loss) ->
 
 
 def main(argv: Sequence[str] | None = None) -> list[Path]:
-    """Write the table, the plot and the numbers; return their paths."""
+    """Write the page, the plot and the JSON file. Returns their paths."""
     parser = argparse.ArgumentParser(description="Model the ring over many GPUs.")
-    parser.add_argument("--rate-tflops", type=float, default=Machine.rate_tflops)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--rate-tflops", type=float, default=Machine.rate_tflops, help="rate of one GPU")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to")
     arguments = parser.parse_args(argv)
     machine, loss = Machine(rate_tflops=arguments.rate_tflops), Loss()
     predictions = [predict(world, batch, machine, loss) for world in WORLDS for batch in BATCHES]
