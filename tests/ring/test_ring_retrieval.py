@@ -1,4 +1,4 @@
-"""Ranks over a ring equal those of one process, ties included: features are small whole numbers, full of ties."""
+"""Ranks over a ring equal those of one process, including ties: features are small integers with many ties."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def bad_rank(group: Any, how: str) -> None:
 
 
 @pytest.mark.group
-@pytest.mark.parametrize("how, said", [("nan", "finite"), ("index", "from 0 to 11")])
-def test_what_one_rank_refuses_all_ranks_hear(crew: Crew, how, said):  # noqa: F811
+@pytest.mark.parametrize("how, text", [("nan", "finite"), ("index", "from 0 to 11")])
+def test_an_error_on_one_rank_is_raised_on_all_ranks(crew: Crew, how, text):  # noqa: F811
     found = crew.outcomes(bad_rank, how, world=3)
     assert all(isinstance(result, Failed) for result in found)
     assert [result.kind for result in found] == ["GroupError", "RangeError", "GroupError"]
-    assert all(said in result.message for result in found)
+    assert all(text in result.message for result in found)
     assert all("RangeError" in found[rank].message and "on rank 1" in found[rank].message for rank in (0, 2))
-    crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group lives on
+    crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group still works
 
 
 @pytest.mark.parametrize("query, item", [(torch.nan, 1.0), (1.0, torch.nan), (1.0, torch.inf), (1e20, 1e20)])
