@@ -1,4 +1,4 @@
-"""GradCache's interface: the same arguments, the gradients of the uncached step, and without its faults."""
+"""The interface of GradCache: the same arguments, the gradients of the uncached step, and none of its known faults."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_errors(batch):
 
 
 def test_functional_api_replays_dropout(batch):
-    """Their functional API does not record the random state of the device."""
+    """GradCache's functional API does not record the random state of the device."""
     a = Model()
     want = uncached(a, a, *batch, sizes=(3, 3))
     want_grads, stream = gradients(a), torch.rand(2)
@@ -183,7 +183,7 @@ def test_functional_api_replays_dropout(batch):
     loss_of = cat_input_tensor(contrast)
     torch.manual_seed(9)
     sides = [[call_model(a, part) for part in side.split(3)] for side in batch]
-    # Keyword lists crash in theirs.
+    # GradCache fails on lists passed by keyword.
     loss = loss_of(x=[rep for rep, _ in sides[0]], y=[rep for rep, _ in sides[1]])
     loss.backward()
     for rep, push in sides[0] + sides[1]:

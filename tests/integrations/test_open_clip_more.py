@@ -1,4 +1,4 @@
-"""OpenCLIP's losses beside the plain ones: captions and distillation, against its formulas with all logits."""
+"""OpenCLIP's losses with captions and with distillation, against its formulas with all logits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_coca(clip_weight):
     assert all(relative_error(g, w) < 1e-12 for g, w in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("rows, workspace", [(N, 256), (400, 1)])  # 1 MiB: 109 rows at once
+@pytest.mark.parametrize("rows, workspace", [(N, 256), (400, 1)])  # 1 MiB is 109 rows
 def test_distillation(rows, workspace):
     leaves, constants = student(rows=rows), teacher(rows=rows)
     loss = open_clip.DistillClipLoss(options=tw.TileOptions(workspace_mib=workspace))
@@ -109,7 +109,7 @@ def test_distillation_in_lower_precision_is_no_worse_than_theirs(dtype):
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any operator returned in one tensor."""
+    """The largest number of elements that an operator returned in one tensor."""
 
     def __init__(self):
         super().__init__()
