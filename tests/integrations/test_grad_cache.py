@@ -196,7 +196,7 @@ def test_functional_api_replays_dropout(batch):
 def test_functional_api_with_several_representations_and_without_a_gradient(batch):
     a = Model()
     first, second, push = cached(lambda x: (a(x), a(x + 1)))(batch[0])
-    with pytest.raises(GradientError, match="call backward on the loss first"):
+    with pytest.raises(GradientError, match="Call backward on the loss first"):
         push((first, second))
     (first * second).sum().backward()
     push((first, second))
