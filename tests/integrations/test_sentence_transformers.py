@@ -74,6 +74,15 @@ def test_the_same_loss_and_gradients_with_dropout(encoder, wrapper, columns):
     assert_close(got[1], want[1], 1e-4, "gradients")
 
 
+def test_wrappers_around_the_cached_loss_are_refused(encoder):
+    """They change the output of the model between the two passes."""
+    cached = ours.CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=3)
+    with pytest.raises(ours.ConfigError, match="MatryoshkaLoss does not work around"):
+        losses.MatryoshkaLoss(encoder, cached, [16])
+    with pytest.warns(UserWarning, match="not compatible"):
+        losses.AdaptiveLayerLoss(encoder, cached)
+
+
 def test_the_trainer_masks_false_negatives_by_label(encoder, tmp_path):
     datasets = pytest.importorskip("datasets")
     names = ["a", "b", "a", "c"]

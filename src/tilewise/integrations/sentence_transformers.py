@@ -180,7 +180,11 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         show_progress_bar: refused unless False.
 
     The other arguments are those of `MultipleNegativesRankingLoss`.
+
+    `MatryoshkaLoss` around this loss is refused: it changes the output of the model between the two passes.
     """
+
+    uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
 
     def __init__(
         self,
@@ -228,6 +232,14 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         cache = GradientCache(encoder, self._loss_of_columns, chunk_size=self.mini_batch_size)
         loss: Tensor = cache.loss(*(_inputs(features) for features in sentence_features), labels=labels)
         return loss
+
+    @property
+    def calculate_loss(self) -> Any:
+        """Read by `MatryoshkaLoss`, which would replace it. Refused, because this loss does not call it."""
+        raise ConfigError(
+            "MatryoshkaLoss does not work around this CachedMultipleNegativesRankingLoss. Use it around "
+            "tilewise's MultipleNegativesRankingLoss, or use the cached loss of sentence-transformers"
+        )
 
     def _loss_of_columns(self, *embeddings: Tensor, labels: Ids | None) -> Tensor:
         return self.loss.compute_loss_from_embeddings(list(embeddings), labels)
