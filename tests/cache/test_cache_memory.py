@@ -98,10 +98,10 @@ class Images:
     """Rows made on demand, with random augmentation. Counts the chunks that are alive."""
 
     def __init__(self, rows: int) -> None:
-        self.pixels, self.asked, self.alive, self.most = torch.randn(rows, 32), [], 0, 0
+        self.pixels, self.loads, self.alive, self.most = torch.randn(rows, 32), [], 0, 0
 
     def decode(self, first: int, last: int) -> Tensor:
-        self.asked.append((first, last))
+        self.loads.append((first, last))
         chunk = self.pixels[first:last] + 0.1 * torch.randn(last - first, 32)
         self.alive += 1
         self.most = max(self.most, self.alive)
@@ -127,20 +127,20 @@ def test_a_lazy_batch_is_made_twice_with_the_same_augmentation():
     want_loss.backward()
     want = gradients(tower)
     del reps, want_loss
-    images.asked.clear()
+    images.loads.clear()
     torch.manual_seed(5)
     cached_step(tower, [LazyBatch(40, images.decode)], lambda z: (z @ z.T).logsumexp(1).mean(), chunk_size=8)
     assert torch.equal(torch.rand(3), stream)
     for got, wanted in zip(gradients(tower), want, strict=True):
         assert_close(got, wanted, 1e-6)
-    assert images.asked == 2 * [(first, first + 8) for first in range(0, 40, 8)]
+    assert images.loads == 2 * [(first, first + 8) for first in range(0, 40, 8)]
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_only_one_chunk_of_a_lazy_batch_is_alive(device):
     images = Images(64)
     cached_step(deep_tower(), [LazyBatch(64, images.decode, device)], sum_of_squares, chunk_size=8)
-    assert len(images.asked) == 16
+    assert len(images.loads) == 16
     assert images.most == 1
     assert images.alive == 0
 
@@ -150,7 +150,7 @@ def test_a_frozen_encoder_loads_each_chunk_once():
     GradientCache([deep_tower().requires_grad_(False), free], lambda a, b: (a * b).sum(), chunk_size=8)(
         LazyBatch(16, images.decode), torch.randn(16, 32)
     )
-    assert len(images.asked) == 2
+    assert len(images.loads) == 2
 
 
 @pytest.mark.parametrize("pin", ["chunk", "batch"])

@@ -229,15 +229,15 @@ def test_random_state_is_restored_when_an_encoder_fails_in_the_second_pass():
 
 
 def test_progress_is_called_for_every_chunk():
-    told = []
+    events = []
     step = GradientCache(
         [tower(), tower().requires_grad_(False)],
         Contrast(),
         chunk_size=[2, 3],
-        progress=lambda *event: told.append(event),
+        progress=lambda *event: events.append(event),
     )
     step(torch.randn(6, 12), torch.randn(6, 12))
-    assert told == [(i, 5, "encode") for i in range(5)] + [(i, 3, "replay") for i in range(3)]
+    assert events == [(i, 5, "encode") for i in range(5)] + [(i, 3, "replay") for i in range(3)]
 
 
 def test_under_no_grad_encoding_is_plain_and_a_step_is_refused():
