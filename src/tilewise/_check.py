@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewise.errors import ConfigError, DeviceError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 Reduction = Literal["none", "sum", "mean"]
@@ -38,7 +38,7 @@ def check_options(options: TileOptions | None) -> TileOptions:
 
 
 def group_name(group: Any) -> str:
-    """The name of a process group, by which an operator finds it; "" for this process alone."""
+    """Name of a process group, by which an operator finds it. "" for None, which means this process only."""
     if group is None:
         return ""
     name = getattr(group, "group_name", None)
@@ -47,11 +47,30 @@ def group_name(group: Any) -> str:
         if hasattr(group, "get_group"):
             how = "Pass its .get_group()"
         elif group == -100:  # torch's answer of new_group on the ranks outside
-            how = "new_group gives that to ranks that are no members: only members call the loss with it"
+            how = "new_group returns this on ranks outside of the group. Call the loss only on its members"
         raise DtypeError(
             f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r}. {how}"
         )
+    if not torch.compiler.is_compiling() and _is_stale(group, name):
+        raise GroupError(
+            f"the process group {name!r} is from before torch.distributed was initialized again, and another group has "
+            "its name now. Get the handle after init_process_group: pass torch.distributed.group.WORLD, or call "
+            "new_group again"
+        )
     return name
+
+
+def _is_stale(group: Any, name: str) -> bool:
+    """Whether `torch.distributed` knows another group by this name. Names start again after destroy_process_group."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    if not isinstance(group, torch.distributed.ProcessGroup):
+        return False
+    try:
+        registered = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:  # destroyed: the operator reports it
+        return False
+    return registered is not group
 
 
 def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:

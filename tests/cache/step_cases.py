@@ -1,4 +1,4 @@
-"""Towers, a loss, and the comparison of a cached step with the same step without a cache."""
+"""Towers, a loss, and the comparison of a cached step with an uncached step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tower(features: int = 12, dropout: float = 0.3) -> nn.Module:
 
 
 class Contrast(nn.Module):
-    """A dense symmetric loss with a learnable scale; counts its calls."""
+    """An oracle of a symmetric loss with a learnable scale. Counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Contrast(nn.Module):
 
 
 def encode_chunks(encoder, batch, chunk_size):
-    """The uncached step: every chunk with its graph, all graphs at once in memory."""
+    """The uncached step: the graphs of all chunks are in memory."""
     rows = len(tensors_of(batch)[0])
     return torch.cat([encoder(take_rows(batch, part)) for part in row_ranges(rows, chunk_size)])
 
@@ -51,7 +51,7 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def both(step, uncached, *modules):
-    """Run the two from the same random state; they must agree in loss, gradients and the state they leave."""
+    """Run both from the same random state. Loss, gradients and the random state afterwards must be equal."""
     torch.manual_seed(7)
     want = uncached()
     want.backward()

@@ -1,4 +1,4 @@
-"""The examples in the documentation of the cache run, in the order in which they stand."""
+"""The examples in the documentation of the cache run, in order."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.group
 
 
 class GatherRows(torch.autograd.Function):
-    """All rows of all ranks, in rank order; shards may differ in length."""
+    """Gather the rows of all ranks, in rank order. Shards may have different lengths."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: list[int]) -> Tensor:
@@ -44,7 +44,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone()
-        dist.all_reduce(total)  # every rank holds the whole loss, so the sum is W times its gradient
+        dist.all_reduce(total)  # every rank has the whole loss, so the sum is W times its gradient
         return total[ctx.own], None
 
 
@@ -58,7 +58,7 @@ class Contrast(nn.Module):
         if self.sizes is not None:
             a, b = GatherRows.apply(a, self.sizes), GatherRows.apply(b, self.sizes)
         scale = self.log_scale.exp() if scale is None else scale
-        a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)  # else the last bias has gradient zero
+        a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)  # otherwise the gradient of the last bias is zero
         return F.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
 
 
@@ -68,7 +68,7 @@ def tower(seed: int, dropout: float = 0.0) -> nn.Module:
 
 
 class Counter:
-    """A DDP communication hook that averages, and counts."""
+    """A DDP communication hook that averages and counts."""
 
     def __init__(self, module: DDP) -> None:
         self.reductions = 0
@@ -99,7 +99,7 @@ def averaged(grads: list[Tensor]) -> list[Tensor]:
 
 
 def shards(sizes: list[int]) -> tuple[Tensor, Tensor, slice]:
-    """The whole batch, the same on each rank, and this rank's rows of it."""
+    """The whole batch, equal on all ranks, and the rows of this rank."""
     torch.manual_seed(3)
     x, y = torch.randn(sum(sizes), 6), torch.randn(sum(sizes), 6)
     first = sum(sizes[: dist.get_rank()])
@@ -107,7 +107,7 @@ def shards(sizes: list[int]) -> tuple[Tensor, Tensor, slice]:
 
 
 def case_two_towers_on_uneven_shards(rank: int, world: int) -> None:
-    sizes = [5 + 3 * r for r in range(world)]  # so the ranks have different numbers of chunks too
+    sizes = [5 + 3 * r for r in range(world)]  # the ranks also have different numbers of chunks
     x, y, own = shards(sizes)
     a, b, loss = tower(1), tower(2), Contrast()
     want_loss = loss(a(x), b(y))
@@ -141,7 +141,7 @@ def case_shared_tower_and_functions(rank: int, world: int) -> None:
         shared, loss = DDP(tower(1)), Contrast(sizes)
         counter = Counter(shared)
         encoders = wrappings(shared)[wrap]
-        for step in range(2):  # the second step shows that the first left DDP in order
+        for step in range(2):  # the second step checks the state of DDP after the first
             shared.zero_grad()
             GradientCache(encoders, loss, chunk_size=2)(x[own], y[own])
             assert_same(grads_of(shared), want)
@@ -257,7 +257,7 @@ def case_reduction_that_would_not_run_is_refused(rank: int, world: int) -> None:
 
 
 def case_the_ring_under_the_loss(rank: int, world: int) -> None:
-    """The loss communicates by itself, in forward and in the backward that ends in the replay."""
+    """The loss communicates in forward and in backward."""
 
     def clip(a: Tensor, b: Tensor, group: Any) -> Tensor:
         return tilewise.clip_loss(F.normalize(a, dim=1), F.normalize(b, dim=1), 5.0, group=group)
@@ -274,7 +274,7 @@ def case_the_ring_under_the_loss(rank: int, world: int) -> None:
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the reduce-scatters that are started inside."""
+    """Count the reduce-scatters that are started inside."""
 
     count = 0
 
@@ -325,7 +325,7 @@ CASES: list[Callable[[int, int], None]] = [value for name, value in list(globals
 
 def one_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    patience = timedelta(seconds=60)  # a rank that waits for another in vain fails the test, it does not hang it
+    patience = timedelta(seconds=60)  # a rank that blocks fails the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=patience)
     for case in CASES:
         try:

@@ -1,4 +1,4 @@
-"""Memory claims as tests: activations and inputs of one chunk, whatever the batch."""
+"""Memory: activations and inputs of one chunk, for any batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewise.errors import ConfigError, DeviceError, DtypeError, GradientError,
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """The bytes that graphs hold for backward: now, and at most."""
+    """Bytes that graphs save for backward: current and peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -56,15 +56,15 @@ def peak_bytes(rows: int, chunk_size: int | None) -> int:
 
 
 def test_activations_are_those_of_one_chunk():
-    representation = 2 * 4  # bytes of a row; the loss saves it
+    representation = 2 * 4  # bytes of a row, saved by the loss
     small, large = peak_bytes(64, 16), peak_bytes(512, 16)
     assert large - small <= (512 - 64) * representation
     assert large < 1.5 * small
-    assert peak_bytes(512, None) > 7 * peak_bytes(64, None)  # the measure does see activations grow
-    assert peak_bytes(64, None) > 2.5 * small  # not 4 times: the weights are saved too
+    assert peak_bytes(512, None) > 7 * peak_bytes(64, None)  # the measurement includes activations
+    assert peak_bytes(64, None) > 2.5 * small  # not 4 times, because the weights are saved too
 
 
-def test_representations_hold_no_graph_of_the_encoder():
+def test_representations_keep_no_graph_of_the_encoder():
     tower = deep_tower()
     saved = SavedBytes()
     with saved:
@@ -73,7 +73,7 @@ def test_representations_hold_no_graph_of_the_encoder():
         assert saved.now == 0
 
 
-def test_a_step_leaves_nothing_behind():
+def test_a_step_keeps_no_memory():
     """No reference cycle keeps representations or the batch alive."""
     tower, x = deep_tower(), torch.randn(64, 32)
     gc.collect()
@@ -95,13 +95,13 @@ def test_a_step_leaves_nothing_behind():
 
 
 class Images:
-    """Rows made on demand, with random augmentation; knows how many of its chunks are alive."""
+    """Rows made on demand, with random augmentation. Counts the chunks that are alive."""
 
     def __init__(self, rows: int) -> None:
-        self.pixels, self.asked, self.alive, self.most = torch.randn(rows, 32), [], 0, 0
+        self.pixels, self.loads, self.alive, self.most = torch.randn(rows, 32), [], 0, 0
 
     def decode(self, first: int, last: int) -> Tensor:
-        self.asked.append((first, last))
+        self.loads.append((first, last))
         chunk = self.pixels[first:last] + 0.1 * torch.randn(last - first, 32)
         self.alive += 1
         self.most = max(self.most, self.alive)
@@ -127,30 +127,30 @@ def test_a_lazy_batch_is_made_twice_with_the_same_augmentation():
     want_loss.backward()
     want = gradients(tower)
     del reps, want_loss
-    images.asked.clear()
+    images.loads.clear()
     torch.manual_seed(5)
     cached_step(tower, [LazyBatch(40, images.decode)], lambda z: (z @ z.T).logsumexp(1).mean(), chunk_size=8)
     assert torch.equal(torch.rand(3), stream)
     for got, wanted in zip(gradients(tower), want, strict=True):
         assert_close(got, wanted, 1e-6)
-    assert images.asked == 2 * [(first, first + 8) for first in range(0, 40, 8)]
+    assert images.loads == 2 * [(first, first + 8) for first in range(0, 40, 8)]
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_only_one_chunk_of_a_lazy_batch_is_alive(device):
     images = Images(64)
     cached_step(deep_tower(), [LazyBatch(64, images.decode, device)], sum_of_squares, chunk_size=8)
-    assert len(images.asked) == 16
+    assert len(images.loads) == 16
     assert images.most == 1
     assert images.alive == 0
 
 
-def test_a_frozen_encoder_asks_for_each_chunk_once():
+def test_a_frozen_encoder_loads_each_chunk_once():
     images, free = Images(16), deep_tower()
     GradientCache([deep_tower().requires_grad_(False), free], lambda a, b: (a * b).sum(), chunk_size=8)(
         LazyBatch(16, images.decode), torch.randn(16, 32)
     )
-    assert len(images.asked) == 2
+    assert len(images.loads) == 2
 
 
 @pytest.mark.parametrize("pin", ["chunk", "batch"])
@@ -174,7 +174,7 @@ def test_a_host_batch_on_the_cpu_copies_nothing():
     assert isinstance(HostBatch(tree, "cpu"), BatchSource)
 
 
-def test_a_source_of_ones_own():
+def test_a_custom_source():
     class Memory:
         rows, device = 10, None
 
@@ -194,13 +194,13 @@ def test_offload_errors_say_what_to_do():
     x = torch.randn(4, 2)
     refused = [
         (ConfigError, "pin is one of", lambda: HostBatch(x, "cpu", pin="no")),
-        (GradientError, "takes no gradient", lambda: HostBatch(x.clone().requires_grad_(), "cpu")),
-        (DeviceError, "a device such as", lambda: HostBatch(x, "gpu")),
+        (GradientError, "cannot have a gradient", lambda: HostBatch(x.clone().requires_grad_(), "cpu")),
+        (DeviceError, "device is for example", lambda: HostBatch(x, "gpu")),
         (ShapeError, "same number of rows", lambda: HostBatch((x, x[:2]), "cpu")),
         (DtypeError, "load is a function", lambda: LazyBatch(3, x)),
     ]
     if not torch.cuda.is_available():
-        refused.append((DeviceError, "sees no CUDA device", lambda: HostBatch(x, "cuda")))
+        refused.append((DeviceError, "finds no CUDA device", lambda: HostBatch(x, "cuda")))
     for error, words, call in refused:
         with pytest.raises(error, match=words):
             call()

@@ -1,4 +1,4 @@
-"""What goes into an encoder and comes out of it and of the loss: tensors in containers, of other lengths, or alone."""
+"""Inputs and outputs of encoders and losses: nested containers, other numbers of rows, 0-d tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Record:
 
 
 class Nested(nn.Module):
-    """Takes x and y in many wrappings, returns two representations, a mask and a note."""
+    """Accepts x and y in several containers. Returns two representations, a mask and a string."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_batch_encoding_and_model_output_of_transformers():
     both(lambda: cached_step(model, [tokens], loss, chunk_size=3), uncached, model)
 
 
-def test_a_chunk_may_give_another_number_of_rows_than_it_got():
+def test_a_chunk_may_return_another_number_of_rows():
     torch.manual_seed(0)
     a = tower()
 
@@ -151,7 +151,7 @@ def test_a_temperature_that_the_model_returns_gets_its_gradient_once(of_scale):
         return F.cross_entropy(scale * a @ b.T, torch.arange(len(a)))
 
     torch.manual_seed(0)
-    # In float64, for the gradient of a lone number here is a sum that nearly cancels.
+    # In float64, because the gradient of the scalar is a sum that nearly cancels.
     model, x, y = WithScale().double(), torch.randn(7, 12).double(), torch.randn(7, 12).double()
     loss(model(x, y)).backward()
     want = gradients(model)
@@ -160,7 +160,7 @@ def test_a_temperature_that_the_model_returns_gets_its_gradient_once(of_scale):
     assert_same(gradients(model), want)
 
 
-def test_what_the_loss_returns_beside_the_loss_comes_back_detached():
+def test_other_results_of_the_loss_are_returned_detached():
     a, x = tower(), torch.randn(6, 12)
 
     def with_metrics(z):

@@ -1,4 +1,4 @@
-"""Encoders of a cached step: frozen, plain functions, with buffers, checkpointed; those that cannot be run again."""
+"""Encoders of a cached step: frozen, functions, with buffers, checkpointed, and those that change between passes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_a_frozen_encoder_runs_once_and_without_a_graph():
     step(x, y)
     assert runs == [False] * 3
     assert not step.encode(x, y)[0].requires_grad
-    gradients(free, loss)  # forget them
+    gradients(free, loss)  # clear the gradients
     both(lambda: step(x, y), lambda: loss(encode_chunks(locked, x, 3), encode_chunks(free, y, 3)), free, loss)
 
 
-def test_a_function_is_frozen_only_when_it_says_so():
+def test_a_function_is_frozen_only_if_declared():
     locked = tower().requires_grad_(False)
     runs = []
     locked.register_forward_hook(lambda *_: runs.append(1))
@@ -39,8 +39,8 @@ def test_a_function_is_frozen_only_when_it_says_so():
     assert len(runs) == 2
 
 
-def test_a_function_with_a_hidden_parameter_still_learns():
-    class Holder:  # no module: the function's variables do not show what learns
+def test_a_hidden_parameter_of_a_function_gets_its_gradient():
+    class Holder:  # not a module: the function's variables do not show the parameter
         locked, projection = tower().requires_grad_(False), nn.Linear(8, 4)
 
     holder, x = Holder(), torch.randn(6, 12)
@@ -64,12 +64,12 @@ def test_inputs_that_require_a_gradient_get_it():
     want = run(lambda args: a(args[0] + args[1]))
     encoder = Encoder(lambda x, s: a(x + s), (a,))
     assert_same(run(lambda args: cached_encode(encoder, args, chunk_size=3)), want)
-    a.requires_grad_(False)  # now only the inputs ask for a gradient
+    a.requires_grad_(False)  # now only the inputs require a gradient
     got = run(lambda args: cached_encode(encoder, args, chunk_size=3))
     assert_same(got[:2], want[:2])
 
 
-def test_chunks_and_outputs_that_no_gradient_reaches():
+def test_chunks_and_outputs_without_a_gradient():
     torch.manual_seed(0)
     a, b = tower(dropout=0.0), tower(dropout=0.0)
     x = torch.randn(9, 12)
@@ -79,7 +79,7 @@ def test_chunks_and_outputs_that_no_gradient_reaches():
         return (torch.zeros(len(x), 8) if x.mean() < -50 else a(x)), b(x)
 
     def loss(rep):
-        return rep[0].square().mean()  # nobody uses rep[1]
+        return rep[0].square().mean()  # rep[1] is not used
 
     cached_step(encoder, [x], loss, chunk_size=3)
     got = gradients(a)
@@ -110,7 +110,7 @@ def test_batch_norm_statistics(buffers, updates):
         assert not torch.equal(a[1].running_mean, want["1.running_mean"])
 
 
-def test_buffers_that_do_not_move_are_not_touched():
+def test_constant_buffers_are_not_written():
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,12 +148,12 @@ def test_an_encoder_that_writes_into_its_input_is_refused():
         cached_step(lambda x: a(x.div_(2)), [x], lambda z: z.square().mean(), chunk_size=2)
 
 
-def test_an_encoder_that_changes_its_mind_is_refused():
+def test_an_encoder_with_another_result_in_the_second_pass_is_refused():
     a, runs = tower(), []
 
     def encoder(x):
         runs.append(1)
         return a(x)[:, : len(runs) // 4 + 2]
 
-    with pytest.raises(GradientError, match="run again"):
+    with pytest.raises(GradientError, match="in the second pass"):
         cached_step(encoder, [torch.randn(6, 12)], lambda z: z.square().mean(), chunk_size=2)

@@ -1,4 +1,4 @@
-"""A cached step equals the same step without a cache: loss, gradients, and the random stream after it."""
+"""A cached step equals the uncached step: loss, gradients, and the random state after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_two_towers_with_dropout_and_a_learnable_scale(rows, chunk_size):
     a, b, loss = tower(), tower(9), Contrast()
     x, y = torch.randn(rows, 12), torch.randn(rows, 9)
     step = GradientCache([a, b], loss, chunk_size=chunk_size)
-    if rows == 1:  # one row has loss 0 and gradient 0: only the plumbing can be seen
+    if rows == 1:  # one row has loss 0 and gradient 0, so only the shapes can be checked
         assert step(x, y).item() == pytest.approx(0.0, abs=1e-6)
         return
     got = both(
@@ -45,7 +45,7 @@ def test_without_dropout_the_chunk_size_does_not_matter():
 
 
 def test_a_loss_that_draws_random_numbers():
-    """They come after those of the encoders, and the second pass does not wind them back."""
+    """They follow those of the encoders, and the second pass does not rewind them."""
     torch.manual_seed(0)
     a, loss, x, y = tower(), Contrast(), torch.randn(7, 12), torch.randn(7, 12)
 
@@ -83,7 +83,7 @@ def test_one_encoder_serves_three_inputs_of_different_lengths():
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, -0.5])
-def test_the_incoming_gradient_is_honoured(factor):
+def test_gradients_are_multiplied_by_grad_output(factor):
     torch.manual_seed(0)
     a, loss, x, y = tower(dropout=0.0), Contrast(), torch.randn(7, 12), torch.randn(7, 12)
     (factor * loss(a(x), a(y))).backward()
@@ -98,7 +98,7 @@ def test_the_incoming_gradient_is_honoured(factor):
 
 
 class PowerScaler:
-    """What a GradScaler does to the loss; powers of two are exact."""
+    """Scales the loss as a GradScaler does. Powers of two are exact."""
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * 1024.0
@@ -127,7 +127,7 @@ def test_torch_grad_scaler_steps_an_optimizer():
     assert_same([p.detach() for p in a.parameters()], want)
 
 
-def test_gradients_add_to_what_is_there():
+def test_gradients_are_added_to_existing_ones():
     torch.manual_seed(0)
     a, loss = tower(dropout=0.0), Contrast()
     batches = [(torch.randn(7, 12), torch.randn(7, 12)) for _ in range(3)]
@@ -157,8 +157,8 @@ def test_autocast_is_the_same_in_both_passes(backward_inside, keep_casts):
             value.backward()
         return value
 
-    # Autocast keeps a weight's bfloat16 copy, and without the cache the chunks' gradients meet there, rounded.
-    # Here every chunk adds to the float32 gradient, which is what one gets without keeping the copies.
+    # Autocast caches a bfloat16 copy of a weight, and without our cache the gradients of the chunks are added there.
+    # Here every chunk adds to the float32 gradient, as without autocast's cache.
     torch.manual_seed(7)
     want = run(lambda: loss(encode_chunks(a, x, 4), encode_chunks(a, y, 4)), cache_enabled=False)
     want_grads = gradients(a, loss)
@@ -198,7 +198,7 @@ def test_backward_twice_with_retained_graph_doubles_the_gradient():
     assert_same([p.grad for p in a.parameters()], [2 * g for g in once])
 
 
-def test_python_and_numpy_randomness_is_replayed():
+def test_the_states_of_python_and_numpy_are_restored():
     numpy = pytest.importorskip("numpy")
     a, seen = tower(dropout=0.0), []
 
@@ -228,16 +228,16 @@ def test_random_state_is_restored_when_an_encoder_fails_in_the_second_pass():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_progress_is_told_of_every_chunk():
-    told = []
+def test_progress_is_called_for_every_chunk():
+    events = []
     step = GradientCache(
         [tower(), tower().requires_grad_(False)],
         Contrast(),
         chunk_size=[2, 3],
-        progress=lambda *event: told.append(event),
+        progress=lambda *event: events.append(event),
     )
     step(torch.randn(6, 12), torch.randn(6, 12))
-    assert told == [(i, 5, "encode") for i in range(5)] + [(i, 3, "replay") for i in range(3)]
+    assert events == [(i, 5, "encode") for i in range(5)] + [(i, 3, "replay") for i in range(3)]
 
 
 def test_under_no_grad_encoding_is_plain_and_a_step_is_refused():
@@ -267,18 +267,18 @@ def test_errors_say_what_to_do():
         (ConfigError, "2 numbers for 1", lambda: cached_step(a, [x], loss, chunk_size=[2, 2])),
         (ConfigError, "sync is one of", lambda: cached_step(a, [x], loss, chunk_size=2, sync="never")),
         (ConfigError, "buffers is one of", lambda: cached_step(a, [x], loss, chunk_size=2, buffers="no")),
-        (ShapeError, "needs to be a scalar", lambda: cached_step(a, [x], lambda z: z, chunk_size=2)),
+        (ShapeError, "must be a scalar", lambda: cached_step(a, [x], lambda z: z, chunk_size=2)),
         (DtypeError, "returns a scalar tensor", lambda: cached_step(a, [x], lambda z: 1.0, chunk_size=2)),
         (DtypeError, "at least one tensor", lambda: cached_step(lambda x: "no", [x], loss, chunk_size=2)),
         (DtypeError, "loss is a function", lambda: cached_step(a, [x], None, chunk_size=2)),
         (
             ShapeError,
-            "equal shapes but for their rows",
+            "equal shapes except for their rows",
             lambda: cached_step(lambda x: x[:, : len(x)], [x[:5]], loss, chunk_size=2),
         ),
         (
             GradientError,
-            "nothing learns",
+            "nothing to train",
             lambda: cached_step(tower().requires_grad_(False), [x], loss, chunk_size=2),
         ),
         (ShapeError, "at least one row", lambda: LazyBatch(0, lambda first, last: x)),
@@ -288,11 +288,11 @@ def test_errors_say_what_to_do():
             call()
 
 
-def test_derivatives_that_are_not_available_are_refused():
+def test_unsupported_derivatives_are_refused():
     a, x = tower(), torch.randn(6, 12)
     value = cached_loss(a, [x], lambda z: z.square().mean(), chunk_size=2)
     with pytest.raises(GradientError, match="second derivative"):
         value.backward(create_graph=True)
     value = cached_loss(a, [x.requires_grad_()], lambda z: z.square().mean(), chunk_size=2)
-    with pytest.raises(GradientError, match=r"arrive in \.grad"):
+    with pytest.raises(GradientError, match=r"are added to \.grad"):
         torch.autograd.grad(value, [x])

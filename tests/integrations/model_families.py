@@ -1,6 +1,6 @@
 """Tiny language models of many families, a batch for them, and one step of training.
 
-Tests take the classes of models from here: they are loaded while torchvision is out of sight.
+Tests import the model classes from here, because they are loaded while torchvision is hidden.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from tests.integrations.tiny_models import EXPERTS, GPT2, NO_DROPOUT, SMALL, D, V
 from torch import nn
 
-# A torchvision that does not fit the installed torch breaks the import, and nothing here needs one.
+# A torchvision for another torch breaks the import of transformers, and no test here needs torchvision.
 hidden = "torchvision" not in sys.modules
 if hidden:
     sys.modules["torchvision"] = None
 try:
     transformers = pytest.importorskip("transformers")
-    from transformers import (  # loaded now, while torchvision is out of sight
+    from transformers import (  # loaded now, while torchvision is hidden
         BartConfig,
         BartForConditionalGeneration,
         CohereConfig,
@@ -80,7 +80,7 @@ def made(name: str = "llama", seed: int = 0) -> nn.Module:
     model = FAMILIES[name]().train()
     for key, values in [*model.named_parameters(), *model.named_buffers()]:
         if key.endswith(("lm_head.bias", "final_logits_bias")):
-            nn.init.normal_(values)  # zeros would hide a bias that is left out
+            nn.init.normal_(values)  # zeros would hide a missing bias
     return model
 
 

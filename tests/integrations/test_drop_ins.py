@@ -1,8 +1,10 @@
-"""Each drop-in equals its library's formula, written out here with all logits in memory; and refuses the rest."""
+"""Each drop-in equals the formula of its library, written here with all logits, and refuses other uses."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def scalar(value):
 
 
 def assert_same(got, want, leaves):
-    """Loss and every gradient; a loss times 3 gives 3 times the gradient."""
+    """Compare the loss and every gradient, with a grad_output of 3."""
     assert_close(got, want, EXACT, "loss")
     ours, theirs = torch.autograd.grad(3 * got, leaves), torch.autograd.grad(3 * want, leaves)
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -97,7 +99,7 @@ def test_open_clip():
     assert list(open_clip.ClipLoss()(image, text, scale, bias, True)) == ["contrastive_loss"]
 
 
-def test_open_clip_refuses_what_it_cannot_do():
+def test_open_clip_refuses_unsupported_arguments():
     image, text = normal(N, D), normal(N, D)
     with pytest.raises(ConfigError, match="torchrun"):
         open_clip.ClipLoss(use_horovod=True)
@@ -114,7 +116,7 @@ def test_lightly(temperature):
     assert_same(lightly.NTXentLoss(temperature)(first, second), want, [first, second])
 
 
-def test_lightly_memory_bank_is_a_queue_and_holds_the_only_negatives():
+def test_lightly_memory_bank_is_a_queue_with_the_only_negatives():
     loss = lightly.NTXentLoss(0.2, (2 * N + 5, D)).double()
     bank, place = loss.bank.clone(), 0
     for _ in range(4):
@@ -130,7 +132,24 @@ def test_lightly_memory_bank_is_a_queue_and_holds_the_only_negatives():
     with torch.no_grad():
         loss(first, second)
     loss(first.detach(), second)
-    assert torch.equal(loss.bank, bank), "evaluation must leave the bank alone"
+    assert torch.equal(loss.bank, bank), "evaluation must not change the bank"
+
+
+def test_lightly_batch_of_one_is_exactly_zero():
+    """One sample has no negatives."""
+    temperature = nn.Parameter(torch.tensor(0.3))
+    first, second = torch.randn(2, 1, D, requires_grad=True).unbind(0)
+    loss = lightly.NTXentLoss(temperature)(first, second)
+    grads = torch.autograd.grad(loss, [first, second, temperature])
+    assert loss.item() == 0
+    assert all(grad.abs().max() == 0 for grad in grads)
+
+
+def test_lightly_needs_a_group_to_gather():
+    for size in (0, (16, D)):
+        loss = lightly.NTXentLoss(memory_bank_size=size, gather_distributed=True).double()
+        with pytest.raises(GroupError, match=r"gather_distributed=True needs .*init_process_group"):
+            loss(normal(N, D), normal(N, D))
 
 
 def test_lightly_refuses():
@@ -140,17 +159,17 @@ def test_lightly_refuses():
         lightly.NTXentLoss(memory_bank_size=(4, 5, 6))
     with pytest.raises(ShapeError, match="two views"):
         lightly.NTXentLoss()(normal(N, D), normal(N + 1, D))
-    with pytest.raises(ShapeError, match="memory bank holds 5 features"):
+    with pytest.raises(ShapeError, match="memory bank has 5 features"):
         lightly.NTXentLoss(memory_bank_size=(8, 5))(normal(N, D), normal(N, D))
     with pytest.raises(RangeError, match="temperature"):
         lightly.NTXentLoss(temperature=0.0)(normal(N, D), normal(N, D))
 
 
-def metric_learning_nt_xent(z, labels, ref, ref_labels, temperature, itself):
+def metric_learning_nt_xent(z, labels, ref, ref_labels, temperature, mask_self):
     logits = cosines(z, ref) / temperature
     same = labels[:, None] == ref_labels[None, :]
     negative = logits.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
-    positive = same & ~torch.eye(len(z), dtype=torch.bool) if itself else same
+    positive = same & ~torch.eye(len(z), dtype=torch.bool) if mask_self else same
     return (torch.logaddexp(logits, negative) - logits)[positive].mean()
 
 
@@ -199,6 +218,61 @@ def test_metric_learning_without_negatives_or_positives_is_zero(loss, labels):
     (grad,) = torch.autograd.grad(value, z)
     assert value.item() == 0
     assert grad.abs().max().item() == 0
+
+
+def memory_pairs(labels, ref_labels, own):
+    """The pairs that CrossBatchMemory passes: all of them, without (row, its own entry)."""
+    same = labels[:, None] == ref_labels[None, :]
+    positive = same.clone()
+    positive[torch.arange(len(labels)), own] = False
+    return (*positive.nonzero(as_tuple=True), *(~same).nonzero(as_tuple=True))
+
+
+@pytest.mark.parametrize("start", [0, 5, 30])
+@pytest.mark.parametrize("kind", ["two of each", "many of each", "some alone"])
+def test_metric_learning_against_a_memory_that_contains_the_batch(kind, start):
+    """What CrossBatchMemory calls: the batch is in the memory, and no row is compared with its own entry."""
+    labels = LABELS[kind]()
+    n, m = len(labels), len(labels) + 9
+    z, ref = normal(n, D), normal(m, D)
+    own = (start + torch.arange(n)) % m  # the memory is a ring buffer
+    ref_labels = LABELS[kind]()[torch.randint(0, n, (m,))]
+    ref_labels[own] = labels
+    pairs = memory_pairs(labels, ref_labels, own)
+    for temperature in (0.1, 1.0):
+        logits = cosines(z, ref) / temperature
+        positive = torch.zeros(n, m, dtype=torch.bool)
+        positive[pairs[:2]] = True
+        negative = labels[:, None] != ref_labels[None, :]
+        negative_lse = logits.masked_fill(~negative, -torch.inf).logsumexp(1, keepdim=True)
+        want = (torch.logaddexp(logits, negative_lse) - logits)[positive].mean()
+        assert_same(pml.NTXentLoss(temperature)(z, labels, pairs, ref, ref_labels), want, [z, ref])
+        logits = cosines(z, ref) / temperature
+        lse = logits.masked_fill(~(positive | negative), -torch.inf).logsumexp(1)
+        count, some = positive.sum(1), positive.any(1)
+        want = (lse[some] - (positive * logits).sum(1)[some] / count[some]).mean()
+        assert_same(pml.SupConLoss(temperature)(z, labels, pairs, ref, ref_labels), want, [z, ref])
+
+
+@pytest.mark.parametrize("loss", [pml.NTXentLoss(), pml.SupConLoss()])
+def test_metric_learning_with_pairs_refuses_miners(loss):
+    labels, ref_labels = torch.arange(N) % 5, torch.arange(N + 3) % 5
+    z, ref = normal(N, D), normal(N + 3, D)
+    a, p, b, n = memory_pairs(labels, ref_labels, torch.arange(N))
+    for mined in (
+        (a, p, b[1:], n[1:]),  # a negative is missing
+        (a, p, b[[0, *range(len(b) - 1)]], n[[0, *range(len(n) - 1)]]),  # one twice, one missing
+        (a[2:], p[2:], b, n),  # two positives of a row are missing
+        (torch.cat([a, a[:1]]), torch.cat([p, p[:1]]), b, n),  # a positive twice
+        (a, p, a),  # triplets
+    ):
+        with pytest.raises(ConfigError, match="CrossBatchMemory passes without a miner"):
+            loss(z, labels, mined, ref, ref_labels)
+    everything = (labels[:, None] == ref_labels[None, :]).nonzero(as_tuple=True)  # rows that are not in the memory
+    want = loss(z, labels, None, ref, ref_labels)
+    assert_close(loss(z, labels, (*everything, b, n), ref, ref_labels), want, EXACT)
+    alone = memory_pairs(labels[:1], ref_labels[:2], torch.zeros(1, dtype=torch.long))
+    assert loss(z[:1], labels[:1], alone, ref[:2], ref_labels[:2]).item() == 0
 
 
 def test_metric_learning_refuses():
@@ -255,15 +329,25 @@ def test_cublaze(use_cublas):
     assert_same(cublaze.InfoNCELoss(0.5, use_cublas)(z), nt_xent_dense(z, 0.5), [z])
 
 
-def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines):
+def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines, ids=None):
     query, *docs = columns
     n, own = len(query), torch.eye(len(query), dtype=torch.bool)
+    same = own if ids is None else ids[:, None] == ids[None, :]
+    false = same & ~own
+    hard = torch.zeros(n, (len(docs) - 1) * n, dtype=torch.bool)
+    masks = {
+        "query_to_doc": torch.cat([false, hard], 1),
+        "query_to_query": same,
+        "doc_to_query": false,
+        "doc_to_doc": same.repeat(1, len(docs)),
+    }
     terms = {
         "query_to_doc": scale * similarity(query, torch.cat(docs)),
-        "query_to_query": (scale * similarity(query, query)).masked_fill(own, -torch.inf),
+        "query_to_query": scale * similarity(query, query),
         "doc_to_query": scale * similarity(docs[0], query),
-        "doc_to_doc": (scale * similarity(docs[0], torch.cat(docs))).masked_fill(own.repeat(1, len(docs)), -torch.inf),
+        "doc_to_doc": scale * similarity(docs[0], torch.cat(docs)),
     }
+    terms = {name: scores.masked_fill(masks[name], -torch.inf) for name, scores in terms.items()}
     scores = [terms[name] for name in directions]
     answer = scores[0][torch.arange(n), torch.arange(n)]
     if partition_mode == "joint":
@@ -272,7 +356,7 @@ def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines
 
 
 class Bag(nn.Module):
-    """A stand-in for a sentence encoder: features in, features and "sentence_embedding" out; with dropout."""
+    """A small sentence encoder: adds "sentence_embedding" to the features. With dropout."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -314,7 +398,69 @@ def test_ranking(count, directions, partition_mode):
     columns = [model(dict(features))["sentence_embedding"] for features in batch]
     want = ranking_dense(columns, scale, directions, partition_mode)
     assert_same(loss(batch, None), want, [model.table.weight, scale])
-    assert "sentence_embedding" not in batch[0], "the caller's features must stay as they are"
+    assert "sentence_embedding" in batch[0], "the model must get the caller's dictionary, as in sentence-transformers"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("count, directions, partition_mode", RANKING)
+def test_ranking_masks_false_negatives_by_id(count, directions, partition_mode, cached):
+    model, batch, ids = Bag(), sentences(count), torch.randint(-3, 9, (N,))
+    settings = {"directions": directions, "partition_mode": partition_mode, "labels_as_ids": True}
+    kind = st.CachedMultipleNegativesRankingLoss if cached else st.MultipleNegativesRankingLoss
+    columns = [model(dict(features))["sentence_embedding"] for features in batch]
+    want = ranking_dense(columns, 20.0, directions, partition_mode, ids=ids)
+    (want_grad,) = torch.autograd.grad(want, model.table.weight)
+    unmasked = kind(model, **settings | {"labels_as_ids": False})(batch, ids)
+    assert (unmasked - want).abs() > 1e-3, "the ids must matter here, and only with labels_as_ids"
+    for labels in (ids, [f"document {number}" for number in ids.tolist()], ids.tolist(), ids[:, None]):
+        model.zero_grad()
+        got = kind(model, **settings)(batch, labels)
+        got.backward()
+        assert_close(got, want, EXACT)
+        assert_close(model.table.weight.grad, want_grad, EXACT)
+
+
+def test_ids_of_strings():
+    ids = st.hash_ids(["b", "a", "b", ""])
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == st.hash_ids(["b", "a", "b", ""]).tolist()
+    assert ids.unique().numel() == 3
+    assert ids[1].item() == 4681665781835383343  # the same in every process and release
+    loss = st.MultipleNegativesRankingLoss(None, labels_as_ids=True)
+    columns = [normal(N, D), normal(N, D)]
+    with pytest.raises(ConfigError, match="column of integers named 'label'"):
+        loss.compute_loss_from_embeddings(columns)
+    with pytest.raises(DtypeError, match="one string or integer per row"):
+        loss.compute_loss_from_embeddings(columns, "documents")
+    with pytest.raises(DtypeError, match="one string or integer per row"):
+        loss.compute_loss_from_embeddings(columns, [0.5] * N)
+    with pytest.raises(ShapeError, match="labels"):
+        loss.compute_loss_from_embeddings(columns, ["a"])
+    with pytest.raises(DtypeError, match="labels holds integers"):
+        loss.compute_loss_from_embeddings(columns, torch.zeros(N))
+
+
+def test_columns_are_embedded_by_the_function_of_sentence_transformers(monkeypatch):
+    """From 6.2 on it merges columns, which changes the dropout masks, and its wrappers may switch that off."""
+    calls = []
+
+    def embed(model, columns):
+        calls.append((model, columns))
+        return [model(features)["sentence_embedding"] for features in columns]
+
+    names = ["sentence_transformers", "base", "losses", "merged_forward"]
+    for depth in range(1, 5):
+        module = types.ModuleType(".".join(names[:depth]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.embed_columns = embed
+    model, batch = Bag(), sentences(3)
+    loss = st.MultipleNegativesRankingLoss(model)
+    value = loss(iter(batch))
+    assert calls == [(model, batch)]
+    monkeypatch.delitem(sys.modules, module.__name__)  # an older release
+    assert torch.equal(loss(batch), value)
+    assert len(calls) == 1
 
 
 def test_ranking_by_dot_product():
@@ -344,7 +490,7 @@ def test_cached_ranking_equals_plain_ranking_in_small_steps(count, directions, p
 
 
 def test_cached_ranking_replays_dropout():
-    """A finite difference of the loss at the same random numbers: what backward must agree with."""
+    """Compares backward with a finite difference of the loss at the same random numbers."""
     model, batch = Bag(dropout=0.4), sentences(2)
     loss = st.CachedMultipleNegativesRankingLoss(model, mini_batch_size=10)
     direction = torch.randn_like(model.table.weight)
@@ -367,7 +513,7 @@ def test_ranking_refuses():
     model = Bag()
     with pytest.raises(RangeError, match="scale"):
         st.MultipleNegativesRankingLoss(model, scale=0.0)
-    with pytest.raises(ConfigError, match="holds the answer"):
+    with pytest.raises(ConfigError, match="contains the target"):
         st.MultipleNegativesRankingLoss(model, directions=("doc_to_query",))
     with pytest.raises(ConfigError, match="no direction"):
         st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "sideways"))

@@ -1,4 +1,4 @@
-"""Drop-ins over two ranks with uneven shards: after averaging over ranks, the gradient of one process on all rows."""
+"""Drop-ins over two ranks with unequal shards: the averaged gradient equals that of one process on all rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def siglip(towers, rows, world, rank):
 
 
 def views(towers, rows, world, rank):
-    loss = lightly.NTXentLoss(0.3, gather_distributed=True)
+    loss = lightly.NTXentLoss(0.3, gather_distributed=world > 1)
     return loss(towers.layers[0](rows[0]), towers.layers[0](rows[1]))
 
 
@@ -76,7 +76,7 @@ def work(rank: int, folder: str) -> None:
     world = len(SIZES)
     torch.manual_seed(1)
     every = torch.randn(3, sum(SIZES), 5, dtype=torch.float64)
-    alone = {name: gradients(case, every, 1, 0) for name, case in CASES.items()}  # before there is a group
+    alone = {name: gradients(case, every, 1, 0) for name, case in CASES.items()}  # before the group exists
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     start = sum(SIZES[:rank])
     for name, case in CASES.items():
@@ -84,13 +84,13 @@ def work(rank: int, folder: str) -> None:
         dist.all_reduce(got)
         assert_close(got / world, alone[name], 1e-12, name)
     check_bank(rank)
-    with pytest.raises(GroupError, match=f"calls this process rank {rank}"):
+    with pytest.raises(GroupError, match=f"this process is rank {rank}"):
         clip(Towers(), every, world, 1 - rank)
     dist.destroy_process_group()
 
 
 def check_bank(rank: int) -> None:
-    """With a memory bank, the second views of all ranks enter it, in the same order everywhere."""
+    """The second views of all ranks are added to the memory bank, in the same order on every rank."""
     loss = lightly.NTXentLoss(0.3, (10, D), gather_distributed=True).double()
     torch.manual_seed(rank)
     first, second = torch.randn(2, 4, D, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""GradCache's interface: the same arguments, the gradients of the uncached step, and without its faults."""
+"""The interface of GradCache: the same arguments, the gradients of the uncached step, and none of its known faults."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_errors(batch):
 
 
 def test_functional_api_replays_dropout(batch):
-    """Their functional API does not record the random state of the device."""
+    """GradCache's functional API does not record the random state of the device."""
     a = Model()
     want = uncached(a, a, *batch, sizes=(3, 3))
     want_grads, stream = gradients(a), torch.rand(2)
@@ -183,7 +183,7 @@ def test_functional_api_replays_dropout(batch):
     loss_of = cat_input_tensor(contrast)
     torch.manual_seed(9)
     sides = [[call_model(a, part) for part in side.split(3)] for side in batch]
-    # Keyword lists crash in theirs.
+    # GradCache fails on lists passed by keyword.
     loss = loss_of(x=[rep for rep, _ in sides[0]], y=[rep for rep, _ in sides[1]])
     loss.backward()
     for rep, push in sides[0] + sides[1]:
@@ -196,7 +196,7 @@ def test_functional_api_replays_dropout(batch):
 def test_functional_api_with_several_representations_and_without_a_gradient(batch):
     a = Model()
     first, second, push = cached(lambda x: (a(x), a(x + 1)))(batch[0])
-    with pytest.raises(GradientError, match="call backward on the loss first"):
+    with pytest.raises(GradientError, match="Call backward on the loss first"):
         push((first, second))
     (first * second).sum().backward()
     push((first, second))

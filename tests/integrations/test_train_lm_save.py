@@ -1,4 +1,4 @@
-"""What the example saves is what it trained, to transformers."""
+"""transformers loads the model that the example has trained and saved."""
 
 from pathlib import Path
 

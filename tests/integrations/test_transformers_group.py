@@ -24,7 +24,7 @@ V, D, CUT = 101, 8, 37
 
 
 class Model(nn.Module):
-    """What `use_linear_cross_entropy` needs of a model, and no more."""
+    """The smallest model that `use_linear_cross_entropy` accepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_the_model_alone():
 
 
 @pytest.mark.group
-def test_a_head_spread_over_two_ranks(tmp_path):
+def test_a_head_sharded_over_two_ranks(tmp_path):
     mp.spawn(rank_of_two, args=(str(tmp_path / "store"),), nprocs=2)
 
 
@@ -114,7 +114,7 @@ def sharded(model: nn.Module, **head: object) -> nn.Module:
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": nn.parallel.DistributedDataParallel,
     "FSDP2": sharded,
-    "FSDP2, the head a unit that keeps its weight": lambda model: sharded(model, reshard_after_forward=False),
+    "FSDP2, the head is a unit that keeps its weight": lambda model: sharded(model, reshard_after_forward=False),
 }
 
 
@@ -134,7 +134,7 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
                     use_linear_cross_entropy(model)
                 assert_close(half_of_the_batch(wrapped, rank), want_loss, 1e-12, f"{name}, loss, {after}")
                 assert_close(all_gradients(model), all_gradients(plain), 1e-12, f"{name}, {after}")
-                assert model.forward.calls == 1
+                assert model.forward.head_calls == 1
         model = Model()
         use_linear_cross_entropy(model)
         with pytest.raises(ConfigError, match="reshard_after_forward=False"):
@@ -145,5 +145,5 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
 
 @pytest.mark.group
 def test_data_parallel_and_fully_sharded(tmp_path):
-    """Used before or after the wrapping; a head that gives its weight back before the loss is an error."""
+    """Installed before or after wrapping. A head whose weight is freed before the loss is an error."""
     mp.spawn(rank_with_half_of_the_batch, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,4 +1,4 @@
-"""Heads: adapters and others that are no plain linear layer, and what a model may do to its logits."""
+"""Heads that are not a plain linear layer, such as adapters, and operations of models on their logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.integrations.tiny_models import SMALL, D, V
 from torch import nn
 
 from tilewise.errors import ConfigError, ShapeError
-from tilewise.integrations.transformers import Term, UnbuiltLogits, use_linear_cross_entropy
+from tilewise.integrations.transformers import LazyLogits, Term, use_linear_cross_entropy
 
 # LoRA and other heads.
 
 
 class LoRA(nn.Module):
-    """An adapter of low rank on a linear layer, in the shape that adapter libraries give it."""
+    """A low-rank adapter on a linear layer, with the attributes that adapter libraries use."""
 
     def __init__(self, base_layer: nn.Linear, rank: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ def test_a_head_that_is_not_one_linear_layer_is_refused(head):
     assert not model.lm_head._forward_hooks
 
 
-def test_a_weight_that_is_gone_by_the_time_of_the_loss_is_refused():
-    """As it is when the head alone is sharded: gathered before it runs, freed behind it."""
+def test_a_weight_that_was_freed_before_the_loss_is_refused():
+    """A head that is sharded separately has its weight gathered before its forward and freed after it."""
     model, inputs = made(), batch()
     use_linear_cross_entropy(model)
     weight = model.lm_head.weight
@@ -120,15 +120,15 @@ def test_a_weight_that_is_gone_by_the_time_of_the_loss_is_refused():
         weight.data = weight.data.new_empty(0)
 
     model.lm_head.register_forward_hook(free)
-    with pytest.raises(ConfigError, match="sharded by itself"):
+    with pytest.raises(ConfigError, match="sharded separately"):
         model(**inputs)
 
 
-# What a model may not do to its logits.
+# Operations on logits.
 
 
 class Doing(LlamaForCausalLM):
-    """Does something to its logits before the loss."""
+    """Applies an operation to its logits before the loss."""
 
     what = staticmethod(lambda logits: logits)
 
@@ -155,14 +155,14 @@ def scaled_in_place(logits):
     return logits
 
 
-FINE = {
+SUPPORTED = {
     "times": lambda logits: 0.5 * logits * torch.tensor(1.5),
     "over": lambda logits: logits / torch.tensor(2.0),
     "torch functions": lambda logits: torch.mul(torch.tanh(torch.div(logits, 3.0)), 2.0),
     "in place": scaled_in_place,
-    "a bias at the left": lambda logits: torch.linspace(-1, 1, V) + logits,
-    "a bias at the right, then a scale": lambda logits: (logits + torch.linspace(-1, 1, V)[None]) * 0.7,
-    "a bias taken away": lambda logits: logits - torch.linspace(-1, 1, V),
+    "a bias on the left": lambda logits: torch.linspace(-1, 1, V) + logits,
+    "a bias on the right, then a scale": lambda logits: (logits + torch.linspace(-1, 1, V)[None]) * 0.7,
+    "a bias subtracted": lambda logits: logits - torch.linspace(-1, 1, V),
     "a factor for each class": lambda logits: torch.linspace(-1, 1, V) * (logits + torch.linspace(2, 0, V)),
     "a cap that is not one": lambda logits: 4.0 * torch.tanh(0.7 * logits) / 3.0,
     "doubled": lambda logits: logits + logits,
@@ -170,47 +170,47 @@ FINE = {
     "reshaped": lambda logits: logits.flatten(0, 1).reshape(3, -1, V),
     "sliced": lambda logits: logits[:, :][..., :, :][:][:, torch.arange(logits.size(1))],
 }
-WRONG = {
+UNSUPPORTED = {
     "masked_fill": lambda logits: logits.masked_fill(torch.zeros(V, dtype=torch.bool), -1e9),
     "where": lambda logits: torch.where(torch.ones(V, dtype=torch.bool), logits, 0.0),
     "an assignment": assigned,
     "softmax": lambda logits: logits.softmax(-1),
     "a product": lambda logits: logits * torch.ones(1, 8, 1),
-    "a product behind the cap": lambda logits: logits.tanh() * torch.ones(V),
+    "a product after the cap": lambda logits: logits.tanh() * torch.ones(V),
     "a division": lambda logits: logits / torch.ones(V),
     "a sum": lambda logits: logits + torch.ones(1, 1, 1),
     "exp": lambda logits: torch.exp(logits),
-    "tanh, twice": lambda logits: logits.tanh().tanh(),
-    "behind the cap": lambda logits: logits.tanh() + torch.ones(V),
+    "second tanh": lambda logits: logits.tanh().tanh(),
+    "after the cap": lambda logits: logits.tanh() + torch.ones(V),
     "along the classes": lambda logits: logits[..., torch.arange(V)],
     "rsub": lambda logits: torch.ones(V) - logits,
 }
 
 
-@pytest.mark.parametrize("what", FINE)
-def test_what_a_model_may_do_to_its_logits(what):
-    model = doing(FINE[what])
+@pytest.mark.parametrize("what", SUPPORTED)
+def test_supported_operations_on_logits(what):
+    model = doing(SUPPORTED[what])
     inputs = batch()
     want_loss, want = trained(model, **inputs)
-    use_linear_cross_entropy(model, verify=what != "reshaped")  # which is written for three rows
+    use_linear_cross_entropy(model, verify=what != "reshaped")  # it needs three rows
     loss, got = trained(model, **inputs)
     assert_close(loss, want_loss, 1e-6)
     assert_close(got, want, 2e-5)
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_a_model_may_not_do_is_refused_when_it_is_installed(what):
-    model = doing(WRONG[what])
-    with pytest.raises(ConfigError, match="not built in training") as caught:
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_operations_on_logits_are_refused_at_installation(what):
+    model = doing(UNSUPPORTED[what])
+    with pytest.raises(ConfigError, match="not computed in training") as caught:
         use_linear_cross_entropy(model)
     assert what.split()[0] in str(caught.value) or what == "rsub"
     assert "forward" not in vars(model)
 
 
-def test_indexing_never_reaches_the_classes():
+def test_indexing_along_the_classes_is_refused():
     settings = use_linear_cross_entropy(made(), verify=False).settings
     states, weight = torch.randn(2, 3, 4), torch.randn(7, 4)
-    logits, dense = UnbuiltLogits((Term(states, weight, weight.shape),), None, None, settings), states @ weight.T
+    logits, dense = LazyLogits((Term(states, weight, weight.shape),), None, None, settings), states @ weight.T
     mask = torch.tensor([[True, False, True], [False, True, True]])
     good = [0, (0, 1), ..., (..., slice(None)), (slice(None), slice(1, None)), (..., slice(0, 2), slice(None)), mask]
     good += [(None, 0), (slice(None), [0, 2]), (mask, slice(None)), (0, ...), (0, 1, ...), (0, ..., slice(None))]
@@ -222,6 +222,6 @@ def test_indexing_never_reaches_the_classes():
         with pytest.raises(ConfigError, match="along the classes"):
             logits[key]
     assert not hasattr(logits, "argmax")
-    assert "never built" in repr(logits)
+    assert "not computed" in repr(logits)
     with pytest.raises(ShapeError, match=r"config\.vocab_size"):
         logits.view(-1, 8)

@@ -1,4 +1,4 @@
-"""Putting the loss on a model: the check when it is installed, one instance alone, and undone."""
+"""Installing the loss on a model: verification, one instance only, and removal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.integrations.tiny_models import GPT2, SMALL, D, V
 from torch import nn
 
 from tilewise.errors import ConfigError, RangeError
-from tilewise.integrations.transformers import LossHandle, use_linear_cross_entropy
+from tilewise.integrations.transformers import LossHandle, NoLogits, use_linear_cross_entropy
 
-# The check when it is installed.
+# Verification at installation.
 
 
 class Elsewhere(LlamaForCausalLM):
-    """Has a head, and does not use it."""
+    """Has a head and does not call it."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = self.model(input_ids).last_hidden_state @ self.lm_head.weight.T
@@ -39,7 +39,7 @@ class Elsewhere(LlamaForCausalLM):
 
 
 class Otherwise(LlamaForCausalLM):
-    """Its loss in training is another one."""
+    """Its loss differs in training."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = self.lm_head(self.model(input_ids).last_hidden_state)
@@ -54,9 +54,9 @@ class Picky(LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     "kind, message",
-    [(Elsewhere, "did not call its output embedding"), (Otherwise, "left unchanged"), (Picky, "verify=False")],
+    [(Elsewhere, "did not call its output embedding"), (Otherwise, "was not changed"), (Picky, "verify=False")],
 )
-def test_models_that_cannot_be_served_are_refused(kind, message):
+def test_unsupported_models_are_refused(kind, message):
     model = kind(LlamaConfig(**SMALL)).train()
     with pytest.raises(ConfigError, match=message):
         use_linear_cross_entropy(model)
@@ -65,7 +65,7 @@ def test_models_that_cannot_be_served_are_refused(kind, message):
     assert not model.lm_head._forward_pre_hooks
 
 
-def test_verify_can_be_left_out():
+def test_verify_can_be_switched_off():
     model, inputs = Picky(LlamaConfig(**SMALL)).train(), batch()
     want = trained(model, **inputs, pixels=0)
     use_linear_cross_entropy(model, verify=False)
@@ -73,7 +73,7 @@ def test_verify_can_be_left_out():
         assert_close(got, expected, 2e-5)
 
 
-def test_verify_leaves_no_trace():
+def test_verify_does_not_change_the_model():
     model = GPT2LMHeadModel(GPT2Config(**GPT2)).train()  # with dropout
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
@@ -86,7 +86,7 @@ def test_verify_leaves_no_trace():
     handle.remove()
 
 
-def test_verify_wants_weights():
+def test_verify_needs_weights():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SMALL))
     with pytest.raises(ConfigError, match="meta device"):
@@ -108,15 +108,15 @@ def test_models_without_head_or_labels_are_refused():
         use_linear_cross_entropy(model)
 
 
-# One instance, and undone.
+# One instance only, and removal.
 
 
 def names_of(model: nn.Module):
-    """Attributes and hooks of all its modules."""
+    """Attributes and hooks of all modules of a model."""
     return [(name, set(vars(m)), [*m._forward_hooks], [*m._forward_pre_hooks]) for name, m in model.named_modules()]
 
 
-def test_undone_exactly_and_nobody_else_is_touched():
+def test_removal_is_exact_and_other_objects_do_not_change():
     model, other, inputs = made(), made(), batch()
     classes = {kind: dict(vars(kind)) for kind in {type(m) for m in model.modules()}}
     before, functional = names_of(model), F.cross_entropy
@@ -125,7 +125,7 @@ def test_undone_exactly_and_nobody_else_is_touched():
     trained(model, **inputs)
     assert F.cross_entropy is functional
     assert all(dict(vars(kind)) == attributes for kind, attributes in classes.items())
-    assert other(**inputs).logits is not None
+    assert torch.is_tensor(other(**inputs).logits)
     handle.remove()
     handle.remove()
     assert names_of(model) == before
@@ -142,11 +142,11 @@ def test_an_error_in_the_model_leaves_it_usable():
     use_linear_cross_entropy(model)
     with pytest.raises(RangeError):
         model(input_ids=inputs["input_ids"], labels=torch.full_like(inputs["labels"], V))
-    assert torch.is_tensor(model.lm_head(torch.randn(2, D)))  # the head by itself is a head
+    assert torch.is_tensor(model.lm_head(torch.randn(2, D)))  # the head alone computes logits
     assert_close(trained(model, **inputs)[0], want_loss, 1e-6)
 
 
-def test_somebody_elses_forward_is_kept():
+def test_an_earlier_replacement_of_forward_is_kept():
     model, inputs = made(), batch()
     inner, calls = model.forward, []
 
@@ -156,23 +156,23 @@ def test_somebody_elses_forward_is_kept():
 
     model.forward = counted
     handle = use_linear_cross_entropy(model, verify=False)
-    assert model(input_ids=inputs["input_ids"], labels=inputs["labels"]).logits is None
+    assert isinstance(model(input_ids=inputs["input_ids"], labels=inputs["labels"]).logits, NoLogits)
     assert calls == [1]
     handle.remove()
     assert model.forward is counted
 
 
-def test_somebody_who_wraps_us_afterwards():
+def test_a_later_replacement_of_forward():
     model, inputs = made(), batch()
     handle = use_linear_cross_entropy(model)
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-    assert model(**inputs).logits is None
+    assert isinstance(model(**inputs).logits, NoLogits)
     handle.remove()
-    assert model(**inputs).logits is not None
+    assert torch.is_tensor(model(**inputs).logits)
 
 
-def test_copies_have_their_own():
+def test_copies_have_their_own_handle():
     model, inputs = made(), batch()
     use_linear_cross_entropy(model)
     want_loss, want = trained(model, **inputs)
@@ -187,8 +187,8 @@ def test_copies_have_their_own():
         assert_close(got, want, 1e-6)
         assert model.lm_head.weight.grad is None
         twin.forward.remove()
-        assert twin(**inputs).logits is not None
-        assert model(**inputs).logits is None
+        assert torch.is_tensor(twin(**inputs).logits)
+        assert isinstance(model(**inputs).logits, NoLogits)
 
 
 def test_saved_as_before(tmp_path):
@@ -203,8 +203,55 @@ def test_saved_as_before(tmp_path):
     assert again.config.architectures == ["LlamaForCausalLM"]
 
 
+def test_the_handle_has_a_repr():
+    model = made()
+    handle = use_linear_cross_entropy(model, z_loss=0.1, statistics=True)
+    assert repr(handle) == "LossHandle(LlamaForCausalLM, active, z_loss=0.1, statistics=True)"
+    handle.remove()
+    assert repr(handle) == "LossHandle(LlamaForCausalLM, removed, z_loss=0.1, statistics=True)"
+
+
+# The logits of an output.
+
+USES = {
+    "an attribute": lambda logits: logits.shape,
+    "a method": lambda logits: logits.argmax(-1),
+    "a function": lambda logits: F.softmax(logits, -1),
+    "an index": lambda logits: logits[..., :-1, :],
+    "a product": lambda logits: 2.0 * logits,
+    "a division": lambda logits: logits / 0.7,
+    "a tensor on the left": lambda logits: torch.ones(2) * logits,
+    "a comparison": lambda logits: logits > 0,
+    "a matrix product": lambda logits: logits @ torch.ones(2, 2),
+    "len": len,
+    "bool": bool,
+    "float": float,
+    "iteration": list,
+    "numpy": lambda logits: logits.detach().cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_logits_that_were_not_computed_say_so_when_used(use):
+    model = made()
+    use_linear_cross_entropy(model)
+    logits = model(**batch()).logits
+    with pytest.raises(ConfigError, match=r"not computed: use_linear_cross_entropy .*handle\.token_stats"):
+        USES[use](logits)
+
+
+def test_logits_that_were_not_computed_pass_through_frameworks():
+    model = made()
+    use_linear_cross_entropy(model)
+    logits = model(**batch()).logits
+    assert copy.deepcopy(logits) is logits
+    assert pickle.loads(pickle.dumps(logits)) is logits
+    assert not hasattr(logits, "dtype")
+    assert "not computed" in repr(logits)
+
+
 def test_calling_forward_directly_is_the_same():
     """Adapter libraries call ``model.forward`` and not ``model``."""
     model, inputs = made(), batch()
     use_linear_cross_entropy(model)
-    assert model.forward(**inputs).logits is None
+    assert isinstance(model.forward(**inputs).logits, NoLogits)

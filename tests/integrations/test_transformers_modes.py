@@ -1,4 +1,4 @@
-"""Modes and settings beside the plain training step: evaluation without logits, smoothing, others around the model."""
+"""Other modes and settings: evaluation without logits, label smoothing, and wrappers around the model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.integrations.tiny_models import SMALL, V, trainer_arguments
 from torch import nn
 
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
-from tilewise.integrations.transformers import use_linear_cross_entropy
+from tilewise.integrations.transformers import NoLogits, use_linear_cross_entropy
 
-# A torchvision that does not fit the installed torch breaks the import, and nothing here needs one.
+# A torchvision for another torch breaks the import of transformers, and no test here needs torchvision.
 hidden = "torchvision" not in sys.modules
 if hidden:
     sys.modules["torchvision"] = None
@@ -56,13 +56,13 @@ def trained(model: nn.Module, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_evaluation_without_logits():
-    """The loss is the model's own: what training adds to it is no part of evaluation."""
+    """The loss is the model's own: z_loss and label_smoothing apply to training only."""
     model, inputs = capped().eval(), batch()
     with torch.no_grad():
         want = model(**inputs)
         handle = use_linear_cross_entropy(model, evaluation=True, statistics=True, z_loss=0.1, label_smoothing=0.2)
         got = model(**inputs)
-    assert got.logits is None
+    assert isinstance(got.logits, NoLogits)
     assert_close(got.loss, want.loss, 1e-6)
     labels = inputs["labels"][:, 1:]
     right = (want.logits[:, :-1].argmax(-1) == labels)[labels != -100]
@@ -73,7 +73,7 @@ def test_evaluation_without_logits():
     assert model.train()(**inputs).loss > got.loss + 0.1
     handle.remove()
     assert torch.equal(model.eval().generate(inputs["input_ids"][:, :4], max_new_tokens=3, do_sample=False), tokens)
-    assert model(**inputs).logits is not None
+    assert torch.is_tensor(model(**inputs).logits)
 
 
 def test_trainer_evaluates_without_logits(tmp_path):
@@ -90,7 +90,7 @@ def test_trainer_evaluates_without_logits(tmp_path):
         use_linear_cross_entropy(model, evaluation=evaluation)
         model.lm_head.register_forward_hook(lambda head, args, output, made=made: made.append(type(output).__name__))
         found.append(Trainer(model=model, args=arguments, eval_dataset=rows).evaluate()["eval_loss"])
-        assert set(made) == ({"UnbuiltLogits"} if evaluation else {"Tensor"})
+        assert set(made) == ({"LazyLogits"} if evaluation else {"Tensor"})
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_label_smoothing_is_that_of_cross_entropy(statistics):
 
 
 def test_label_smoothing_is_that_of_trainer(tmp_path):
-    """Trainer's own, which builds the logits, and ours, which does not: the same losses of two steps."""
+    """Trainer's label smoothing, which needs the logits, and ours give the same losses."""
     from transformers import Trainer
 
     rows = [{name: values[0] for name, values in batch(seed).items()} for seed in range(4)]
@@ -125,7 +125,7 @@ def test_label_smoothing_is_that_of_trainer(tmp_path):
         trainer = Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        assert set(made) == ({"Tensor"} if factor else {"UnbuiltLogits"})
+        assert set(made) == ({"Tensor"} if factor else {"LazyLogits"})
     assert len(losses[1]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -137,7 +137,7 @@ def test_label_smoothing_is_checked_at_once():
         use_linear_cross_entropy(llama(), label_smoothing="some")
 
 
-# Labels that do not fit.
+# Labels of a wrong shape.
 
 
 @pytest.mark.parametrize("cut", [lambda labels: labels[:, :-2], lambda labels: labels[:2]], ids=["tokens", "rows"])
@@ -148,11 +148,11 @@ def test_labels_of_another_shape_say_so(cut):
         model(input_ids=inputs["input_ids"], labels=cut(inputs["labels"]))
 
 
-# Others around the model.
+# Wrappers around the model.
 
 
 def test_made_a_method_of_the_model():
-    """What accelerate's unwrap_model does to the forward that it finds."""
+    """As accelerate's unwrap_model does with the forward of a model."""
     model, inputs = llama(), batch()
     want_loss, want = trained(model, **inputs)
     handle = use_linear_cross_entropy(model)
@@ -160,12 +160,12 @@ def test_made_a_method_of_the_model():
     loss, got = trained(model, **inputs)
     assert_close(loss, want_loss, 1e-6)
     assert_close(got, want, 2e-5)
-    assert model(inputs["input_ids"], labels=inputs["labels"]).logits is None  # the first by its place
+    assert isinstance(model(inputs["input_ids"], labels=inputs["labels"]).logits, NoLogits)  # input_ids by position
     with pytest.raises(ConfigError, match="already"):
         use_linear_cross_entropy(model)
     handle.remove()
     assert "forward" not in vars(model)
-    assert model(**inputs).logits is not None
+    assert torch.is_tensor(model(**inputs).logits)
 
 
 def test_accelerate_wraps_and_unwraps():
@@ -179,7 +179,7 @@ def test_accelerate_wraps_and_unwraps():
         prepared = accelerator.prepare(model)
         results.append(trained(prepared, **batch()))
         unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        assert (unwrapped(**batch()).logits is None) == use
+        assert isinstance(unwrapped(**batch()).logits, NoLogits) == use
         if handle is not None:
             handle.remove()
             assert "forward" not in vars(unwrapped)
@@ -188,8 +188,8 @@ def test_accelerate_wraps_and_unwraps():
     assert_close(results[1][1], results[0][1], 2e-2)
 
 
-def test_the_check_runs_the_models_hooks():
-    """FSDP gathers the weights in a hook; a check that goes around it finds none."""
+def test_verify_runs_the_hooks_of_the_model():
+    """FSDP gathers weights in hooks, so verification must run them."""
     model, seen = llama(), []
     model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
     handle = use_linear_cross_entropy(model)

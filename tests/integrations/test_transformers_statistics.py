@@ -1,4 +1,4 @@
-"""Statistics of tokens beside the loss, and TRL's question for them instead of logits."""
+"""Token statistics in addition to the loss, and TRL's fused head, which returns them instead of logits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.integrations.tiny_models import EXPERTS, GPT2, NO_DROPOUT, SMALL, V
 from torch import nn
 
 from tilewise.errors import ConfigError
-from tilewise.integrations.transformers import use_linear_cross_entropy
+from tilewise.integrations.transformers import NoLogits, use_linear_cross_entropy
 
-# A torchvision that does not fit the installed torch breaks the import, and nothing here needs one.
+# A torchvision for another torch breaks the import of transformers, and no test here needs torchvision.
 hidden = "torchvision" not in sys.modules
 if hidden:
     sys.modules["torchvision"] = None
@@ -62,7 +62,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-# Statistics beside the loss.
+# Statistics in addition to the loss.
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
@@ -91,7 +91,7 @@ def test_statistics_come_with_the_same_loss(name, items, z_loss):
     assert stats.accuracy == (logits.argmax(-1) == labels)[valid].float().mean()
 
 
-def test_statistics_are_kept_only_if_wanted():
+def test_statistics_are_kept_only_on_request():
     model = made()
     handle = use_linear_cross_entropy(model)
     model(**batch())
@@ -109,7 +109,7 @@ def test_copies_with_statistics_have_their_own():
     assert twin.forward.token_stats is not handle.token_stats
 
 
-# A trainer's own head, by its interface.
+# A trainer's fused head, with the interface of TRL.
 
 
 @dataclass
@@ -124,7 +124,7 @@ class HeadOutput(ModelOutput):
 
 
 def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = False) -> None:
-    """The interface of TRL's add_fused_lm_head; here with all logits."""
+    """The interface of TRL's add_fused_lm_head, implemented with all logits."""
     original = model.forward
 
     @functools.wraps(type(model).forward)
@@ -153,9 +153,11 @@ def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = Fa
     model.forward = types.MethodType(forward, model)
 
 
+@pytest.mark.parametrize("order", ["head first", "head last"])
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_trainer_that_asks_for_log_probabilities_gets_them(name, shifted):
+def test_a_fused_head_returns_our_statistics(name, shifted, order):
+    """Before or after the trainer adds its head."""
     inputs = batch()
     if shifted:
         labels = inputs.pop("labels")
@@ -163,14 +165,17 @@ def test_a_trainer_that_asks_for_log_probabilities_gets_them(name, shifted):
     results, seen = [], []
     for use in (False, True):
         model = made(name)
-        give_head(model)
-        if use:
+        if use and order == "head last":
             use_linear_cross_entropy(model)
+        give_head(model)
+        if use and order == "head first":
+            use_linear_cross_entropy(model)
+        if use:
             model.get_output_embeddings().register_forward_hook(lambda head, args, output: seen.append(output))
         output = model(**inputs, fused_lm_head=True)
-        (-output.log_probs * output.log_probs.exp().detach()).sum().backward()  # any loss of them
+        (-output.log_probs * output.log_probs.exp().detach()).sum().backward()  # some loss
         results.append((output, gradients(model)))
-    assert [type(value).__name__ for value in seen] == ["UnbuiltLogits"]
+    assert type(seen[-1]).__name__ == "LazyLogits"  # the calls before it compare the two heads
     (want, want_gradient), (got, got_gradient) = results
     assert type(got) is HeadOutput
     assert got.keys() == want.keys()
@@ -183,7 +188,7 @@ def test_a_trainer_that_asks_for_log_probabilities_gets_them(name, shifted):
         assert_close(got.aux_loss, want.aux_loss, 1e-6)
 
 
-def test_a_batch_without_labels_that_count_has_a_gradient_of_zero():
+def test_a_batch_of_ignored_labels_has_a_gradient_of_zero():
     model, inputs = made(), batch()
     give_head(model)
     use_linear_cross_entropy(model)
@@ -194,43 +199,90 @@ def test_a_batch_without_labels_that_count_has_a_gradient_of_zero():
     assert not gradients(model).any()
 
 
-def test_evaluation_is_left_to_the_trainer():
+@pytest.mark.parametrize("order", ["head first", "head last"])
+def test_evaluation_uses_the_head_of_the_trainer(order):
     model, inputs = made(), batch()
+    if order == "head last":
+        use_linear_cross_entropy(model)
     give_head(model)
-    use_linear_cross_entropy(model)
+    if order == "head first":
+        use_linear_cross_entropy(model)
     model.eval()
     assert torch.equal(model(**inputs, fused_lm_head=True).label_mask, inputs["labels"][:, 1:] != -100)
-    assert model(**inputs).logits is not None
+    assert torch.is_tensor(model(**inputs).logits)
     model.train()
-    assert model(**inputs).logits is None
+    assert isinstance(model(**inputs).logits, NoLogits)
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     "head, message", [({"temperature": 0.7}, "a temperature"), ({"mean_logits": True}, "also computes mean_logits")]
 )
-def test_a_head_that_means_something_else_is_refused(head, message, verify):
+def test_a_head_with_other_values_is_refused(head, message, verify):
     model = made()
     give_head(model, **head)
-    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - at once, or when it is asked
+    with pytest.raises(ConfigError, match=message):  # noqa: PT012 - at once, or in the first call
         use_linear_cross_entropy(model, verify=verify)
         model(**batch(), fused_lm_head=True)
 
 
 @pytest.mark.parametrize("lost", [{"z_loss": 0.1}, {"label_smoothing": 0.1}])
-def test_what_the_trainers_loss_would_lose_is_refused(lost):
+def test_settings_without_effect_on_the_trainers_loss_are_refused(lost):
     model = made()
     give_head(model)
     use_linear_cross_entropy(model, **lost)
-    with pytest.raises(ConfigError, match="z_loss, label_smoothing and group have no place"):
+    with pytest.raises(ConfigError, match="z_loss, label_smoothing and group have no effect"):
         model(**batch(), fused_lm_head=True)
 
 
-def test_a_head_around_us_is_an_error_and_not_a_silence():
+def test_a_fused_head_added_afterwards_is_served_and_left_in_place():
+    model, inputs = made(), batch()
+    want = made()
+    give_head(want)
+    want = want(**inputs, fused_lm_head=True)
+    handle = use_linear_cross_entropy(model, statistics=True)
+    give_head(model)
+    theirs = model.forward
+    for _ in range(2):
+        handle.token_stats = None
+        got = model(**inputs, fused_lm_head=True)
+        assert_close(got.log_probs, want.log_probs, 1e-5)
+        assert handle.token_stats is not None
+        assert isinstance(model(**inputs).logits, NoLogits)  # a plain call in between
+    handle.remove()
+    assert model.forward == theirs
+    assert not model._forward_pre_hooks
+    assert torch.equal(model(**inputs, fused_lm_head=True).log_probs, want.log_probs)
+    assert torch.is_tensor(model(**inputs).logits)
+
+
+def test_a_fused_head_that_is_called_without_hooks():
+    """PEFT calls ``forward`` of the model inside. The first call is the trainer's, all later ones are ours."""
+    model, inputs = made(), batch()
+    handle = use_linear_cross_entropy(model, statistics=True)
+    give_head(model)
+    theirs = model.forward
+    seen = []
+    for _ in range(3):
+        output = model.forward(**inputs, fused_lm_head=True)
+        seen.append((output.log_probs, handle.token_stats is not None))
+    assert [ours for _, ours in seen] == [False, True, True]
+    assert_close(seen[2][0], seen[0][0], 1e-5)
+    assert isinstance(model.forward(**inputs).logits, NoLogits)
+    model.eval()
+    assert torch.equal(model.forward(**inputs, fused_lm_head=True).log_probs, seen[0][0])
+    model.train()
+    handle.remove()
+    assert model.forward == theirs
+    assert torch.is_tensor(model.forward(**inputs).logits)
+    assert torch.equal(model.forward(**inputs, fused_lm_head=True).log_probs, seen[0][0])
+
+
+def test_a_forward_that_bypasses_the_handle_is_an_error():
     model = made()
     handle = use_linear_cross_entropy(model)
-    give_head(model)
-    with pytest.raises(ConfigError, match="therefore not used"):
+    model.forward = functools.partial(LlamaForCausalLM.forward, model)
+    with pytest.raises(ConfigError, match="does not call it"):
         model(**batch(), fused_lm_head=True)
     handle.remove()
-    assert model(**batch(), fused_lm_head=True).log_probs is not None
+    assert torch.is_tensor(model(**batch()).logits)

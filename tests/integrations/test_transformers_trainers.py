@@ -1,4 +1,4 @@
-"""Accumulation, trainers, engines and adapters around a model: they log, learn and evaluate as before."""
+"""Accumulation, trainers, engines and adapters around a model: they log, train and evaluate as before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.integrations.model_families import batch, gradients, made, trained
 from tests.integrations.tiny_models import V, trainer_arguments
 from torch import nn
 
-from tilewise.integrations.transformers import use_linear_cross_entropy
+from tilewise.integrations.transformers import NoLogits, use_linear_cross_entropy
 
 # Accumulation, by hand and by Trainer.
 
@@ -55,11 +55,11 @@ def test_trainer_with_accumulation(tmp_path):
         assert_close(values, reference.state_dict()[name], 1e-4, name)
 
 
-# Trainer, and others who wrap a model or read its logits.
+# Trainer, and other code that wraps a model or reads its logits.
 
 
 def trainer_log(tmp_path, use: bool, **settings) -> tuple[list[float], dict[str, float]]:
-    """Losses of three steps, and what evaluation said."""
+    """Losses of three steps, and the result of evaluation."""
     from transformers import Trainer
 
     rows = [{name: values[0] for name, values in batch(seed).items()} for seed in range(8)]
@@ -85,7 +85,7 @@ def accuracy(prediction) -> dict[str, float]:
     "settings", [{}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str
 )
 def test_trainer_trains_and_evaluates_as_before(tmp_path, settings):
-    """Label smoothing takes the labels away from the model, and gets its logits."""
+    """Trainer's label smoothing removes the labels from the inputs and uses the logits."""
     want, want_found = trainer_log(tmp_path, use=False, **settings)
     got, found = trainer_log(tmp_path, use=True, **settings)
     close = 3e-2 if "bf16" in settings else 1e-4
@@ -94,7 +94,7 @@ def test_trainer_trains_and_evaluates_as_before(tmp_path, settings):
 
 
 class Engine(nn.Module):
-    """As the engines of DeepSpeed and others do it: the model is inside, and its output is handed on."""
+    """Contains the model and returns its output, as the engine of DeepSpeed does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -109,11 +109,11 @@ def test_wrapped_by_an_engine():
     want = model(**inputs).loss
     use_linear_cross_entropy(model)
     got = Engine(model).train()(**inputs)
-    assert got.logits is None
+    assert isinstance(got.logits, NoLogits)
     assert_close(got.loss, want, 1e-6)
 
 
-# The packages themselves, where they are installed.
+# The packages themselves, if they are installed.
 
 
 def tokenizer():
@@ -125,10 +125,12 @@ def tokenizer():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # those of other packages
+@pytest.mark.filterwarnings("default")  # of other packages
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_sft_trainer_logs_the_same(tmp_path, loss_type, lora):
+def test_sft_trainer_logs_the_same(tmp_path, loss_type, lora, when):
+    """With the loss installed before or after the trainer is built."""
     trl = pytest.importorskip("trl", minversion="1.15")
     datasets = pytest.importorskip("datasets")
     draw = torch.Generator().manual_seed(0)
@@ -151,16 +153,19 @@ def test_sft_trainer_logs_the_same(tmp_path, loss_type, lora):
             dataloader_pin_memory=False,
         )
         adapter = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
+        model = made()
+        handle = use_linear_cross_entropy(model, statistics=True) if use and when == "before" else None
         trainer = trl.SFTTrainer(
-            model=made(),
+            model=model,
             args=arguments,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),
             peft_config=adapter,
         )
-        handle = use_linear_cross_entropy(trainer.model, statistics=True) if use else None
+        if use and when == "after":
+            handle = use_linear_cross_entropy(trainer.model, statistics=True)
         trainer.train()
-        assert handle is None or handle.token_stats is not None
+        assert not use or handle.token_stats is not None
         names = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
         return [{name: entry[name] for name in names} for entry in trainer.state.log_history if "loss" in entry]
 
@@ -179,11 +184,11 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # those of other packages: a head without bias cannot be merged with one
+@pytest.mark.filterwarnings("ignore")  # of other packages: a head without bias cannot be merged with a bias
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_peft_adapters(adapter, inside):
-    """With the loss put on the wrapped model or on the one inside."""
+    """With the loss installed on the wrapped model or on the model inside."""
     peft = pytest.importorskip("peft")
     results = []
     for use in (False, True):
@@ -196,7 +201,7 @@ def test_peft_adapters(adapter, inside):
             use_linear_cross_entropy(model.get_base_model() if inside else model)
         output = model.train()(**batch())
         output.loss.backward()
-        assert (output.logits is None) == use
+        assert isinstance(output.logits, NoLogits) == use
         results.append((output.loss.detach(), gradients(model)))
     assert_close(results[1][0], results[0][0], 1e-6)
     assert_close(results[1][1], results[0][1], 2e-5)

@@ -1,4 +1,4 @@
-"""Sizes of the tiny language models that the integrations are tested with, and how a `Trainer` takes them."""
+"""Sizes of the tiny language models of the tests, and arguments of a `Trainer` for them."""
 
 import pytest
 
@@ -15,7 +15,7 @@ EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_los
 
 
 def trainer_arguments(folder, **settings):
-    """Of a `Trainer` that takes plain steps on the CPU, logs each, and writes nothing else."""
+    """Arguments of a `Trainer` that runs on the CPU, logs each step and writes nothing else."""
     pytest.importorskip("accelerate")
     from transformers import TrainingArguments
 

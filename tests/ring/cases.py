@@ -1,4 +1,4 @@
-"""Every loss, as a function of sharded tensors: the same call serves one process and any group."""
+"""Every loss as a function of sharded tensors. The same call serves one process and any group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 import tilewise as tw
 
 Tensors = dict[str, Tensor]
-ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights")  # cut like the rows
-NEGATIVE_WISE = ("c", "c_ids", "c_mask")  # cut like the shared negatives
+ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights")  # sharded like the rows
+NEGATIVE_WISE = ("c", "c_ids", "c_mask")  # sharded like the shared negatives
 LEAVES = ("a", "b", "own", "c", "scale", "bias")
 
 
@@ -114,7 +114,7 @@ def loss_and_gradients(name: str, tensors: Tensors, **how: Any) -> Tensors:
 
 
 def joined(parts: Sequence[Tensors]) -> Tensors:
-    """What DDP makes of the ranks' results: shards in a row, everything averaged over the ranks."""
+    """Combine the results of the ranks as DDP does: concatenate shards, average everything over the ranks."""
     world = len(parts)
 
     def join(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processes that stay: ranks of gloo groups that run one job after another, since starting them is what is slow."""
+"""Long-lived ranks of gloo groups that run one job after another. Starting a process is the slow part of a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Job = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Failed:
-    """What a rank raised, and how long that took."""
+    """The error of a rank, and the time until it was raised."""
 
     kind: str
     message: str
@@ -58,14 +58,14 @@ class Crew:
     """``world`` processes in one gloo group, with a sub-group of the first 1, 2, ... of them."""
 
     def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
-        # Large tensors get pages of their own, and new memory is filled with a value (0xfe, huge as a float): so
-        # resident memory is what is allocated, and what nobody wrote shows. For the ranks alone: other tests measure.
-        theirs = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
+        # Large tensors are mapped separately, so that resident memory is allocated memory. New memory is filled with
+        # 0xfe (a huge float), so that reads of uninitialized memory show. Set for the ranks only.
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tilewise"])
         self.folder = tempfile.TemporaryDirectory()
         self.world, self.ranks = world, []
-        with mock.patch.dict(os.environ, theirs | dict(os.environ)):
+        with mock.patch.dict(os.environ, environment | dict(os.environ)):
             for rank in range(world):
                 here, there = context.Pipe()
                 args = (rank, world, os.path.join(self.folder.name, "store"), timeout_s, there)
@@ -84,7 +84,7 @@ class Crew:
             pipe.send_bytes(pickle.dumps((job, size, args)))
 
     def collect(self, rank: int, limit_s: float = 120.0) -> Any:
-        """What a rank answered, its failure included."""
+        """The result or the failure of a rank."""
         process, pipe = self.ranks[rank]
         assert pipe.poll(limit_s), f"rank {rank} did not answer within {limit_s} s"
         try:
@@ -102,7 +102,7 @@ class Crew:
         """The result of each rank; fails if one of them did."""
         found = self.outcomes(job, *args, world=world)
         failures = [(rank, result) for rank, result in enumerate(found) if isinstance(result, Failed)]
-        # A rank that failed by itself says more than those that waited for it.
+        # The error of the rank that failed first explains more than the GroupErrors of the others.
         failures.sort(key=lambda failure: failure[1].kind == "GroupError")
         assert not failures, f"rank {failures[0][0]}: {failures[0][1].trace}"
         return found

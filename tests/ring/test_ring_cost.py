@@ -1,4 +1,4 @@
-"""What the docs say about bytes, overlap and memory, measured."""
+"""Bytes, overlap and memory of the ring, as the docs state them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_bytes_per_rank_are_as_documented(world, dtype, travelling):
             options = tw.TileOptions(ring_gradients=travelling)
             loss = tw.clip_loss(a, b, 2.0, group=name, options=options)
             forward = counted.sent
-            assert counted.gathers == (0 if world == 1 else 2)  # sizes of the rows, rows of the mean
+            assert counted.gathers == (0 if world == 1 else 2)  # shard sizes, and the row count of the mean
             loss.backward()
             assert counted.gathers == (0 if world == 1 else 3)
         return forward, counted.sent - forward, len(counted.hops)
 
     size = dtype.itemsize
     grad = 4 if travelling == "float32" else size
-    zero = STAT if dtype == torch.float32 else 0  # half types measure their scores from 0
-    # Forward: features, the zero of each column, and its running log-sum-exp. Backward: features, zero, log-sum-exp and
-    # its incoming gradient, and the growing gradient.
+    shift = STAT if dtype == torch.float32 else 0  # half types have a shift of 0
+    # Forward: features, the shift of each column, and its running log-sum-exp.
+    # Backward: features, shift, log-sum-exp and its grad_output, and the accumulated gradient.
     want = (
-        forward_bytes(world, rows, width, size, vectors=zero, credits=RUNNING),
-        backward_bytes(world, rows, width, size, grad, vectors=zero + 2 * STAT),
+        forward_bytes(world, rows, width, size, vectors=shift, accumulators=RUNNING),
+        backward_bytes(world, rows, width, size, grad, vectors=shift + 2 * STAT),
     )
     for forward, backward, _ in run_virtual(world, work):
         assert (forward, backward) == want
@@ -61,8 +61,8 @@ def test_a_frozen_side_and_a_single_direction_send_less():
         return counted.hops
 
     for hops in run_virtual(world, work):
-        cargo = rows * width * 4  # rows only: no running statistics, no zeros; b is frozen: no gradient comes home
-        assert [hop for hop in hops if hop] == [cargo + rows * STAT] * (world - 1) * 2
+        payload = rows * width * 4  # rows only: no running statistics, no shifts, and no gradient because b is frozen
+        assert [hop for hop in hops if hop] == [payload + rows * STAT] * (world - 1) * 2
 
 
 def test_vocabulary_parallel_heads_exchange_vectors_only():
@@ -83,7 +83,7 @@ SLEEP_S = 0.08
 
 
 class Sleepy(TorchBackend):
-    """A kernel that takes a known time, and no core."""
+    """A kernel that takes a fixed time and uses no core."""
 
     def forward(self, *args: Any, **more: Any) -> Any:
         time.sleep(SLEEP_S)
@@ -107,11 +107,11 @@ def timed_step(group: Any, link_s: float) -> float:
 
 @pytest.mark.group
 @pytest.mark.parametrize("share", [1.0, 1.5])
-def test_the_exchange_hides_behind_the_work(crew: Crew, share):  # noqa: F811
+def test_transfers_overlap_with_the_work(crew: Crew, share):  # noqa: F811
     """Step time is max(work, link) per block plus one exposed hop per direction, not their sum."""
     world, link_s = 4, share * SLEEP_S
     crew.run(timed_step, 0.0)
-    took = min(max(crew.run(timed_step, link_s)) for _ in range(3))  # a busy machine only ever adds
+    took = min(max(crew.run(timed_step, link_s)) for _ in range(3))  # other load only adds time
     hidden = 2 * world * max(SLEEP_S, link_s) + 2 * link_s
     in_turn = 2 * world * (SLEEP_S + link_s)
     print(f"link/work {share}: {took:.3f} s; hidden {hidden:.3f} s, in turn {in_turn:.3f} s")
@@ -119,7 +119,7 @@ def test_the_exchange_hides_behind_the_work(crew: Crew, share):  # noqa: F811
 
 
 def peak_mib(group: Any, rows: int, width: int, dtype: torch.dtype) -> float:
-    """Peak resident memory of one step, the inputs included, above what the process held before."""
+    """Peak resident memory of one step, including the inputs, above the memory before it."""
 
     def status(name: str) -> float:
         line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -134,7 +134,7 @@ def peak_mib(group: Any, rows: int, width: int, dtype: torch.dtype) -> float:
     before = status("VmRSS")
     a, b = (torch.full((rows, width), 0.01, dtype=dtype, requires_grad=True) for _ in range(2))
     step(a, b)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step(a, b)
     return status("VmHWM") - before
 
@@ -146,12 +146,12 @@ def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(crew: Crew, dty
     block = rows * width * 4 / 2**20  # of a float32 gradient
     two, four = (max(crew.run(peak_mib, rows, width, dtype, world=world)) for world in (2, 4))
     print(f"{dtype}: {two / block:.1f} blocks of {block:.0f} MiB for W = 2, {four / block:.1f} for W = 4")
-    assert two > 5 * block  # the figure is real: gradients and buffers are in it
+    assert two > 5 * block  # includes gradients and buffers
     # Gathering the features and gradients of all ranks would add three blocks for each further rank.
     assert four <= 1.1 * two
     loss = Loss(width=width, feature_bytes=dtype.itemsize, workspace_bytes=4 * 2**20)
     modelled = (memory_bytes(4, rows, loss) + 2 * rows * width * dtype.itemsize) / 2**20
-    assert 0.85 < modelled / four < 1.15  # what the docs and the cost model say
+    assert 0.85 < modelled / four < 1.15  # the figure of the docs and of the cost model
 
 
 def test_the_counter_counts():

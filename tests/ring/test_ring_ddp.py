@@ -1,4 +1,4 @@
-"""The gradient-scale convention as a table: DDP around small encoders, against one process on the whole batch."""
+"""The scale of gradients: DDP around small encoders, against one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loss_of(name: str, out: tuple[Tensor, ...], labels: Tensor, group: Any) -> T
         loss = tw.nt_xent(torch.cat([a, b]), temperature=1 / scale, group=group)
     else:
         loss = tw.supcon_loss(torch.cat([a, b]), torch.cat([labels, labels]), temperature=1 / scale, group=group)
-    return loss + 0.0 * bias  # DDP waits for every parameter
+    return loss + 0.0 * bias  # DDP needs a gradient of every parameter
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -84,14 +84,14 @@ def test_ddp_gives_the_gradient_of_the_global_loss(crew: Crew):  # noqa: F811
             mean = torch.stack([part[name]["loss"] for part in parts]).mean()
             errors = {"loss": relative_error(mean, want[name]["loss"])}
             keys = [key for key in want[name] if key != "loss" and (key != "bias" or name == "siglip")]
-            for part in parts:  # after DDP every rank holds the same gradient
+            for part in parts:  # after DDP every rank has the same gradient
                 for key in keys:
                     kind = {"log_scale": "scale", "bias": "bias"}.get(key, "encoders")
                     error = relative_error(part[name][key], want[name][key])
                     errors[kind] = max(errors.get(kind, 0.0), error)
             worst = max(worst, *errors.values())
-            told = "  ".join(f"{kind} {error:.1e}" for kind, error in errors.items())
-            table.append(f"W={len(split)} {split!s:14} {name:9} {told}")
+            shown = "  ".join(f"{kind} {error:.1e}" for kind, error in errors.items())
+            table.append(f"W={len(split)} {split!s:14} {name:9} {shown}")
     print("\n".join(table))
     assert len(table) == len(SPLITS) * len(LOSSES)
     assert worst < 1e-5, "\n".join(table)

@@ -39,7 +39,7 @@ def test_every_loss_over_a_group_equals_one_process(crew: Crew, split, dtype, to
     rows, negatives = SPLITS[split]
     names = list(CASES)
     parts = crew.run(run_cases, names, rows, negatives, dtype, world=len(rows))
-    whole = make_tensors(sum(rows), sum(negatives), dtype)  # rounded first: what is compared is the arithmetic
+    whole = make_tensors(sum(rows), sum(negatives), dtype)  # rounded first, so that only the arithmetic is compared
     whole = {key: value.double() if value.is_floating_point() else value for key, value in whole.items()}
     for name in names:
         want, got = loss_and_gradients(name, whole), joined([part[name] for part in parts])
@@ -71,7 +71,7 @@ HEADS = {
 
 
 def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype: torch.dtype) -> Tensors:
-    """A classifier, whole (``rank=None``) or a rank's slice of it, and its gradients."""
+    """Loss and gradients of a classifier: whole (``rank=None``) or the shard of a rank."""
     random = torch.Generator().manual_seed(3)
     classes = sum(slices)
     hidden = torch.randn(2, 6, 8, generator=random, dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_ranks_of_a_vocabulary_parallel_head_return_the_same_bits(crew: Crew):  
 
 
 def several_groups(group: Any) -> list[torch.Tensor]:
-    """The same losses over two groups at once, and over a group that leaves ranks out and starts at rank 2."""
+    """The same losses over two groups at once, and over a group that starts at rank 2."""
     import torch.distributed as dist
 
     tail = dist.new_group([2, 3])
@@ -178,7 +178,7 @@ def test_a_loss_over_a_group_compiles_into_one_graph(crew: Crew, kind):  # noqa:
 
 
 def some_compiled(group: Any) -> float:
-    """Rank 1 runs a compiled loss, on what a compiled layer made, and rank 0 the same without a compiler."""
+    """Rank 1 runs a compiled layer and a compiled loss, rank 0 runs the same eagerly."""
     tensors = make_tensors(5, 2, torch.float64, seed=group.rank())
     a, b = (tensors[name].requires_grad_() for name in "ab")
 
@@ -197,7 +197,7 @@ def test_compiled_ranks_agree_with_the_others_on_what_requires_a_gradient(crew: 
 def checkpointed(
     group: Any, names: list[str], rows: list[int], negatives: list[int], reentrant: bool
 ) -> dict[str, Tensors]:
-    """Losses that are computed again in backward, by all ranks together."""
+    """Losses that all ranks recompute in backward."""
     mine = cut(make_tensors(sum(rows), sum(negatives), torch.float64), group.rank(), rows, negatives)
     found = {}
     for name in names:

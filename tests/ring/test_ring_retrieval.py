@@ -1,4 +1,4 @@
-"""Ranks over a ring equal those of one process, ties included: features are small whole numbers, full of ties."""
+"""Ranks over a ring equal those of one process, including ties: features are small integers with many ties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.ring.crew import Crew, Failed, crew  # noqa: F401
 from tests.ring.wrapped import wrapped
 
-from tilewise.errors import GroupError, RangeError
+from tilewise.errors import DtypeError, GroupError, RangeError
 from tilewise.retrieval import BothRanks, retrieval_ranks, retrieval_ranks_both
 from tilewise.ring.virtual import run_virtual
 
@@ -110,14 +110,24 @@ def bad_rank(group: Any, how: str) -> None:
 
 
 @pytest.mark.group
-@pytest.mark.parametrize("how, said", [("nan", "finite"), ("index", "from 0 to 11")])
-def test_what_one_rank_refuses_all_ranks_hear(crew: Crew, how, said):  # noqa: F811
+@pytest.mark.parametrize("how, text", [("nan", "finite"), ("index", "from 0 to 11")])
+def test_an_error_on_one_rank_is_raised_on_all_ranks(crew: Crew, how, text):  # noqa: F811
     found = crew.outcomes(bad_rank, how, world=3)
     assert all(isinstance(result, Failed) for result in found)
     assert [result.kind for result in found] == ["GroupError", "RangeError", "GroupError"]
-    assert all(said in result.message for result in found)
+    assert all(text in result.message for result in found)
     assert all("RangeError" in found[rank].message and "on rank 1" in found[rank].message for rank in (0, 2))
-    crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group lives on
+    crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group still works
+
+
+def test_string_ids_are_refused_with_advice_that_works():
+    query_names, gallery_names = ["b", "a"], ["a", "b", "c"]
+    queries, gallery = torch.eye(2, 3), torch.eye(3)
+    with pytest.raises(DtypeError, match=r"Number the strings.*sorted\(\{\*query_names, \*gallery_names\}\)"):
+        retrieval_ranks(queries, gallery, query_ids=query_names, gallery_ids=gallery_names)
+    number = {name: i for i, name in enumerate(sorted({*query_names, *gallery_names}))}
+    ids = [torch.tensor([number[name] for name in names]) for names in (query_names, gallery_names)]
+    assert retrieval_ranks(queries, gallery, query_ids=ids[0], gallery_ids=ids[1]).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("query, item", [(torch.nan, 1.0), (1.0, torch.nan), (1.0, torch.inf), (1e20, 1e20)])

@@ -1,4 +1,4 @@
-"""The ring as arithmetic, the packing of blocks, and the words of a disagreement. No process group."""
+"""The schedule of the ring, the packing of blocks, and the messages of disagreement. Needs no process group."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from tilewise.errors import GroupError, RangeError
 from tilewise.ring import schedule
-from tilewise.ring.agree import TEXT_WORDS, agree, disagreement, from_words, telling, to_words
+from tilewise.ring.agree import TEXT_WORDS, agree, disagreement, from_words, propagate_errors, to_words
 from tilewise.ring.blocks import Field, Layout
 from tilewise.ring.schedule import held_block, next_rank, previous_rank, starts
 from tilewise.ring.shards import Shards
 
 
 @given(st.integers(1, 64), st.data())
-def test_every_rank_meets_every_block_once_and_blocks_move_one_hop(world, data):
+def test_every_rank_gets_every_block_once_and_blocks_move_one_hop(world, data):
     rank = data.draw(st.integers(0, world - 1))
     assert held_block(rank, 0, world) == rank
     assert {held_block(rank, step, world) for step in range(world)} == set(range(world))
     for step in range(world):
         assert held_block(next_rank(rank, world), step + 1, world) == held_block(rank, step, world)
     assert previous_rank(next_rank(rank, world), world) == rank
-    assert held_block(rank, world - 1, world) == next_rank(rank, world)  # whose home the last hop is
+    assert held_block(rank, world - 1, world) == next_rank(rank, world)  # the last hop returns it to its owner
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
@@ -38,12 +38,12 @@ def test_shards_tile_the_whole(rows, data):
     assert starts(rows) == [sum(rows[:k]) for k in range(len(rows))]
 
 
-def test_nothing_moves_in_a_group_of_one():
-    assert schedule.forward_bytes(1, 100, 8, 4, vectors=8, credits=8) == 0
+def test_a_group_of_one_sends_nothing():
+    assert schedule.forward_bytes(1, 100, 8, 4, vectors=8, accumulators=8) == 0
     assert schedule.backward_bytes(1, 100, 8, 4, 4, vectors=8) == 0
 
 
-def test_a_block_is_packed_into_one_buffer_per_type_of_vector_and_comes_out_whole():
+def test_packing_a_block_and_unpacking_it_gives_the_same_tensors():
     tensors = {
         "features": torch.randn(5, 3, dtype=torch.bfloat16),
         "key": torch.arange(5),
@@ -55,19 +55,19 @@ def test_a_block_is_packed_into_one_buffer_per_type_of_vector_and_comes_out_whol
     packed = layout.pack(tensors)
     assert [part.dtype for part in packed] == [torch.bfloat16, torch.int64, torch.float32]
     assert packed[0].data_ptr() == tensors["features"].data_ptr()  # contiguous features are not copied
-    room = layout.empty(9, torch.device("cpu"))  # a larger buffer, as uneven shards need
+    room = layout.empty(9, torch.device("cpu"))  # a larger buffer, as for unequal shards
     for part, target in zip(packed, layout.cut(room, 5), strict=True):
         target.copy_(part)
-    out = layout.open(room, 5)
+    out = layout.unpack(room, 5)
     assert out.keys() == tensors.keys()
     assert all(torch.equal(out[name], value) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize("size", [0, 1, 4])
-def test_strided_features_travel_too(size):
+def test_strided_features_are_packed(size):
     features = torch.randn(6, size).T
     layout = Layout([Field.of("features", features)])
-    assert torch.equal(layout.open(layout.pack({"features": features}), size)["features"], features)
+    assert torch.equal(layout.unpack(layout.pack({"features": features}), size)["features"], features)
 
 
 @given(st.text(max_size=200))
@@ -78,36 +78,38 @@ def test_text_survives_as_integers(text):
     assert from_words(words) == text
 
 
-def test_a_disagreement_names_every_point_and_every_rank():
+def test_a_disagreement_names_every_value_and_every_rank():
     calls = [{"width": "8", "type": "float32"}, {"width": "8", "type": "float64"}, {"width": "9", "type": "float32"}]
-    said = disagreement(calls)
-    assert "width: 8 on ranks 0, 1 but 9 on rank 2" in said
-    assert "type: float32 on ranks 0, 2 but float64 on rank 1" in said
+    message = disagreement(calls)
+    assert "width: 8 on ranks 0, 1 but 9 on rank 2" in message
+    assert "type: float32 on ranks 0, 2 but float64 on rank 1" in message
 
 
-def test_a_disagreement_shows_no_more_than_what_differs():
-    said = disagreement([{"call": "forward", "options": "backend=auto mib=1"}, {"call": "mean"}])
-    assert "on call: forward on rank 0 but mean on rank 1. " in said  # the options of another call say nothing
+def test_a_disagreement_shows_only_what_differs():
+    message = disagreement([{"call": "forward", "options": "backend=auto mib=1"}, {"call": "mean"}])
+    assert (
+        "on call: forward on rank 0 but mean on rank 1. " in message
+    )  # the options of another call are not comparable
     calls = [{"options": f"backend=auto mib={size} exact=True", "loss": "row_lse=True"} for size in (64, 128)]
-    said = disagreement(calls)
-    assert "on options: mib=64 on rank 0 but mib=128 on rank 1. " in said
+    message = disagreement(calls)
+    assert "on options: mib=64 on rank 0 but mib=128 on rank 1. " in message
 
 
-def test_what_a_rank_refuses_finds_room_whatever_it_says():
-    heard = []
+def test_an_error_message_of_any_length_and_content_fits():
+    sent = []
 
-    class Listening(Recorded):
+    class Recording(Recorded):
         def gather(self, numbers):
-            heard.append(from_words(list(numbers)[2:]))
+            sent.append(from_words(list(numbers)[2:]))
             return super().gather(numbers)
 
-    with pytest.raises(RangeError), telling(Listening([[0, 0, *to_words("{}")]])):
+    with pytest.raises(RangeError), propagate_errors(Recording([[0, 0, *to_words("{}")]])):
         raise RangeError("a\u0000name " + "\x07\n\u00e9" * 999)
-    assert heard[0].startswith('{"call": "RangeError: a name')
+    assert sent[0].startswith('{"call": "RangeError: a name')
 
 
 class Recorded:
-    """An exchange whose other ranks said something once."""
+    """An exchange in which the values of the other ranks are fixed."""
 
     def __init__(self, others):
         self.rank, self.others = 0, others

@@ -1,4 +1,4 @@
-"""The ring as users start it."""
+"""The ring, started with torchrun."""
 
 import os
 import subprocess

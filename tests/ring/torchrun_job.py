@@ -1,4 +1,4 @@
-"""A script as a user would write it: torchrun starts it in every process. Prints the errors against one process."""
+"""A user script that torchrun starts in every process. Prints the errors against one process."""
 
 import torch
 import torch.distributed as dist

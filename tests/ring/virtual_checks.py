@@ -1,4 +1,4 @@
-"""Checks of the ring with virtual ranks on any device: the CPU runs them in every test run, a GPU in its own."""
+"""Checks of the ring with virtual ranks, for any device: the CPU tests and the GPU tests run them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewise.ring.virtual import run_virtual
 def over_virtual_ranks(
     name: str, tensors: Tensors, rows: Sequence[int], negatives: Sequence[int], **how: Any
 ) -> Tensors:
-    """A case over virtual ranks, put together as DDP would."""
+    """Run a case over virtual ranks and combine the results as DDP does."""
 
     def work(group: Any) -> Tensors:
         mine = cut(tensors, group.rank(), rows, negatives)
@@ -46,7 +46,7 @@ def check_losses(
 
 
 def check_two_steps(device: str, world: int = 3, rows: int = 64) -> None:
-    """Two steps in a row, without waiting for the device between them: buffers are not reused too early."""
+    """Two steps without a device synchronization between them: buffers must not be reused too early."""
     tensors = make_tensors(world * rows, 4, torch.float32, device)
     shards = [rows] * world
 

@@ -1,4 +1,4 @@
-"""Exchanges with something added: bytes counted, or a link that is slow."""
+"""Wrapped exchanges: one counts bytes, one is slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _serial = itertools.count()
 
 
 class Counted:
-    """Counts what this rank sends, hop by hop, and how often ranks talk otherwise."""
+    """Counts the bytes that this rank sends in each hop, the all-gathers and the bytes of all-reduces."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.rank, self.world = inner, inner.rank, inner.world
@@ -51,7 +51,7 @@ class Counted:
 
 
 class Slow(Counted):
-    """A link on which every hop takes ``seconds``, counted from when it is posted."""
+    """A link on which every hop takes ``seconds`` after it is posted."""
 
     def __init__(self, inner: Any, seconds: float) -> None:
         super().__init__(inner)
@@ -72,7 +72,7 @@ class _Late:
 
 
 class Named:
-    """A stand-in for a group: its name leads to the wrapped exchange."""
+    """A group whose name is registered for the wrapped exchange."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.group_name, self.rank, self.size = name, group.rank, group.size

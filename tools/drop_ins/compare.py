@@ -1,11 +1,11 @@
-"""The drop-ins against the loss modules of the packages themselves: loss and gradients, as a table.
+"""Compare the drop-ins with the loss modules of the packages: loss and gradients, as a table.
 
     pip download --no-deps -d wheels open_clip_torch lightly pytorch-metric-learning \\
         info-nce-pytorch sentence-transformers
     python -m tools.drop_ins.compare wheels
 
-Only the files that hold the losses are run. The packages' own __init__ files, which import models and data sets, are
-not, so nothing of theirs needs to be installed.
+Only the modules of the losses are imported, and not the __init__ files of the packages, which import models and data
+sets. So the packages need not be installed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ ROWS, WIDTH = 192, 48
 
 @dataclass(frozen=True)
 class Case:
-    """One loss, theirs and ours, on the same inputs."""
+    """One loss, of the package and ours, on the same inputs."""
 
     package: str
     what: str
     theirs: Callable[..., Any]
     ours: Callable[..., Any]
-    inputs: tuple[Any, ...]  # tensors that require grad are compared by their gradients
+    inputs: tuple[Any, ...]  # gradients are compared for tensors that require one
 
 
 def unpack(folder: Path, into: Path) -> dict[str, str]:
-    """Unpack every wheel; the versions by name."""
+    """Unpack every wheel. Returns the versions by name."""
     versions = {}
     for wheel in sorted(folder.glob("*.whl")):
         name, version = wheel.name.split("-")[:2]
@@ -49,8 +49,8 @@ def unpack(folder: Path, into: Path) -> dict[str, str]:
     return versions
 
 
-def hollow(root: Path, *names: str) -> None:
-    """Packages of which only the submodules are run, not the __init__."""
+def without_init(root: Path, *names: str) -> None:
+    """Register packages whose submodules can be imported without running their __init__."""
     for name in names:
         module = types.ModuleType(name)
         module.__path__ = [str(root / name.replace(".", "/"))]
@@ -58,7 +58,7 @@ def hollow(root: Path, *names: str) -> None:
 
 
 def stand_in(name: str, **content: Any) -> None:
-    """A module of which only these names are needed."""
+    """Register a module that has only these names."""
     module = types.ModuleType(name)
     for key, value in content.items():
         setattr(module, key, value)
@@ -80,7 +80,7 @@ def scalar(value: float) -> Tensor:
 def open_clip_cases(root: Path) -> Iterator[Case]:
     from tilewise.integrations import open_clip as ours
 
-    hollow(root, "open_clip")
+    without_init(root, "open_clip")
     theirs = importlib.import_module("open_clip.loss")
     pair = (unit(ROWS, WIDTH), unit(ROWS, WIDTH))
     yield Case("open_clip_torch", "ClipLoss", theirs.ClipLoss(), ours.ClipLoss(), (*pair, scalar(14.3)))
@@ -92,7 +92,7 @@ def open_clip_cases(root: Path) -> Iterator[Case]:
 def lightly_cases(root: Path) -> Iterator[Case]:
     from tilewise.integrations.lightly import NTXentLoss
 
-    hollow(root, "lightly", "lightly.loss", "lightly.models", "lightly.models.modules", "lightly.utils")
+    without_init(root, "lightly", "lightly.loss", "lightly.models", "lightly.models.modules", "lightly.utils")
     stand_in("lightly.models.utils", concat_all_gather=None)
     sys.modules["lightly.models"].utils = sys.modules["lightly.models.utils"]  # type: ignore[attr-defined]
     theirs = importlib.import_module("lightly.loss.ntx_ent_loss").NTXentLoss
@@ -105,7 +105,7 @@ def lightly_cases(root: Path) -> Iterator[Case]:
 
     def thrice(loss: nn.Module) -> Callable[..., Tensor]:
         def run(a: Tensor, b: Tensor) -> Tensor:
-            fresh = copy.deepcopy(loss).to(a.dtype)  # the second and third batch meet what is in the bank by then
+            fresh = copy.deepcopy(loss).to(a.dtype)  # the bank changes between the batches
             total: Tensor = fresh(a, b) + fresh(a.flip(0), b.flip(0)) + fresh(b, a)
             return total
 
@@ -118,9 +118,9 @@ def metric_learning_cases(root: Path) -> Iterator[Case]:
     from tilewise.integrations import pytorch_metric_learning as ours
 
     base = "pytorch_metric_learning"
-    hollow(root, base, f"{base}.losses")
+    without_init(root, base, f"{base}.losses")
     for name in [name for name in ("scipy", "tqdm") if importlib.util.find_spec(name) is None]:
-        stand_in(name, stats=None, tqdm=None)  # imported by theirs, used by none of what runs here
+        stand_in(name, stats=None, tqdm=None)  # imported by the package but not used here
         stand_in(f"{name}.stats")
     nt_xent = importlib.import_module(f"{base}.losses.ntxent_loss").NTXentLoss
     supcon = importlib.import_module(f"{base}.losses.supcon_loss").SupConLoss
@@ -151,8 +151,8 @@ def sentence_cases(root: Path) -> Iterator[Case]:
     from tilewise.integrations.sentence_transformers import MultipleNegativesRankingLoss
 
     base = "sentence_transformers"
-    hollow(root, base, f"{base}.base", f"{base}.base.losses", f"{base}.sentence_transformer")
-    hollow(root, f"{base}.sentence_transformer.losses")
+    without_init(root, base, f"{base}.base", f"{base}.base.losses", f"{base}.sentence_transformer")
+    without_init(root, f"{base}.sentence_transformer.losses")
     stand_in(f"{base}.sentence_transformer.model", SentenceTransformer=nn.Module)
     stand_in(f"{base}.base.losses.merged_forward", embed_columns=None)
 
@@ -182,7 +182,7 @@ def sentence_cases(root: Path) -> Iterator[Case]:
 
 
 def gradients(loss: Callable[..., Any], inputs: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The loss, and all gradients as one vector."""
+    """The loss, and all gradients in one vector."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -201,7 +201,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def open_clip_pairs_of_losses(root: Path) -> Iterator[Case]:
-    """Those that return two; their sum is compared."""
+    """Losses that return two values. Their sum is compared."""
     from tilewise.integrations import open_clip as ours
 
     theirs = sys.modules["open_clip.loss"]
@@ -234,7 +234,10 @@ def main(folder: str) -> None:
         print("| package | loss | value | loss, float64 | gradients, float64 | gradients, float32 (theirs) |")
         print("|---|---|---|---|---|---|")
         first = (open_clip_cases, lightly_cases, metric_learning_cases, info_nce_cases, sentence_cases)
-        for cases in (*first, open_clip_pairs_of_losses):  # the last behind the others, whose numbers stay
+        for cases in (
+            *first,
+            open_clip_pairs_of_losses,
+        ):  # last, so that the random numbers of the others do not change
             for case in cases(root):
                 loss, grad = gradients(case.ours, case.inputs, torch.float64)
                 wanted, wanted_grad = gradients(case.theirs, case.inputs, torch.float64)

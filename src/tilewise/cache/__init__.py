@@ -1,4 +1,4 @@
-"""Gradient cache and data offload: batches whose activations do not fit, with any encoder and any loss."""
+"""Gradient cache and data offload: for batches whose activations do not fit, with any encoder and any loss."""
 
 from tilewise.cache.chunks import BatchSource
 from tilewise.cache.encoders import Encoder

@@ -1,4 +1,4 @@
-"""Record the autocast state of a moment, to be in it again later."""
+"""Record the autocast state, and enter it again later."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a moment, to be entered again later, also on another thread."""
+    """A recorded autocast state. It can be entered again later, also in another thread."""
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
     cache_enabled: bool
 
     @classmethod
     def record(cls, device_types: set[str]) -> Autocast:
-        """The state that is active now for these device types."""
+        """Record the current state for these device types."""
         states = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted(device_types)
@@ -28,7 +28,7 @@ class Autocast:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Be in that state inside."""
+        """Enter the recorded state."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.states:
                 stack.enter_context(
@@ -36,11 +36,11 @@ class Autocast:
                 )
             yield
 
-    def forget(self) -> None:
-        """Drop the low-precision weights that autocast keeps.
+    def clear_cache(self) -> None:
+        """Clear autocast's cache of low-precision weights.
 
-        A copy that was made without a graph must not serve where there is one: the gradient would end in it.
-        Recent torch sees to that by itself; the memory is free either way.
+        A copy that was cached without a graph must not be used in a graph, because the gradient would stop at it.
+        Recent versions of torch prevent this. In all versions, the memory is freed.
         """
         if any(enabled for _, enabled, _ in self.states):
             torch.clear_autocast_cache()

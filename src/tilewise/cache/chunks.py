@@ -1,8 +1,8 @@
-"""Nested tensors, cut by rows into chunks and joined again.
+"""Split nested tensors by rows into chunks, and join chunks.
 
-A *tree* is a tensor, or a tuple, list, mapping or dataclass of trees. A mapping is anything dict-like (also
-the ``BatchEncoding`` of transformers). Whatever is no tensor (a flag, a string, ``None``) goes to every chunk
-as it is, and so does a tensor of no dimensions.
+A *tree* is a tensor, or a tuple, list, mapping or dataclass of trees. A mapping is any dict-like object, such as the
+``BatchEncoding`` of transformers. Other values (a flag, a string, ``None``) and 0-d tensors are passed to every chunk
+unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree)]
         twin = copy.copy(tree)
-        for name in names:  # a frozen dataclass refuses setattr, and `replace` refuses fields without init
+        for name in names:  # setattr fails on frozen dataclasses, and `replace` fails on fields without init
             object.__setattr__(twin, name, map_tensors(function, getattr(tree, name)))
         return twin
     return tree
@@ -54,7 +54,7 @@ def _same_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
-    """All tensors of a tree, in the order in which `map_tensors` meets them."""
+    """All tensors of a tree, in the order of `map_tensors`."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -80,16 +80,16 @@ def count_rows(tree: Tree, name: str = "the input") -> int:
     shapes = [tuple(tensor.shape) for tensor in tensors_of(tree) if tensor.dim() > 0]
     if not shapes:
         raise DtypeError(
-            f"{name} needs at least one tensor with a row axis to be cut into chunks, got {_describe(tree)}. "
-            "For anything else, pass a LazyBatch(rows, load)"
+            f"{name} needs at least one tensor with rows to be split into chunks, got {_describe(tree)}. "
+            "For other data, pass a LazyBatch(rows, load)"
         )
     if len({shape[0] for shape in shapes}) > 1:
         raise ShapeError(
-            f"all tensors of {name} need the same number of rows, got shapes {shapes}. A tensor that all "
-            "rows share belongs inside the encoder: functools.partial(encoder, position_ids=position_ids)"
+            f"all tensors of {name} need the same number of rows, got shapes {shapes}. Pass a tensor that all rows "
+            "share to the encoder itself: functools.partial(encoder, position_ids=position_ids)"
         )
     if shapes[0][0] == 0:
-        raise ShapeError(f"{name} has no rows. A step needs at least one; skip it when a batch comes out empty")
+        raise ShapeError(f"{name} has no rows. A step needs at least one row. Skip empty batches")
     return int(shapes[0][0])
 
 
@@ -98,7 +98,7 @@ def _describe(tree: Tree) -> str:
 
 
 def row_ranges(rows: int, chunk_size: int) -> tuple[slice, ...]:
-    """The rows of every chunk; the last one may be shorter.
+    """The rows of every chunk. The last chunk may be shorter.
 
     >>> row_ranges(5, 2)
     (slice(0, 2, None), slice(2, 4, None), slice(4, 5, None))
@@ -109,15 +109,15 @@ def row_ranges(rows: int, chunk_size: int) -> tuple[slice, ...]:
 
 
 def take_rows(tree: Tree, rows: slice) -> Tree:
-    """These rows of every tensor that has rows: views, nothing is copied."""
+    """These rows of every tensor that has rows, as views."""
     return map_tensors(lambda tensor: tensor[rows] if tensor.dim() > 0 else tensor, tree)
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A batch that is not simply there: it gives out rows on demand, the same ones each time it is asked.
+    """A batch whose rows are loaded on demand. `load` must return the same rows each time.
 
-    ``device`` is where the chunk goes before an encoder sees it; ``None`` leaves it where `load` put it.
+    ``device`` is the device of the chunk when it is encoded. ``None`` keeps the device of `load`.
     """
 
     rows: int
@@ -129,43 +129,43 @@ class BatchSource(Protocol):
 
 
 class Joined:
-    """What an encoder gave for all chunks, joined by rows, and where each chunk's part is.
+    """The outputs of an encoder for all chunks, joined by rows, and the row range of each chunk.
 
-    A chunk may give another number of rows than it got (several views of a sample, say). A tensor of no
-    dimensions, such as a temperature that the model returns, belongs to no row: the last chunk's is taken.
+    The output of a chunk may have another number of rows than its input, for example several views of a sample. A 0-d
+    tensor, such as a temperature that the model returns, has no rows: the one of the last chunk is used.
     """
 
     def __init__(self, chunks: list[Tree], name: str) -> None:
         parts = [tensors_of(chunk) for chunk in chunks]
         if not parts[0]:
-            raise DtypeError(f"{name} needs to return at least one tensor, got {_describe(chunks[0])}")
+            raise DtypeError(f"{name} must return at least one tensor, got {_describe(chunks[0])}")
         if len({len(part) for part in parts}) > 1:
             raise ShapeError(
-                f"{name} returned {sorted({len(part) for part in parts})} tensors for different chunks; "
-                "it needs to return the same structure for every chunk"
+                f"{name} returned {sorted({len(part) for part in parts})} tensors for different chunks. "
+                "It must return the same structure for every chunk"
             )
         self.template = map_tensors(lambda tensor: torch.empty(0), chunks[0])
-        self.ranges: list[list[slice | None]] = []  # of a tensor, then of a chunk; None belongs to no row
+        self.ranges: list[list[slice | None]] = []  # by tensor, then by chunk; None for a 0-d tensor
         self._tensors: list[Tensor] = []
         for pieces in zip(*parts, strict=True):
             self.ranges.append(_ranges_of(pieces))
-            # Detached, for it may be a parameter itself, which must stay a leaf.
+            # Detached, because it may be a parameter, which must stay a leaf.
             self._tensors.append(pieces[-1].detach() if pieces[0].dim() == 0 else _join(pieces, name))
 
     def take(self) -> list[Tensor]:
-        """The joined tensors, handed over: they are not kept here."""
+        """Return the joined tensors and drop the references to them."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def part(self, index: int, chunk: int, whole: Tensor) -> Tensor | None:
-        """The part of ``whole`` (shaped like tensor ``index``) that belongs to this chunk."""
+        """The rows of ``whole`` (shaped like tensor ``index``) of this chunk."""
         rows = self.ranges[index][chunk]
         if rows is not None:
             return whole[rows]
         return whole if chunk == len(self.ranges[index]) - 1 else None
 
     def tree(self, tensors: Sequence[Tensor]) -> Tree:
-        """The encoder's own structure around these tensors."""
+        """These tensors in the structure that the encoder returned."""
         return with_tensors(self.template, tensors)
 
 
@@ -182,13 +182,13 @@ def _join(pieces: Sequence[Tensor], name: str) -> Tensor:
     except RuntimeError as error:
         shapes = [tuple(piece.shape) for piece in pieces]
         raise ShapeError(
-            f"the outputs of {name} for different chunks need equal shapes but for their rows, got {shapes}. "
+            f"the outputs of {name} for different chunks need equal shapes except for their rows, got {shapes}. "
             "Pad to a fixed length, or return one vector per row"
         ) from error
 
 
 def call_with(function: Callable[..., Tree], chunk: Tree) -> Tree:
-    """Call an encoder: a mapping gives keywords, a tuple or list positional arguments, all else is one."""
+    """Call an encoder with a mapping as keywords, a tuple or list as positional arguments, or one argument."""
     if isinstance(chunk, Mapping):
         return function(**chunk)
     if isinstance(chunk, tuple | list) and not hasattr(chunk, "_fields"):

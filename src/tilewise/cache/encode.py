@@ -1,10 +1,10 @@
-"""Encode a batch in chunks so that backward costs the memory of one chunk.
+"""Encode a batch in chunks, so that backward needs the activations of one chunk only.
 
     forward    for each chunk: record the random state; encode without a graph
-    backward   for each chunk: replay the random state; encode with a graph; push its gradient through
+    backward   for each chunk: restore the random state; encode with a graph; run backward with its gradient
 
-The representations of all encoders come out of one autograd node. Its backward runs once all their gradients
-are complete, encoder after encoder and chunk after chunk in forward order, on every rank alike.
+The representations of all encoders are outputs of one autograd node. Its backward runs when all their gradients are
+complete. It runs over encoders and chunks in forward order, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ from tilewise.cache.chunks import (
     take_rows,
     tensors_of,
 )
-from tilewise.cache.encoders import Encoder, as_encoders, buffer_versions, kept_buffers, version_of
+from tilewise.cache.encoders import Encoder, as_encoders, buffer_versions, preserve_buffers, version_of
 from tilewise.cache.offload import HostBatch, on_device
-from tilewise.cache.randomness import RandomState, kept_random_state, random_devices
+from tilewise.cache.randomness import RandomState, preserve_random_state, random_devices
 from tilewise.cache.settings import Phase, Progress, Settings
 from tilewise.cache.sync import SyncPlan
 from tilewise.errors import GradientError
 
 
 @dataclass
-class Side:
-    """One encoder with its input, and what the first pass recorded about them."""
+class EncoderInput:
+    """One encoder with its input, and the state that the first pass records."""
 
     index: int
     encoder: Encoder
     batch: Tree | BatchSource
     ranges: tuple[slice, ...]
     devices: tuple[torch.device, ...]
-    leaves: list[Tensor]  # the tensors of the input, if the input is a tree
-    seen: list[Tensor]  # those, or the ones that a source shows
+    leaves: list[Tensor]  # the tensors of the input, if it is a tree
+    watched: list[Tensor]  # the leaves, or the tensors of a source; must not change until backward
     learns: bool
     load_states: list[RandomState] = field(default_factory=list)
     encode_states: list[RandomState] = field(default_factory=list)
 
     @classmethod
-    def open(cls, index: int, encoder: Encoder, batch: Any, chunk_size: int, offload: Any) -> Side:
-        """Look at an input once: its rows, its chunks, its devices, whether anything learns."""
+    def open(cls, index: int, encoder: Encoder, batch: Any, chunk_size: int, offload: Any) -> EncoderInput:
+        """Read the rows, chunks and devices of an input, and whether anything requires a gradient."""
         if offload is not None and not isinstance(batch, BatchSource):
             batch = HostBatch(batch, offload)
         if isinstance(batch, BatchSource):
             rows, leaves, device = batch.rows, [], batch.device
-            seen = getattr(batch, "tensors", [])
+            watched = getattr(batch, "tensors", [])
         else:
             rows, leaves, device = count_rows(batch, f"input {index}"), tensors_of(batch), None
-            seen = leaves
-        devices = random_devices(seen, encoder.modules, [device] if device is not None else [])
+            watched = leaves
+        devices = random_devices(watched, encoder.modules, [device] if device is not None else [])
         learns = encoder.learns or any(leaf.requires_grad for leaf in leaves)
-        return cls(index, encoder, batch, row_ranges(rows, chunk_size), devices, leaves, seen, learns)
+        return cls(index, encoder, batch, row_ranges(rows, chunk_size), devices, leaves, watched, learns)
 
     def first_pass(self) -> Iterator[Tree]:
-        """Every chunk, with the random state recorded before it is loaded and before it is encoded."""
+        """Yield every chunk. The random state is recorded before loading and before encoding."""
         for chunk in self._chunks(self._load_first):
             if self.learns:
                 self.encode_states.append(RandomState.record(self.devices))
             yield chunk
-            del chunk  # or it would live while the next one is loaded; so would it inside enumerate or zip
+            del chunk  # free it before the next one is loaded; enumerate or zip would keep a reference
 
     def second_pass(self) -> Iterator[Tree]:
-        """The same chunks; when one is handed out, the random state is that of the first pass."""
+        """Yield the same chunks, with the random state of the first pass restored."""
         chunks = self._chunks(self._load_again)
         for state in self.encode_states:
             chunk = next(chunks)
@@ -105,14 +105,14 @@ class Side:
 
 
 class Encoding:
-    """All sides of one step: the first pass, and the second when the gradients are known."""
+    """All encoders of one step: the first pass, and the second pass with the gradients."""
 
     def __init__(self, encoders: Any, inputs: Sequence[Any], settings: Settings) -> None:
         described = as_encoders(encoders, len(inputs))
         sizes = settings.chunk_sizes(len(described))
         self.settings = settings
         self.sides = [
-            Side.open(index, encoder, batch, size, settings.offload)
+            EncoderInput.open(index, encoder, batch, size, settings.offload)
             for index, (encoder, batch, size) in enumerate(zip(described, inputs, sizes, strict=True))
         ]
         self.devices = tuple(dict.fromkeys(device for side in self.sides for device in side.devices))
@@ -125,10 +125,10 @@ class Encoding:
     def _watched(self) -> Iterator[Tensor]:
         for side in self.sides:
             if side.learns:
-                yield from side.seen
+                yield from side.watched
 
     def first_pass(self) -> list[list[Tensor]]:
-        """The representations of every side: without a graph, joined by rows."""
+        """The representations of every encoder, without a graph and joined by rows."""
         report = Reporter(self.settings.progress, "encode", self.sides)
         with torch.no_grad():
             for side in self.sides:
@@ -138,14 +138,14 @@ class Encoding:
                     del chunk
                     report.chunk_done()
                 self.joined.append(Joined(outputs, f"encoder {side.index}"))
-        self.autocast.forget()
+        self.autocast.clear_cache()
         return [joined.take() for joined in self.joined]
 
     def second_pass(self, grads: list[list[Tensor | None]]) -> list[Tensor | None]:
-        """Push these gradients of the representations through the encoders.
+        """Run backward through the encoders with these gradients of the representations.
 
-        Parameters get theirs in ``.grad``, as in any backward. Returned are those of the input tensors that
-        require one, in order.
+        Gradients of parameters are added to ``.grad``, as in any backward. Returns the gradients of the input tensors
+        that require one, in order.
         """
         self._check_unchanged()
         active = [side for side in self.sides if side.learns and any(g is not None for g in grads[side.index])]
@@ -154,8 +154,8 @@ class Encoding:
         leaf_grads = [[None] * len(side.leaves) for side in self.sides]
         once = self.settings.buffers == "once"
         with (
-            kept_random_state(self.devices),
-            kept_buffers(self.modules, self.buffer_versions) if once else nullcontext(),
+            preserve_random_state(self.devices),
+            preserve_buffers(self.modules, self.buffer_versions) if once else nullcontext(),
         ):
             for user, side in enumerate(active):
                 chunks = side.second_pass()
@@ -174,8 +174,8 @@ class Encoding:
             if leaf.requires_grad
         ]
 
-    def _replay_chunk(self, side: Side, index: int, chunk: Tree, grads: list[Tensor | None]) -> bool:
-        """Encode with a graph, then backward. Tells whether there was anything to differentiate."""
+    def _replay_chunk(self, side: EncoderInput, index: int, chunk: Tree, grads: list[Tensor | None]) -> bool:
+        """Encode with a graph, then run backward. Returns whether any output required a gradient."""
         with torch.enable_grad(), self.autocast.active():
             outputs = tensors_of(side.encoder(chunk))
         joined = self.joined[side.index]
@@ -192,36 +192,36 @@ class Encoding:
             parts.append(part)
         if tensors:
             torch.autograd.backward(tensors, parts)
-        self.autocast.forget()
+        self.autocast.clear_cache()
         return bool(tensors)
 
     def _check_unchanged(self) -> None:
         if self.input_versions != [version_of(tensor) for tensor in self._watched()]:
             raise GradientError(
                 "the inputs were changed in place after they were encoded, so they cannot be encoded again. "
-                "An encoder must not write into its input (x = x / 255 instead of x /= 255), "
-                "and a batch must stay as it is until backward is over"
+                "An encoder must not write into its input (use x = x / 255 instead of x /= 255), "
+                "and a batch must not change until backward has finished"
             )
 
 
-def _changed(side: Side, index: int, what: str) -> GradientError:
+def _changed(side: EncoderInput, index: int, what: str) -> GradientError:
     return GradientError(
-        f"encoder {side.index} returned {what} for chunk {index} when it was run again. "
-        "It must do the same twice: is there state in it that the first run changed?"
+        f"encoder {side.index} returned {what} for chunk {index} in the second pass. "
+        "An encoder must return the same result twice. Does it have state that the first pass changed?"
     )
 
 
-def _check_reduced(reduces: bool, reached: bool, side: Side, index: int) -> None:
+def _check_reduced(reduces: bool, reached: bool, side: EncoderInput, index: int) -> None:
     if reduces and not reached:
         raise GradientError(
             f"gradients are reduced over ranks in chunk {index} of encoder {side.index}, but its output "
-            "depends on no parameter, so the reduction would not run. If the encoder is frozen, say so: "
-            "Encoder(call, modules, frozen=True); if only this chunk is, use sync='every'"
+            "depends on no parameter, so the reduction would not run. If the encoder is frozen, pass "
+            "Encoder(call, modules, frozen=True). If only this chunk is, use sync='every'"
         )
 
 
-def _collect(grads: list[Any], side: Side, index: int, chunk: Tree) -> None:
-    """Add the gradients of this chunk's inputs to those of the whole inputs."""
+def _collect(grads: list[Any], side: EncoderInput, index: int, chunk: Tree) -> None:
+    """Add the input gradients of this chunk to those of the whole input."""
     if not any(leaf.requires_grad for leaf in side.leaves):
         return
     for which, (leaf, part) in enumerate(zip(side.leaves, tensors_of(chunk), strict=True)):
@@ -235,19 +235,19 @@ def _collect(grads: list[Any], side: Side, index: int, chunk: Tree) -> None:
 class Reporter:
     """Calls ``progress(chunk index, chunks in total, phase)`` after each chunk."""
 
-    def __init__(self, progress: Progress | None, phase: Phase, sides: Sequence[Side]) -> None:
+    def __init__(self, progress: Progress | None, phase: Phase, sides: Sequence[EncoderInput]) -> None:
         self.progress, self.phase, self.done = progress, phase, 0
         self.total = sum(len(side.ranges) for side in sides)
 
     def chunk_done(self) -> None:
-        """Another chunk is finished."""
+        """Report one more finished chunk."""
         if self.progress is not None:
             self.progress(self.done, self.total, self.phase)
         self.done += 1
 
 
 class Replay(torch.autograd.Function):
-    """The node between the encoders and the loss: representations out, gradients in."""
+    """Autograd node between the encoders and the loss. Its backward runs the second pass."""
 
     @staticmethod
     def forward(ctx: Any, encoding: Encoding, outputs: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
@@ -260,12 +260,12 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
         if torch.is_grad_enabled():
             raise GradientError(
-                "a cached step has no second derivative (create_graph=True). Encode without the cache for it"
+                "a cached step has no second derivative (create_graph=True). Encode without the cache to get one"
             )
         if not torch.autograd._is_checkpoint_valid():
             raise GradientError(
-                "the gradients of cached encoders arrive in .grad: call loss.backward() without inputs=, "
-                "not torch.autograd.grad"
+                "the gradients of cached encoders are added to .grad. Call loss.backward() without inputs=, "
+                "and not torch.autograd.grad"
             )
         encoding: Encoding = ctx.encoding
         rest = iter(grads)
@@ -281,12 +281,12 @@ def _takes_gradient(tensor: Tensor) -> bool:
 
 
 def encode(encoders: Any, inputs: Sequence[Any], settings: Settings) -> tuple[Tree, ...]:
-    """The representations of every input, with a graph that holds no activations."""
+    """The representations of every input, with a graph that saves no activations."""
     encoding = Encoding(encoders, inputs, settings)
     outputs = encoding.first_pass()
     learning = [tensor for side, own in zip(encoding.sides, outputs, strict=True) if side.learns for tensor in own]
     if torch.is_grad_enabled() and any(_takes_gradient(tensor) for tensor in learning):
-        anchor = torch.empty(0, requires_grad=True)  # gives the node a graph when no input requires a gradient
+        anchor = torch.empty(0, requires_grad=True)  # requires a gradient even if no input does
         leaves = [leaf for side in encoding.sides for leaf in side.leaves if leaf.requires_grad]
         joined = iter(cast(tuple[Tensor, ...], Replay.apply(encoding, learning, anchor, *leaves)))
         outputs = [

@@ -1,4 +1,4 @@
-"""What an encoder is: a call, the modules it runs, and whether anything in it learns."""
+"""Encoders: a callable, the modules that it runs, and whether it has anything to train."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tilewise.errors import DtypeError
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder described by hand, for a function that does not show which modules it runs.
+    """An encoder with explicit modules, for a function whose modules cannot be found automatically.
 
     Args:
-        call: takes a chunk, returns its representations.
-        modules: the modules inside. Their DDP or FSDP wrappers are found here, their devices' random state is
-            recorded, their buffers are kept.
-        frozen: it learns nothing, so it runs once and without a graph. ``None``: frozen if no parameter of
-            ``modules`` requires a gradient.
+        call: maps a chunk to its representations.
+        modules: the modules that it runs. They determine the DDP or FSDP wrappers, the devices whose random state is
+            recorded, and the buffers to preserve.
+        frozen: True if it has nothing to train. It then runs once and without a graph. ``None`` means frozen if no
+            parameter of ``modules`` requires a gradient.
 
-    A module, a bound method of a module and a function that closes over modules need no description:
+    A module, a bound method of a module, and a function that closes over modules can be passed directly:
 
     >>> tower = nn.Linear(4, 2)
     >>> Encoder.of(tower).modules == Encoder.of(tower.forward).modules == (tower,)
@@ -45,22 +45,22 @@ class Encoder:
 
     @classmethod
     def of(cls, encoder: Any) -> Encoder:
-        """Describe an encoder: a Module, a bound method, any callable, or an `Encoder` as it is."""
+        """Make an `Encoder` from a module, a bound method or any callable. An `Encoder` is returned unchanged."""
         if isinstance(encoder, Encoder):
             return encoder
         if not callable(encoder):
-            raise DtypeError(f"an encoder is a module or a function from a chunk to representations, got {encoder!r}")
+            raise DtypeError(f"an encoder is a module, or a function of a chunk, got {encoder!r}. Pass one of these")
         if isinstance(encoder, nn.Module):
             return cls(encoder, (encoder,))
         owner = getattr(encoder, "__self__", None)
         if isinstance(owner, nn.Module):
             return cls(encoder, (owner,))
-        # A function may reach parameters that its variables do not show, so it is never taken for frozen.
+        # A function may use parameters that its variables do not show, so it is never treated as frozen.
         return cls(encoder, tuple(dict.fromkeys(_modules_near(encoder))), frozen=False)
 
     @property
     def learns(self) -> bool:
-        """Whether a gradient may arrive at something inside, inputs aside."""
+        """Whether it may have parameters that require a gradient."""
         if self.frozen is not None:
             return not self.frozen
         return any(p.requires_grad for module in self.modules for p in module.parameters())
@@ -71,7 +71,7 @@ class Encoder:
 
 
 def _modules_near(function: Any) -> Iterator[nn.Module]:
-    """The modules that a function, a partial or a method can be seen to use."""
+    """The modules in the variables of a function, partial or method."""
     if isinstance(function, nn.Module):
         yield function
     elif isinstance(function, functools.partial):
@@ -83,7 +83,7 @@ def _modules_near(function: Any) -> Iterator[nn.Module]:
     elif inspect.isfunction(function):
         try:
             seen = inspect.getclosurevars(function)
-        except ValueError:  # a variable of the enclosing function that is not set yet
+        except ValueError:  # a variable of the enclosing function is not set yet
             return
         for value in (*seen.nonlocals.values(), *seen.globals.values(), *(function.__defaults__ or ())):
             if isinstance(value, nn.Module | functools.partial):
@@ -95,52 +95,52 @@ def _modules_near(function: Any) -> Iterator[nn.Module]:
 
 
 def as_encoders(encoders: Any, inputs: int) -> list[Encoder]:
-    """One encoder per input; a single one serves them all."""
+    """One encoder per input. A single encoder is used for all inputs."""
     several = isinstance(encoders, list | tuple | nn.ModuleList)
     chosen: Sequence[Any] = list(encoders) if several else [encoders] * inputs
     if len(chosen) != inputs or not chosen:
         raise DtypeError(
-            f"as many inputs as encoders are needed, got {inputs} inputs for {len(chosen)} encoders. "
-            "An encoder that takes several arguments gets them as one tuple or mapping; "
-            "one that serves all inputs is given by itself, not in a list"
+            f"the numbers of inputs and encoders must be equal, got {inputs} inputs for {len(chosen)} encoders. "
+            "Pass several arguments of one encoder as one tuple or mapping. "
+            "Pass one encoder for all inputs without a list"
         )
     return [Encoder.of(encoder) for encoder in chosen]
 
 
 @contextmanager
-def kept_buffers(modules: Sequence[nn.Module], versions: dict[Tensor, int]) -> Iterator[None]:
-    """Undo what happens inside to running statistics, so that a second forward does not count twice.
+def preserve_buffers(modules: Sequence[nn.Module], versions: dict[Tensor, int]) -> Iterator[None]:
+    """Restore the running statistics of modules afterwards, so that a second forward does not count twice.
 
-    Buffers of a module are restored if one of them moved since ``versions`` was taken, or if the module
-    tracks running statistics (batch norm updates those without changing the version of the tensor). Others,
-    such as position tables, are left alone: a graph may have saved them.
+    The buffers of a module are restored if one of them changed since ``versions`` was recorded, or if the module tracks
+    running statistics (batch norm updates those without changing the version of the tensor). Other buffers, such as
+    position tables, are not written: a graph may have saved them.
     """
-    moving = [
+    changing = [
         buffer
         for module in dict.fromkeys(part for module in modules for part in module.modules())
         if module.training
-        for buffer in _moving_buffers(module, versions)
+        for buffer in _changing_buffers(module, versions)
     ]
-    before = [buffer.detach().clone() for buffer in moving]
+    before = [buffer.detach().clone() for buffer in changing]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(moving, before, strict=True):
+            for buffer, value in zip(changing, before, strict=True):
                 buffer.copy_(value)
 
 
-def _moving_buffers(module: nn.Module, versions: dict[Tensor, int]) -> list[Tensor]:
+def _changing_buffers(module: nn.Module, versions: dict[Tensor, int]) -> list[Tensor]:
     own = [buffer for buffer in module.buffers(recurse=False) if buffer is not None]
-    moved = any(versions.get(buffer, -1) != version_of(buffer) for buffer in own)
-    return own if moved or getattr(module, "running_mean", None) is not None else []
+    changed = any(versions.get(buffer, -1) != version_of(buffer) for buffer in own)
+    return own if changed or getattr(module, "running_mean", None) is not None else []
 
 
 def buffer_versions(modules: Sequence[nn.Module]) -> dict[Tensor, int]:
-    """How often each buffer has been changed in place."""
+    """Version counter of each buffer."""
     return {buffer: version_of(buffer) for module in modules for buffer in module.buffers()}
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place; inference tensors do not count."""
+    """Version counter of a tensor, or -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version

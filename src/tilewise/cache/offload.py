@@ -1,8 +1,8 @@
-"""Batches that stay in host memory; a chunk at a time is on the device.
+"""Batches in host memory that are copied to the device chunk by chunk.
 
-While the device works on one chunk, the next one is copied on a stream of its own, from pinned memory. So at
-most three chunks are on the device at any moment (one in work, one copied, one whose memory is being handed
-back), whatever the size of the batch. For the CPU chunks are plain slices, and nothing is copied.
+While the device computes one chunk, the next one is copied on a separate stream, from pinned memory. So at most three
+chunks are on the device at any time: one in use, one being copied, and one being freed. On the CPU, chunks are views
+and nothing is copied.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ Pin = Literal["chunk", "batch"]
 
 
 def target_device(device: torch.device | str | None) -> torch.device | None:
-    """The device with its index, so that it means the same on another thread."""
+    """The device with its index, so that it is the same device in another thread."""
     if device is None:
         return None
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"a device such as 'cuda' or torch.device('cuda', 1) is needed, got {device!r}") from error
+        raise DeviceError(f"device is for example 'cuda' or torch.device('cuda', 1), got {device!r}") from error
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
-            raise DeviceError(f"chunks cannot go to {wanted}: torch sees no CUDA device. Use device='cpu'")
+            raise DeviceError(f"chunks cannot be copied to {wanted}: torch finds no CUDA device. Use device='cpu'")
         if wanted.index is None:
             return torch.device("cuda", torch.cuda.current_device())
     return wanted
 
 
 class HostBatch:
-    """A batch in host memory whose chunks are moved to a device when they are needed.
+    """A batch in host memory. Each chunk is copied to a device when it is needed.
 
     Args:
-        tree: tensors in host memory: one, or a tuple, list, mapping or dataclass of them.
-        device: where the encoder runs.
-        pin: "chunk" copies each chunk into pinned memory on its way (a batch that is pinned already goes
-            straight). "batch" pins the whole batch now: faster chunks, twice the host memory for a moment.
+        tree: a tensor in host memory, or a tuple, list, mapping or dataclass of tensors.
+        device: the device of the encoder.
+        pin: "chunk" copies each chunk to pinned memory first, unless the batch is already pinned. "batch" pins the
+            whole batch now: chunks are faster, and the batch is in host memory twice for a moment.
 
     >>> batch = HostBatch({"pixels": torch.zeros(5, 3)}, "cpu")
     >>> batch.rows, batch.load(slice(4, 5))["pixels"].shape
@@ -58,8 +58,8 @@ class HostBatch:
         self.tensors = tensors_of(tree)
         if any(tensor.requires_grad for tensor in self.tensors):
             raise GradientError(
-                "a batch in host memory takes no gradient, but one of its tensors requires one. "
-                "Give that input without offload, or detach it"
+                "a batch in host memory cannot have a gradient, but one of its tensors requires one. "
+                "Pass that input without offload, or detach it"
             )
         if pin == "batch" and self._pins:
             tree = map_tensors(_pinned, tree)
@@ -71,21 +71,21 @@ class HostBatch:
         return self.device is not None and self.device.type == "cuda"
 
     def load(self, rows: slice) -> Tree:
-        """These rows, still in host memory (pinned if they are bound for a CUDA device)."""
+        """These rows in host memory. They are pinned if the device is a CUDA device."""
         chunk = take_rows(self.tree, rows)
         return map_tensors(_pinned, chunk) if self._pins else chunk
 
 
 class LazyBatch:
-    """A batch that is made chunk by chunk, for example by decoding images, each time it is needed.
+    """A batch whose chunks are made on demand, for example by decoding images.
 
-    A step asks for every chunk twice, the second time with the random state of the first, so that random
-    augmentation by torch, ``random`` or NumPy's global generator comes out the same.
+    A step loads every chunk twice. The second time, the random state of the first is restored, so that random
+    augmentation with torch, ``random`` or NumPy's global generator gives the same result.
 
     Args:
-        rows: how many rows there are.
-        load: ``load(first, last)`` returns the rows from ``first`` up to and without ``last``, as a tree.
-        device: where chunks are moved before they are encoded; ``None`` leaves them where ``load`` puts them.
+        rows: number of rows.
+        load: ``load(first, last)`` returns the rows ``first`` to ``last - 1``, as a tree.
+        device: device to which chunks are moved before encoding. ``None`` keeps the device of ``load``.
 
     >>> words = ["sun", "moon", "star"]
     >>> batch = LazyBatch(3, lambda first, last: torch.tensor([len(w) for w in words[first:last]]))
@@ -103,7 +103,7 @@ class LazyBatch:
         self._load = load
 
     def load(self, rows: slice) -> Tree:
-        """These rows, made now."""
+        """Call ``load`` for these rows."""
         return self._load(rows.start, rows.stop)
 
 
@@ -112,7 +112,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def on_device(count: int, load: Callable[[int], Tree], device: torch.device | None) -> Iterator[Tree]:
-    """Chunks 0, 1, ... on the device, each copied while the one before is in work."""
+    """Chunks 0, 1, ... on the device. Each is copied while the previous one is in use."""
     if device is not None and device.type == "cuda":
         yield from _prefetched(count, load, device)
         return
@@ -127,7 +127,7 @@ def _prefetched(count: int, load: Callable[[int], Tree], device: torch.device) -
     compute = torch.cuda.current_stream(device)
 
     def move(tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cpu":  # made on a device, by a stream that the copy would have to wait for
+        if tensor.device.type != "cpu":  # on another device; the current stream may still be writing it
             return tensor.to(device)
         with torch.cuda.stream(side):
             return _pinned(tensor).to(device, non_blocking=True)
@@ -135,18 +135,18 @@ def _prefetched(count: int, load: Callable[[int], Tree], device: torch.device) -
     def start_copy(index: int) -> tuple[Tree, Any]:
         return map_tensors(move, load(index)), side.record_event()
 
-    coming = start_copy(0)
+    upcoming = start_copy(0)
     finished: deque[torch.cuda.Event] = deque()
     for index in range(count):
-        chunk, copied = coming
+        chunk, copied = upcoming
         compute.wait_event(copied)
         for tensor in tensors_of(chunk):
             tensor.record_stream(compute)
-        coming = start_copy(index + 1) if index + 1 < count else (None, None)
+        upcoming = start_copy(index + 1) if index + 1 < count else (None, None)
         yield chunk
         del chunk
-        # Without this wait the host would run far ahead of the device, and every chunk that it has queued
-        # would hold memory. Waiting for the chunk before leaves one in work: the device never runs dry.
+        # Without this synchronization the host would run far ahead of the device, and every queued chunk would use
+        # memory. Waiting for the previous chunk leaves one queued, so the device is never idle.
         finished.append(compute.record_event())
         if len(finished) > 1:
             finished.popleft().synchronize()

@@ -1,11 +1,11 @@
-"""Record the random state of every device in use, and replay it.
+"""Record and restore the random state of all devices in use.
 
-The second encoding of a chunk must draw the same dropout masks as the first. So the state is recorded before
-each chunk of the first pass and put back before the same chunk of the second. Around the second pass the
-state is kept: once it is over, the random stream goes on where an uncached step would have left it.
+The second pass of a chunk must draw the same dropout masks as the first. So the state is recorded before each chunk of
+the first pass and restored before the same chunk of the second pass. After the second pass the state is the same as
+before it, so later random numbers are those of an uncached step.
 
-Recorded are torch's generators of the CPU and of the devices in use, Python's ``random``, and NumPy's global
-generator if NumPy is loaded (some audio and vision models draw their masks there).
+The state includes torch's generators of the CPU and of the devices in use, Python's ``random``, and NumPy's global
+generator if NumPy is loaded (some audio and vision models use it).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 def random_devices(
     tensors: Iterable[Tensor], modules: Sequence[nn.Module], others: Iterable[torch.device] = ()
 ) -> tuple[torch.device, ...]:
-    """The devices with a random generator of their own (the CPU aside) that an encoder is seen to use.
+    """The devices other than the CPU whose random generator an encoder may use.
 
-    An encoder that shows no module may draw on the current CUDA device, if CUDA is in use at all.
+    Without known modules, this includes the current CUDA device if CUDA is initialized.
     """
     devices = {tensor.device for tensor in tensors} | set(others)
     if not modules and torch.cuda.is_initialized():
@@ -55,7 +55,7 @@ class RandomState:
 
     @classmethod
     def record(cls, devices: Iterable[torch.device] = ()) -> RandomState:
-        """The state of the CPU's generators and of these devices'."""
+        """Record the state of the CPU's generators and of these devices."""
         numpy = sys.modules.get("numpy")
         return cls(
             torch_cpu=torch.get_rng_state(),
@@ -65,7 +65,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Put every generator back to where it was."""
+        """Restore the state of every generator."""
         torch.set_rng_state(self.torch_cpu)
         for device, state in self.torch_devices:
             module = torch.get_device_module(device)
@@ -85,8 +85,8 @@ def _device_state(device: torch.device) -> Tensor:
 
 
 @contextmanager
-def kept_random_state(devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace outside, even after an error."""
+def preserve_random_state(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Restore the random state afterwards, also after an error."""
     before = RandomState.record(devices)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How a batch is encoded: the settings that the public functions share."""
+"""Settings that the public functions share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Progress = Callable[[int, int, Phase], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a batch is encoded; `GradientCache` explains each."""
+    """How to encode a batch. See `GradientCache` for each setting."""
 
     chunk_size: int | Sequence[int]
     offload: torch.device | str | None = None

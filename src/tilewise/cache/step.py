@@ -1,8 +1,8 @@
-"""The public entry: a training step whose activations are those of one chunk.
+"""The public functions: a training step that needs the activations of one chunk only.
 
     loss = GradientCache([image_tower, text_tower], clip, chunk_size=256)(images, tokens)
 
-equals, in the loss and in every gradient,
+gives the same loss and gradients as
 
     loss = clip(image_tower(images), text_tower(tokens));  loss.backward()
 """
@@ -32,28 +32,28 @@ class CacheSettings(TypedDict, total=False):
 
 
 class GradientCache:
-    """A training step in chunks: the loss sees the whole batch, the memory sees one chunk.
+    """A training step in chunks: the loss is that of the whole batch, the memory is that of one chunk.
 
-    Encodes all chunks without a graph, takes the loss and its gradient on all representations at once, then
-    encodes each chunk again, with the same random numbers, and pushes its part of the gradient through. Equal
-    to the step without chunks, and costs one forward pass more.
+    Encodes all chunks without a graph. Computes the loss and its gradient on all representations. Then encodes each
+    chunk again, with the same random numbers, and runs backward with its part of the gradient. The result equals the
+    step without chunks. It costs one more forward pass.
 
     Args:
-        encoders: one per input, or a single one for all inputs. Modules or functions; `Encoder` describes
-            a function whose modules cannot be seen. A frozen encoder runs once, without a graph.
-        loss: ``loss(*representations, **loss_kwargs)`` gives a scalar, or a tuple that begins with it, or a
+        encoders: one per input, or a single one for all inputs: modules or functions. Use `Encoder` for a function
+            whose modules cannot be found automatically. A frozen encoder runs once, without a graph.
+        loss: ``loss(*representations, **loss_kwargs)`` returns a scalar, a tuple that starts with a scalar, or a
             mapping with the key "loss". It is called once per step, on all rows.
-        chunk_size: rows that an encoder sees at once; one number, or one per encoder.
-        offload: a device. The inputs stay in host memory, and chunk by chunk goes to this device.
-        sync: "last" lets DDP and FSDP reduce gradients once per step, "every" in each chunk.
-        buffers: "once" keeps the running statistics (batch norm) of the first pass, "twice" lets both passes
-            update them.
-        progress: called as ``progress(chunk, chunks, phase)`` after every chunk, with ``chunk`` from 0 and
-            ``phase`` "encode" or "replay".
+        chunk_size: number of rows per call of an encoder: one number, or one per encoder.
+        offload: a device. The inputs stay in host memory, and each chunk is copied to this device.
+        sync: "last" makes DDP and FSDP reduce gradients once per step, "every" in each chunk.
+        buffers: "once" keeps the running statistics (batch norm) of the first pass. With "twice", both passes update
+            them.
+        progress: called as ``progress(chunk, chunks, phase)`` after every chunk. ``chunk`` starts at 0 and ``phase`` is
+            "encode" or "replay".
 
-    A representation is a tensor, or a tuple, list, mapping or dataclass of tensors, joined by rows. A tensor
-    of no dimensions in it (a temperature that the model returns) is passed on as it is.
-    An input that is a mapping reaches its encoder as keywords, a tuple or list as positional arguments.
+    A representation is a tensor, or a tuple, list, mapping or dataclass of tensors, joined by rows. A 0-d tensor in it,
+    such as a temperature that the model returns, is passed to the loss unchanged.
+    An encoder gets a mapping as keywords, and a tuple or list as positional arguments.
 
     >>> _ = torch.manual_seed(0)
     >>> tower, rows = torch.nn.Linear(4, 2), torch.randn(6, 4)
@@ -78,11 +78,11 @@ class GradientCache:
         self.settings = Settings(chunk_size=chunk_size, **settings)
 
     def encode(self, *inputs: Any) -> tuple[Tree, ...]:
-        """The representations of each input. Differentiable; their graph holds no activations."""
+        """The representations of each input. They are differentiable, and their graph saves no activations."""
         return encode(self.encoders, inputs, self.settings)
 
     def loss(self, *inputs: Any, **loss_kwargs: Any) -> Any:
-        """What the loss function returns, with a graph: call ``.backward()`` on it when you like."""
+        """The result of the loss function, with a graph. Call ``.backward()`` on it."""
         result = self.loss_fn(*self.encode(*inputs), **loss_kwargs)
         loss_of(result)
         return result
@@ -90,28 +90,28 @@ class GradientCache:
     def __call__(
         self, *inputs: Any, scaler: Any = None, backward_scale: float | Tensor = 1.0, **loss_kwargs: Any
     ) -> Any:
-        """One step: gradients are added to ``.grad``; returns what the loss returned, detached.
+        """Run one step. Adds gradients to ``.grad`` and returns the detached result of the loss.
 
         Args:
             inputs: one per encoder.
-            scaler: a ``torch.amp.GradScaler``; gradients come out scaled by it.
-            backward_scale: multiplies the gradients, not the returned loss: ``1 / steps`` when accumulating.
-            loss_kwargs: handed to the loss.
+            scaler: a ``torch.amp.GradScaler``, which scales the gradients.
+            backward_scale: multiplies the gradients but not the returned loss. Use ``1 / steps`` to accumulate.
+            loss_kwargs: passed to the loss.
         """
         if not torch.is_grad_enabled():
-            raise GradientError("a step needs gradients, but they are disabled here (no_grad). Use .encode instead")
+            raise GradientError("a step needs gradients, but they are disabled (no_grad). Use .encode instead")
         result = self.loss(*inputs, **loss_kwargs)
         scaled = loss_of(result) * backward_scale
         if not scaled.requires_grad:
             raise GradientError(
-                "nothing learns in this step: no encoder, input or parameter of the loss requires a gradient"
+                "nothing to train in this step: no encoder, input or parameter of the loss requires a gradient"
             )
         (scaled if scaler is None else scaler.scale(scaled)).backward()
         return map_tensors(Tensor.detach, result)
 
 
 def loss_of(result: Any) -> Tensor:
-    """The scalar in what a loss function returned: itself, the first of a tuple, or the key "loss"."""
+    """The scalar in the result of a loss function: the result, the first of a tuple, or the key "loss"."""
     loss = result
     if isinstance(result, tuple | list) and result:
         loss = result[0]
@@ -119,11 +119,11 @@ def loss_of(result: Any) -> Tensor:
         loss = result.get("loss")
     if not isinstance(loss, Tensor):
         raise DtypeError(
-            "a loss function returns a scalar tensor, a tuple that begins with one, or a mapping with the "
+            "a loss function returns a scalar tensor, a tuple that starts with one, or a mapping with the "
             f"key 'loss', got {type(result).__name__}"
         )
     if loss.numel() != 1:
-        raise ShapeError(f"the loss needs to be a scalar, got shape {tuple(loss.shape)}. Take its mean")
+        raise ShapeError(f"the loss must be a scalar, got shape {tuple(loss.shape)}. Take its mean")
     return loss
 
 
@@ -137,7 +137,7 @@ def cached_step(
     backward_scale: float | Tensor = 1.0,
     **settings: Unpack[CacheSettings],
 ) -> Any:
-    """Forward and backward of a whole batch in chunks; returns the detached loss. See `GradientCache`.
+    """Forward and backward of a whole batch in chunks. Returns the detached loss. See `GradientCache`.
 
     >>> tower = torch.nn.Linear(4, 2)
     >>> loss = cached_step(tower, [torch.ones(6, 4)], lambda z: z.square().mean(), chunk_size=2)
@@ -156,7 +156,7 @@ def cached_loss(
     chunk_size: int | Sequence[int],
     **settings: Unpack[CacheSettings],
 ) -> Any:
-    """The loss of a whole batch, encoded in chunks; ``.backward()`` works on it. See `GradientCache`.
+    """The loss of a whole batch, encoded in chunks. Call ``.backward()`` on it. See `GradientCache`.
 
     >>> tower = torch.nn.Linear(4, 2)
     >>> loss = cached_loss(tower, [torch.ones(6, 4)], lambda z: z.square().mean(), chunk_size=2)
@@ -168,10 +168,10 @@ def cached_loss(
 
 
 def cached_encode(encoder: Any, batch: Any, *, chunk_size: int, **settings: Unpack[CacheSettings]) -> Tree:
-    """``encoder(batch)`` in chunks, differentiable, at the memory of one chunk. See `GradientCache`.
+    """``encoder(batch)`` in chunks, differentiable, with the activations of one chunk. See `GradientCache`.
 
-    Several calls make several nodes; encoders that share a DDP wrapper belong into one `GradientCache`, so
-    that it reduces once.
+    Use one `GradientCache` for encoders that share a DDP wrapper, so that gradients are reduced once. Separate calls of
+    this function reduce separately.
 
     >>> tower = torch.nn.Linear(4, 2)
     >>> cached_encode(tower, torch.ones(6, 4), chunk_size=4).shape

@@ -1,7 +1,7 @@
-"""Hold back the gradient reduction of DDP and FSDP until the last chunk.
+"""Defer the gradient reduction of DDP and FSDP to the last chunk.
 
-A wrapped module reduces its gradients in every backward. Here a step has one backward per chunk, and only the
-last one that uses the module may reduce. Wrappers are known by what they can do, never by their class.
+A wrapped module reduces its gradients in every backward. A cached step has one backward per chunk, and only the last
+one that uses the module should reduce. Wrappers are recognized by their methods and not by their class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sync = Literal["last", "every"]
 
 
 def synchronizing_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules in here that reduce gradients over ranks, each once."""
+    """All modules that reduce gradients over ranks, without duplicates."""
     found: dict[nn.Module, None] = {}
     for module in modules:
         for part in module.modules():
@@ -36,12 +36,12 @@ def _has_no_sync(module: nn.Module) -> bool:
 
 
 class SyncPlan:
-    """Which wrapper may reduce in which chunk.
+    """The chunks in which each wrapper reduces gradients.
 
     Args:
-        users: for each encoder that will run, in order, its modules and its number of chunks.
-        sync: "last" reduces once per step, in the last chunk of the last encoder that uses a wrapper. "every"
-            reduces in every chunk: more traffic; under FSDP less memory, for no unsharded gradient is kept.
+        users: modules and number of chunks of each encoder, in the order in which they run.
+        sync: "last" reduces once per step, in the last chunk of the last encoder that uses a wrapper. "every" reduces
+            in every chunk. This sends more, and needs less memory under FSDP, which then keeps no unsharded gradients.
     """
 
     def __init__(self, users: Sequence[tuple[Sequence[nn.Module], int]], sync: Sync = "last") -> None:
@@ -54,19 +54,19 @@ class SyncPlan:
 
     @contextmanager
     def chunk(self, user: int, chunk: int) -> Iterator[bool]:
-        """Forward and backward of one chunk go inside; tells whether a wrapper counts on it to reduce."""
+        """Context for forward and backward of one chunk. Yields whether a wrapper reduces in this chunk."""
         reduces = False
         with ExitStack() as stack:
             for wrapper in self.wrappers[user]:
                 if self.sync == "last" and self.last[wrapper] == (user, chunk):
                     reduces = True
                 elif self.sync == "last":
-                    stack.enter_context(_held_back(wrapper))
+                    stack.enter_context(_without_sync(wrapper))
             yield reduces
 
 
 @contextmanager
-def _held_back(wrapper: nn.Module) -> Iterator[None]:
+def _without_sync(wrapper: nn.Module) -> Iterator[None]:
     if not _is_fsdp2(wrapper):
         _check_static_graph(wrapper)
         with wrapper.no_sync():  # type: ignore[operator]
@@ -82,17 +82,17 @@ def _held_back(wrapper: nn.Module) -> Iterator[None]:
 
 
 def _check_static_graph(wrapper: nn.Module) -> None:
-    """In its first backward DDP learns the static graph, and torch fails inside if it may not reduce then."""
+    """DDP records the static graph in its first backward, and torch fails if it does not reduce then."""
     if getattr(wrapper, "static_graph", False) and not getattr(wrapper, "_static_graph_delay_allreduce_enqueued", True):
         raise ConfigError(
-            "DDP(static_graph=True) has to reduce gradients in its first backward, so it cannot wait for the last "
-            "chunk of the first step. Run that step with sync='every' (and equal numbers of chunks on all ranks), "
-            "or leave static_graph out"
+            "DDP(static_graph=True) must reduce gradients in its first backward, which is not the last chunk of the "
+            "first step. Run that step with sync='every' (and equal numbers of chunks on all ranks), or do not use "
+            "static_graph"
         )
 
 
 def _fsdp2_reduces(module: nn.Module) -> bool:
-    """What the user has chosen with ``set_requires_gradient_sync``; there is no public way to ask."""
+    """The value set with ``set_requires_gradient_sync``, for which there is no public getter."""
     state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return all(getattr(group, "reduce_grads", True) for group in groups)

@@ -1,1 +1,1 @@
-"""Drop-ins: one file per outside library, with that library's names and signatures. Nothing foreign is patched."""
+"""Drop-ins: one module per library, with the names and signatures of that library. No library is patched."""

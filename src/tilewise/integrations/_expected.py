@@ -1,4 +1,4 @@
-"""Mean columns under a fixed softmax of pair scores, for distillation: one block of rows at a time.
+"""Mean of columns weighted by a fixed softmax of pair scores, for distillation. Computed in blocks of rows.
 
 Axes: n rows, m columns, r rows of one block, e features of the teacher, d of the student.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tilewise import _check
 
-COPIES = 3  # of a block of scores at once: scores, their exponentials, their softmax
+COPIES = 3  # of a block of scores in memory at once: scores, exponentials, softmax
 
 
 def expected_columns(t_ne: Tensor, u_me: Tensor, scale: Tensor, v_md: Tensor, workspace_bytes: int) -> Tensor:
-    """``softmax(scale * t @ u.T, dim=1) @ v``: (n, d), float32 (float64 for float64), differentiable in v only.
+    """``softmax(scale * t @ u.T, dim=1) @ v``: (n, d), float32 (float64 for float64). Differentiable in v only.
 
-    Memory: a block of scores within the workspace, and copies of the features in that type.
+    Memory: a block of scores within the workspace, and copies of the features in that dtype.
     """
     mean: Tensor = _Expected.apply(t_ne.detach(), u_me.detach(), scale.detach(), v_md, workspace_bytes)
     return mean
@@ -50,7 +50,7 @@ class _Expected(torch.autograd.Function):
 
 
 def _softmax(t: Tensor, u: Tensor, scale: Tensor, workspace_bytes: int, wide: torch.dtype) -> Iterator[Any]:
-    """Rows and their probabilities, in blocks that fit."""
+    """Yield blocks of rows and their probabilities, within the workspace."""
     step = max(1, workspace_bytes // max(1, COPIES * wide.itemsize * u.shape[0]))
     columns = u.to(wide)
     for start in range(0, t.shape[0], step):

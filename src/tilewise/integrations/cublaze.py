@@ -17,8 +17,8 @@ class InfoNCELoss(nn.Module):
 
     Args:
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
-        use_cublas: True takes PyTorch's own products (the "torch" backend, cuBLAS on a GPU); False the fastest
-            backend that can serve the call.
+        use_cublas: True selects the "torch" backend, which uses cuBLAS on a GPU. False selects the fastest backend
+            that supports the call.
 
     >>> import torch
     >>> round(InfoNCELoss()(torch.eye(2).repeat(2, 1)).item(), 4)

@@ -1,13 +1,13 @@
-"""The interface of the package GradCache on tilewise's cache: change the import, keep the code.
+"""The interface of the package GradCache, implemented with `tilewise.cache`. Change the import and keep the code.
 
     from tilewise.integrations.grad_cache import GradCache
 
     step = GradCache(models=[question_model, passage_model], chunk_sizes=32, loss_fn=loss)
     loss = step(questions, passages, reduction="mean")
 
-The functional decorators ``cached``, ``cat_input_tensor`` and ``gather_input_tensor`` are here too. What is
-different: the random state of every device is replayed (also by ``cached``), keyword tensors work in the
-decorators, inputs may be nested, running statistics count once, and a frozen model runs once.
+The functional decorators ``cached``, ``cat_input_tensor`` and ``gather_input_tensor`` are included. Differences: the
+random state of every device is restored (also by ``cached``), the decorators accept tensors as keywords, inputs may be
+nested, running statistics are updated once, and a frozen model runs once.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch import Tensor, nn
 from tilewise.cache import Encoder, GradientCache
 from tilewise.cache.autocast import Autocast
 from tilewise.cache.chunks import call_with, count_rows, row_ranges, take_rows, tensors_of
-from tilewise.cache.encoders import buffer_versions, kept_buffers
-from tilewise.cache.randomness import RandomState, kept_random_state, random_devices
+from tilewise.cache.encoders import buffer_versions, preserve_buffers
+from tilewise.cache.randomness import RandomState, preserve_random_state, random_devices
 from tilewise.cache.sync import synchronizing_modules
 from tilewise.errors import ConfigError, DtypeError, GradientError
 
 
 class GradCache:
-    """A cached step with GradCache's constructor and call; `tilewise.cache.GradientCache` does the work.
+    """A cached step with GradCache's signatures, computed by `tilewise.cache.GradientCache`.
 
     Args:
         models: one encoder per input.
-        chunk_sizes: rows that a model sees at once; one number, or one per model.
-        loss_fn: ``loss_fn(*representations, **loss_kwargs)`` gives a scalar.
-        split_input_fn: ``split_input_fn(model_input, chunk_size)`` gives the list of chunks, for inputs that
-            are no tensors.
-        get_rep_fn: takes the representation out of what a model returns.
-        fp16: run models and loss under float16 autocast and scale the loss with ``scaler``.
-        scaler: a ``torch.amp.GradScaler``; needed with ``fp16``.
+        chunk_sizes: number of rows per call of a model: one number, or one per model.
+        loss_fn: ``loss_fn(*representations, **loss_kwargs)`` returns a scalar.
+        split_input_fn: ``split_input_fn(model_input, chunk_size)`` returns the list of chunks, for inputs that are
+            not tensors.
+        get_rep_fn: maps the output of a model to its representation.
+        fp16: run models and loss under float16 autocast, and scale the loss with ``scaler``.
+        scaler: a ``torch.amp.GradScaler``. Required with ``fp16``.
 
     A subclass may override ``split_inputs``, ``model_call``, ``get_reps`` and ``compute_loss``.
 
@@ -82,19 +82,19 @@ class GradCache:
         return self.cache_step(*args, **kwargs)
 
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
-        """Fill the gradients of all models as if the inputs were one batch; returns the detached loss.
+        """Add the gradients of the whole batch to all models. Returns the detached loss.
 
         Args:
             model_inputs: one per model.
-            no_sync_except_last: wrapped models (DDP, FSDP) reduce gradients once, not in every chunk.
-            loss_kwargs: handed to the loss.
+            no_sync_except_last: wrapped models (DDP, FSDP) reduce gradients once and not in every chunk.
+            loss_kwargs: passed to the loss.
         """
         if no_sync_except_last and not all(synchronizing_modules([model]) for model in self.models):
             raise ConfigError(
                 "no_sync_except_last=True needs every model wrapped in DistributedDataParallel or fully_shard"
             )
         if len(model_inputs) != len(self.models):
-            raise ConfigError(f"one input per model is needed, got {len(model_inputs)} for {len(self.models)}")
+            raise ConfigError(f"pass one input per model, got {len(model_inputs)} inputs for {len(self.models)} models")
         batches = [
             Chunks(list(self.split_inputs(batch, size)))
             for batch, size in zip(model_inputs, self.chunk_sizes, strict=True)
@@ -109,24 +109,24 @@ class GradCache:
         return loss
 
     def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
-        """The input in chunks: by ``split_input_fn``, or every tensor by rows."""
+        """Split the input with ``split_input_fn``, or every tensor by rows."""
         if self.split_input_fn is not None:
             return list(self.split_input_fn(model_input, chunk_size))
         return [take_rows(model_input, rows) for rows in row_ranges(count_rows(model_input), chunk_size)]
 
     def model_call(self, model: nn.Module, model_input: Any) -> Any:
-        """A list is positional arguments, a mapping keywords, a pair (list, mapping) both."""
+        """Call a model. A list is positional arguments, a mapping is keywords, a pair (list, mapping) is both."""
         with self._autocast(model):
             if isinstance(model_input, tuple) and [type(part) for part in model_input] == [list, dict]:
                 return model(*model_input[0], **model_input[1])
             return call_with(model, model_input)
 
     def get_reps(self, model_out: Any) -> Any:
-        """The representation in what a model returned."""
+        """The representation in the output of a model."""
         return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
 
     def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:
-        """The loss of all representations."""
+        """The loss on all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
     def _loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:
@@ -134,7 +134,7 @@ class GradCache:
             return self.compute_loss(*reps, **loss_kwargs)
 
     def _encoder(self, model: nn.Module) -> Encoder:
-        # A method of a subclass or get_rep_fn may hold parameters of its own, so only the plain case may be frozen.
+        # A subclass or get_rep_fn may have its own parameters, so only the plain case can be frozen.
         plain = type(self) is GradCache and self.get_rep_fn is None
         call = lambda chunk: self.get_reps(self.model_call(model, chunk))  # noqa: E731
         return Encoder(call, (model,), frozen=None if plain else False)
@@ -147,7 +147,7 @@ class GradCache:
 
 
 class Chunks:
-    """An input that is in chunks already; its rows are the chunks."""
+    """An input that is already split. Its rows are the chunks."""
 
     device = None
 
@@ -157,14 +157,14 @@ class Chunks:
         self.tensors = tensors_of(chunks)
 
     def load(self, rows: slice) -> Any:
-        """The one chunk, as the only argument of its encoder."""
+        """One chunk, as the only argument of its encoder."""
         return (self.chunks[rows.start],)
 
 
 def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Make a function that calls a model return leaf representations and a closure for the second pass.
+    """Decorate a function that calls a model: it returns leaf representations and a closure for the second pass.
 
-    Call the closure with the representations once the loss has been differentiated:
+    After backward of the loss, call the closure with the representations:
 
     >>> model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
     >>> encode = cached(lambda x: model(x))
@@ -185,13 +185,13 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         autocast = Autocast.record({"cpu", *(device.type for device in devices)})
         with torch.no_grad():
             leaves = [rep.detach().requires_grad_() for rep in _as_tuple(func(*args, **kwargs))]
-        autocast.forget()
+        autocast.clear_cache()
 
         def push_gradient(reps: Tensor | Sequence[Tensor]) -> None:
             grads = [rep.grad for rep in _as_tuple(reps)]
             if any(grad is None for grad in grads):
-                raise GradientError("the representations have no gradient yet: call backward on the loss first")
-            with kept_random_state(devices), kept_buffers(modules, versions):
+                raise GradientError("the representations have no gradient. Call backward on the loss first")
+            with preserve_random_state(devices), preserve_buffers(modules, versions):
                 state.restore()
                 with torch.enable_grad(), autocast.active():
                     again = _as_tuple(func(*args, **kwargs))
@@ -216,7 +216,7 @@ def _on_arguments(func: Callable[..., Any], change: Callable[[Any], Any]) -> Cal
 
 
 def cat_input_tensor(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Join every argument that is a list of tensors, positional or keyword, into one tensor.
+    """Concatenate every argument that is a list of tensors, positional or keyword.
 
     >>> total = cat_input_tensor(lambda x, *, y: (x * y).sum())
     >>> total([torch.ones(2), torch.ones(1)], y=[torch.ones(1), torch.ones(2)]).item()
@@ -231,9 +231,9 @@ def cat_input_tensor(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def gather_input_tensor(func: Callable[..., Tensor], axis: int = 0) -> Callable[..., Tensor]:
-    """Join every argument that is a tensor over all ranks; gradients reach this rank's own part only.
+    """Concatenate every tensor argument over all ranks. Gradients flow to this rank's own part only.
 
-    Ranks need equal shapes. Multiply the loss by the world size, for DDP averages the gradients.
+    All ranks need equal shapes. Multiply the loss by the world size, because DDP averages the gradients.
     """
 
     def gather(value: Any) -> Any:
@@ -253,6 +253,6 @@ def _modules(models: Any) -> list[nn.Module]:
     if single or not all(isinstance(model, nn.Module) for model in found):
         raise DtypeError(
             "models is a list of modules, one for each input, got "
-            f"{', '.join(type(model).__name__ for model in found)}. A model for two inputs stands in it twice"
+            f"{', '.join(type(model).__name__ for model in found)}. List a model twice if it encodes two inputs"
         )
     return found

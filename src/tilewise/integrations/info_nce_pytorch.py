@@ -25,8 +25,8 @@ class InfoNCE(nn.Module):
     Args:
         temperature: divides the cosines; a tensor that requires grad gets its exact gradient.
         reduction: "none", "sum" or "mean".
-        negative_mode: "unpaired", all queries share negatives (M, D), or "paired", each has its own (N, M, D).
-        options: how, never what.
+        negative_mode: "unpaired" means negatives (M, D) that all queries share, "paired" means (N, M, D), M per query.
+        options: how to compute it. No option changes the result beyond rounding.
 
     >>> import torch
     >>> x = torch.eye(4)
@@ -70,10 +70,10 @@ def info_nce(
     *,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """Cross entropy of cosines: each query against its key and the negatives, or, without any, against all keys.
+    """Cross-entropy of cosines: each query against its key and the negatives, or against all keys without negatives.
 
-    With ``negative_keys`` the other queries' keys are *not* negatives, as in info-nce-pytorch;
-    `tilewise.info_nce` has both.
+    With ``negative_keys``, the keys of other queries are *not* negatives, as in info-nce-pytorch.
+    `tilewise.info_nce` supports both.
     """
     if negative_mode not in DIMS:
         raise ConfigError(f"no negative_mode {negative_mode!r}; choose one of {', '.join(DIMS)}")
@@ -82,7 +82,7 @@ def info_nce(
             number = isinstance(rows, (int, float))
             raise DtypeError(
                 f"{name} is a tensor, got {type(rows).__name__}. "
-                + ("A temperature is passed by its name, temperature=..." if number else "Use torch.as_tensor()")
+                + ("Pass a temperature by keyword, temperature=..." if number else "Use torch.as_tensor()")
             )
     if negative_keys is not None and negative_keys.dim() != DIMS[negative_mode]:
         raise ShapeError(

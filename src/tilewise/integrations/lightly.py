@@ -13,26 +13,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.errors import ConfigError, ShapeError
-from tilewise.integrations._groups import world_group
+from tilewise.errors import ConfigError, GroupError, ShapeError
+from tilewise.integrations._groups import is_initialized, world_group
 from tilewise.losses.info_nce import info_nce
 from tilewise.losses.nt_xent import nt_xent
 from tilewise.options import TileOptions
 
 
 class NTXentLoss(nn.Module):
-    """lightly's ``NTXentLoss``: `tilewise.nt_xent`, or, with a memory bank, `tilewise.info_nce` against the bank.
+    """lightly's ``NTXentLoss``: `tilewise.nt_xent`, or `tilewise.info_nce` against the memory bank if there is one.
 
     Args:
         temperature: divides the cosines; a tensor that requires grad gets its exact gradient.
-        memory_bank_size: 0 for none (SimCLR), or (entries, features) for a queue of second views that serve as the
-            only negatives (MoCo). It starts with random unit vectors and takes in every batch whose ``out0`` is
-            in a graph, so that evaluation leaves it alone.
-        gather_distributed: negatives come from all ranks; with a memory bank, all ranks' second views enter it.
-        options: how, never what.
+        memory_bank_size: 0 for none (SimCLR), or (entries, features) for a queue of second views, which are then the
+            only negatives (MoCo). It starts with random unit vectors. A batch is added if ``out0`` requires a gradient,
+            so evaluation does not change it.
+        gather_distributed: use the negatives of all ranks. With a memory bank, the second views of all ranks are added
+            to it. Needs an initialized process group.
+        options: how to compute it. No option changes the result beyond rounding.
 
-    Over ranks each returns its share of the global mean, so that DDP's averaging gives its gradient, for any split
-    of the samples; with a memory bank, all ranks need the same number of samples.
+    Over several ranks, each rank returns its share of the global mean, so that DDP's averaging gives the gradient of
+    the global mean, for any split of the samples. With a memory bank, all ranks need the same number of samples.
 
     >>> x = torch.eye(2)
     >>> round(NTXentLoss()(x, x).item(), 4)
@@ -55,42 +56,50 @@ class NTXentLoss(nn.Module):
         size = _bank_size(memory_bank_size)
         bank = None if size is None else F.normalize(torch.randn(size), dim=1)
         self.register_buffer("bank", bank, persistent=False)
-        self.place = 0  # of the next entry
+        self.place = 0  # index of the next entry to overwrite
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
-        """The loss of two views of each sample, (n, d) each; row i of both shows sample i."""
+        """The loss of two views of each sample, (n, d) each. Row i of both is sample i."""
         if out0.shape != out1.shape:
             raise ShapeError(
                 f"out0 and out1 are two views of the same samples, got {tuple(out0.shape)} and {tuple(out1.shape)}"
             )
+        group = self._group()
         first, second = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.bank is not None:
-            return self._against_bank(first, second, update=first.requires_grad)
-        return nt_xent(
-            torch.cat([first, second]),
-            temperature=self.temperature,
-            group=world_group() if self.gather_distributed else None,
-            options=self.options,
-        )
+            return self._against_bank(first, second, group, update=first.requires_grad)
+        loss = nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
+        # One sample has no negatives. The loss is exactly 0, without the rounding of a log-sum-exp of one score.
+        return 0.0 * loss if group is None and out0.shape[0] == 1 else loss
 
-    def _against_bank(self, first: Tensor, second: Tensor, update: bool) -> Tensor:
+    def _group(self) -> dist.ProcessGroup | None:
+        if not self.gather_distributed:
+            return None
+        if not is_initialized():
+            raise GroupError(
+                "gather_distributed=True needs a process group, but torch.distributed is not initialized. Call "
+                "torch.distributed.init_process_group, or use gather_distributed=False"
+            )
+        return world_group()
+
+    def _against_bank(self, first: Tensor, second: Tensor, group: dist.ProcessGroup | None, *, update: bool) -> Tensor:
         assert self.bank is not None
         if self.bank.shape[1] != first.shape[1]:
             raise ShapeError(
-                f"the memory bank holds {self.bank.shape[1]} features, got {tuple(first.shape)}. "
+                f"the memory bank has {self.bank.shape[1]} features, got {tuple(first.shape)}. "
                 f"Use memory_bank_size=({self.bank.shape[0]}, {first.shape[1]})"
             )
-        # A copy: the bank changes before backward needs what the loss has seen.
+        # A copy, because the bank changes before backward uses it.
         negatives = self.bank.to(first, copy=True)
         if update:
-            self._enqueue(second.detach())
+            self._enqueue(second.detach(), group)
         return info_nce(first, second, negatives, temperature=self.temperature, in_batch=False, options=self.options)
 
     @torch.no_grad()
-    def _enqueue(self, batch: Tensor) -> None:
-        """Overwrite the oldest entries. At the end of the bank the rest of a batch is dropped, as lightly does."""
+    def _enqueue(self, batch: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Overwrite the oldest entries. At the end of the bank, the rest of the batch is dropped, as in lightly."""
         assert self.bank is not None
-        if self.gather_distributed and (group := world_group()) is not None:
+        if group is not None:
             parts = [torch.empty_like(batch) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, batch.contiguous(), group=group)
             batch = torch.cat(parts)
@@ -104,9 +113,7 @@ def _bank_size(size: int | Sequence[int]) -> tuple[int, int] | None:
     if isinstance(size, int):
         if size == 0:
             return None
-        raise ConfigError(
-            f"memory_bank_size={size} does not say how wide an entry is. Use memory_bank_size=({size}, features)"
-        )
+        raise ConfigError(f"memory_bank_size={size} has no number of features. Use memory_bank_size=({size}, features)")
     if len(size) != 2 or min(size) < 0 or size[1] == 0:
         raise ConfigError(f"memory_bank_size is 0 or (entries, features), got {tuple(size)}")
     return None if size[0] == 0 else (size[0], size[1])

@@ -3,9 +3,9 @@
     - from open_clip import ClipLoss
     + from tilewise.integrations.open_clip import ClipLoss
 
-One process: the same loss and gradients. Several: the gradients of ``gather_with_grad=True``, always. After DDP's
-averaging the towers and ``logit_scale`` have the gradient of the global mean; the returned number is this rank's
-share of it, as with ``local_loss=True``, and its average over the ranks is the global loss.
+One process: the same loss and gradients. Several processes: always the gradients of ``gather_with_grad=True``. After
+DDP's averaging, the towers and ``logit_scale`` have the gradient of the global mean. The returned loss is this rank's
+share, as with ``local_loss=True``. Its average over the ranks is the global loss.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ClipLoss(nn.Module):
     """OpenCLIP's ``ClipLoss``, computed by `tilewise.clip_loss`.
 
     Args:
-        local_loss, gather_with_grad: accepted; without a score matrix there is nothing to choose. OpenCLIP without
-            ``gather_with_grad`` drops the gradient through other ranks' features; here it is always there.
-        cache_labels: accepted; there are no labels to keep.
-        rank, world_size: with ``world_size > 1`` the pairs are spread over all ranks of ``torch.distributed``, and
-            the two numbers are checked against it.
+        local_loss, gather_with_grad: accepted without effect. OpenCLIP without ``gather_with_grad`` drops the gradient
+            through other ranks' features. This loss never drops it.
+        cache_labels: accepted without effect. There are no labels.
+        rank, world_size: with ``world_size > 1`` the pairs are sharded over all ranks of ``torch.distributed``, and
+            both numbers are checked against it.
         use_horovod: refused.
-        options: how, never what.
+        options: how to compute it. No option changes the result beyond rounding.
 
     >>> x = torch.eye(4)
     >>> round(ClipLoss()(x, x, 1.0, output_dict=True)["contrastive_loss"].item(), 4)
@@ -56,9 +56,7 @@ class ClipLoss(nn.Module):
     ) -> None:
         super().__init__()
         if use_horovod:
-            raise ConfigError(
-                "use_horovod=True is not supported: the ring speaks torch.distributed. Launch with torchrun"
-            )
+            raise ConfigError("use_horovod=True is not supported. Use torch.distributed, for example with torchrun")
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
         self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
         self.options = options
@@ -77,19 +75,20 @@ class ClipLoss(nn.Module):
         return {"contrastive_loss": loss} if output_dict else loss
 
     def get_logits(self, *args: Any, **kwargs: Any) -> None:
-        """OpenCLIP's has the whole matrix for its result: refused."""
+        """Refused: the result in OpenCLIP is the whole score matrix."""
         raise _no_logits()
 
 
 class CoCaLoss(ClipLoss):
-    """OpenCLIP's ``CoCaLoss``: `ClipLoss` and the cross-entropy of captions, each times its weight.
+    """OpenCLIP's ``CoCaLoss``: `ClipLoss` and the cross-entropy of captions, each multiplied by its weight.
 
-    The logits of the captions come built, (batch, tokens, vocabulary); `tilewise.linear_cross_entropy` takes hidden
-    states and the head instead, and never builds them.
+    The caption logits are an argument, (batch, tokens, vocabulary). To avoid them, use `tilewise.linear_cross_entropy`
+    with hidden states and the head.
 
     Args:
-        caption_loss_weight, clip_loss_weight: of the two losses. A weight of 0 leaves the contrastive one out.
-        pad_id: the label of padding, which does not count.
+        caption_loss_weight, clip_loss_weight: weights of the two losses. With a ``clip_loss_weight`` of 0 the
+            contrastive loss is not computed.
+        pad_id: label of padding, which is ignored.
         local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as for `ClipLoss`.
 
     >>> x, logits = torch.eye(4), torch.zeros(4, 3, 8)
@@ -129,7 +128,7 @@ class CoCaLoss(ClipLoss):
         logit_scale: float | Tensor,
         output_dict: bool = False,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """The contrastive loss and that of the captions."""
+        """The contrastive loss and the caption loss."""
         contrastive = torch.tensor(0, device=logits.device)
         if self.clip_loss_weight:
             alone = super().forward(image_features, text_features, logit_scale)
@@ -140,15 +139,15 @@ class CoCaLoss(ClipLoss):
 
 
 class DistillClipLoss(ClipLoss):
-    """OpenCLIP's ``DistillClipLoss``: `ClipLoss` and the cross-entropy of a teacher's softmax and the student's.
+    """OpenCLIP's ``DistillClipLoss``: `ClipLoss` and the cross-entropy between the teacher's and the student's softmax.
 
-    With x and y the scores of student and teacher, images by texts, the second is half the sum over both directions of
-    ``-(y.softmax(1) * x.log_softmax(1)).sum(1).mean()``. The sum over a row of ``softmax(y) * x`` is a product of the
-    image with the mean text that the teacher sees in it, so that neither matrix is stored.
+    Let x and y be the scores of student and teacher, images by texts. The second loss is half the sum over both
+    directions of ``-(y.softmax(1) * x.log_softmax(1)).sum(1).mean()``. The sum over a row of ``softmax(y) * x`` is the
+    product of the image with the mean text under the teacher's softmax, so neither matrix is stored.
 
     Args:
         local_loss, gather_with_grad, cache_labels, rank, use_horovod, options: as for `ClipLoss`.
-        world_size: 1; the teacher's softmax is not spread over ranks, and more are refused.
+        world_size: 1. Larger values are refused.
 
     >>> x = torch.eye(4)
     >>> [round(part.item(), 4) for part in DistillClipLoss()(x, x, 1.0, x, x, 0.0)]
@@ -165,7 +164,7 @@ class DistillClipLoss(ClipLoss):
         dist_logit_scale: float | Tensor,
         output_dict: bool = False,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """The contrastive loss and that of distillation. The teacher is a constant: it may not require grad."""
+        """The contrastive loss and the distillation loss. The teacher must not require a gradient."""
         if self.world_size != 1:
             raise ConfigError(
                 f"DistillClipLoss works in one process, got world_size={self.world_size}. Use ClipLoss over ranks, or "
@@ -173,7 +172,9 @@ class DistillClipLoss(ClipLoss):
             )
         for teacher in (dist_image_features, dist_text_features, dist_logit_scale):
             if isinstance(teacher, Tensor) and teacher.requires_grad and torch.is_grad_enabled():
-                raise GradientError("the teacher gets no gradient, but it requires grad. Run it under torch.no_grad()")
+                raise GradientError(
+                    "the teacher requires a gradient, but the loss has none for it. Run it under torch.no_grad()"
+                )
         contrastive = super().forward(image_features, text_features, logit_scale)
         assert isinstance(contrastive, Tensor)
         names = ("dist_image_features", "dist_text_features")
@@ -181,8 +182,8 @@ class DistillClipLoss(ClipLoss):
         for name, theirs in zip(names, (dist_image_features, dist_text_features), strict=True):
             _check.check_same_rows((name, name.removeprefix("dist_")), theirs, image_features)
             _check.check_device((name, "image_features"), theirs, image_features)
-        # contrastive = (mean lse of rows + mean lse of columns) / 2 - mean of own scores, and distillation has the same
-        # two means of lse, less the scores that the teacher expects.
+        # contrastive = (mean lse of rows + mean lse of columns) / 2 - mean of own scores. distillation has the same two
+        # means of lse, minus the expected scores under the teacher's softmax.
         scale = _check.check_scalar("logit_scale", logit_scale, image_features)
         theirs_scale = _check.check_scalar("dist_logit_scale", dist_logit_scale, dist_image_features)
         workspace = _check.check_options(self.options).workspace_bytes
@@ -200,11 +201,11 @@ class SigLipLoss(nn.Module):
     """OpenCLIP's ``SigLipLoss``, computed by `tilewise.siglip_loss`.
 
     Args:
-        cache_labels: accepted; there are no labels to keep.
+        cache_labels: accepted without effect. There are no labels.
         rank, world_size: as for `ClipLoss`.
-        dist_impl: one of OpenCLIP's names, or None; accepted, since there is one ring here.
-        chunk_size: accepted; memory is bounded without it, in backward too. ``options.workspace_mib`` says by how much.
-        options: how, never what.
+        dist_impl: one of OpenCLIP's names, or None. Accepted without effect.
+        chunk_size: accepted without effect. ``options.workspace_mib`` bounds the memory, in forward and backward.
+        options: how to compute it. No option changes the result beyond rounding.
 
     >>> x = torch.eye(2)
     >>> round(SigLipLoss()(x, x, 10.0, -5.0).item(), 4)
@@ -235,7 +236,7 @@ class SigLipLoss(nn.Module):
         logit_bias: float | Tensor | None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Any]:
-        """See `tilewise.siglip_loss`. A bias of None counts as 0, as in OpenCLIP."""
+        """See `tilewise.siglip_loss`. A bias of None means 0, as in OpenCLIP."""
         loss = siglip_loss(
             image_features,
             text_features,
@@ -247,12 +248,12 @@ class SigLipLoss(nn.Module):
         return {"contrastive_loss": loss} if output_dict else loss
 
     def get_logits(self, *args: Any, **kwargs: Any) -> None:
-        """OpenCLIP's has the whole matrix for its result: refused."""
+        """Refused: the result in OpenCLIP is the whole score matrix."""
         raise _no_logits()
 
 
 def _no_logits() -> ConfigError:
     return ConfigError(
-        "get_logits has the whole matrix of scores for its result, which is never built here. To look at it, write "
-        "logit_scale * image_features @ text_features.T; to rank, call tilewise.retrieval_ranks"
+        "get_logits returns the whole score matrix, which is never computed here. To get it, write "
+        "logit_scale * image_features @ text_features.T. To rank, call tilewise.retrieval_ranks"
     )

@@ -3,21 +3,23 @@
     - from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
     + from tilewise.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 
-The first column of a batch holds queries, the second their documents, further ones hard negatives. With q_i the
-queries and d_i their documents, the softmax of row i runs over
+The first column of a batch contains queries, the second their documents, further columns hard negatives. Let q_i be the
+queries and d_i their documents. The softmax of row i contains these scores:
 
     query_to_doc     q_i with all documents and all hard negatives
     query_to_query   q_i with all other queries
     doc_to_query     d_i with all queries
     doc_to_doc       d_i with all documents and hard negatives of other queries
 
-and the score of (q_i, d_i) is the answer. "joint" puts all chosen terms into one softmax, "per_direction" averages
-one softmax per direction.
+The target is the score of (q_i, d_i). "joint" uses one softmax over all chosen directions. "per_direction" averages one
+softmax per direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise import _check
 from tilewise.cache import Encoder, GradientCache
+from tilewise.cache.chunks import map_tensors
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.integrations._groups import world_group
 from tilewise.losses.info_nce import info_nce
@@ -35,23 +39,31 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 PARTITIONS = ("joint", "per_direction")
 Similarity = Literal["cos_sim", "dot_score"]
+Ids = Tensor | Sequence[str] | Sequence[int]
+NO_ID = -(2**63)  # of a hard negative: it is never masked
 
 
 class MultipleNegativesRankingLoss(nn.Module):
-    """sentence-transformers' loss of that name, computed by `tilewise.info_nce`.
+    """The loss of that name in sentence-transformers, computed by `tilewise.info_nce`.
 
     Args:
-        model: maps a batch of features (a dict) to a dict with "sentence_embedding"; None for
-            `compute_loss_from_embeddings` alone.
+        model: maps a batch of features (a dict) to a dict with "sentence_embedding". None if only
+            `compute_loss_from_embeddings` is used.
         scale: multiplies the similarities; positive. An ``nn.Parameter`` gets its exact gradient.
-        similarity_fct: cosine or dot product, as their functions ``cos_sim`` and ``dot_score`` or by these names.
-        gather_across_devices: documents and queries of all ranks; each rank returns its share of the global mean, so
-            that DDP's averaging gives its gradient, for any split of the rows.
-        directions, partition_mode: see the head of this file. "doc_to_doc" without "doc_to_query" is refused.
-        hardness_mode, hardness_strength: without effect at a strength of 0, as theirs; refused at any other.
-        options: how, never what.
+        similarity_fct: cosine or dot product: the functions ``cos_sim`` and ``dot_score``, or these names.
+        gather_across_devices: compare with documents and queries of all ranks. Each rank returns its share of the
+            global mean, so that DDP's averaging gives the gradient of the global mean, for any split of the rows.
+        directions, partition_mode: see the module docstring. "doc_to_doc" without "doc_to_query" is refused.
+        hardness_mode, hardness_strength: a strength of 0 has no effect. Any other strength is refused.
+        labels_as_ids: use the labels as ids of the rows, to mask false negatives: rows with equal ids have the same
+            document and are not negatives of each other. Their hard negatives stay negatives, except in "doc_to_doc".
+            Ids are integers or strings; see `hash_ids`. Ids are compared over all ranks.
+        options: how to compute it. No option changes the result beyond rounding.
 
-    Memory: linear in the rows. Cost: one product of queries with documents, and one more for each further term.
+    The model gets the same dictionaries of features that the loss gets, and may write into them, as in
+    sentence-transformers. `AdaptiveLayerLoss` relies on this.
+
+    Memory: linear in the rows. Cost: one product of queries with documents, and one more for each further direction.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
+        labels_as_ids: bool = False,
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
@@ -75,8 +88,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         _check_directions(directions, partition_mode)
         if hardness_mode is not None and hardness_strength != 0.0:
             raise ConfigError(
-                f"hardness_mode={hardness_mode!r} weighs negatives by their own scores, which is not computed here. "
-                "Leave it out, or keep the loss of sentence-transformers"
+                f"hardness_mode={hardness_mode!r} weights negatives by their own scores, which is not supported. "
+                "Omit it, or use the loss of sentence-transformers"
             )
         self.model = model
         self.scale = scale
@@ -84,17 +97,17 @@ class MultipleNegativesRankingLoss(nn.Module):
         self.normalizes = _similarity(similarity_fct) == "cos_sim"
         self.gather_across_devices = gather_across_devices
         self.directions, self.partition_mode = tuple(directions), partition_mode
-        self.options = options
+        self.labels_as_ids, self.options = labels_as_ids, options
 
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch, a dict of features for each column. Labels are not used."""
-        model = _check_model(self.model)
-        embeddings = [model(dict(features))["sentence_embedding"] for features in sentence_features]
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
+        """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
+        embeddings = embed_columns(_check_model(self.model), list(sentence_features))
         return self.compute_loss_from_embeddings(embeddings, labels)
 
-    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
-        """The loss of (n, d) embeddings of queries, documents, and any number of hard negatives for each."""
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Ids | None = None) -> Tensor:
+        """The loss of (n, d) embeddings: queries, documents, then any number of columns of hard negatives."""
         _check_columns(embeddings)
+        ids = self._ids(labels, embeddings[0]) if self.labels_as_ids else None
         if self.normalizes:
             embeddings = [F.normalize(column, dim=1) for column in embeddings]
         query, doc, *hard = embeddings
@@ -102,30 +115,41 @@ class MultipleNegativesRankingLoss(nn.Module):
         both = "doc_to_query" in self.directions
         settings: dict[str, Any] = {"temperature": 1.0 / self.scale, "group": group, "options": self.options}
         if self.partition_mode == "per_direction" or self.directions == ("query_to_doc",):
-            return info_nce(query, doc, torch.cat(hard) if hard else None, symmetric=both, **settings)
-        loss_n = info_nce(query, doc, reduction="none", **self._seen_by_query(query, hard), **settings)
+            negatives = torch.cat(hard) if hard else None
+            return info_nce(query, doc, negatives, symmetric=both, query_ids=ids, **settings)
+        loss_n = info_nce(query, doc, reduction="none", **self._query_negatives(query, hard, ids), **settings)
         if both:
-            of_doc = info_nce(doc, query, reduction="none", **self._seen_by_doc(doc, hard), **settings)
-            loss_n = torch.logaddexp(loss_n, of_doc)  # two sums over the same answer's score, joined
+            doc_loss_n = info_nce(doc, query, reduction="none", **self._doc_negatives(doc, hard, ids), **settings)
+            loss_n = torch.logaddexp(loss_n, doc_loss_n)  # one softmax: both are measured from the score of the target
         return _mean_over(group, loss_n)
 
-    def _seen_by_query(self, query: Tensor, hard: list[Tensor]) -> dict[str, Any]:
-        """What a query meets beside the documents. Equal ids never meet, so that no query meets itself."""
+    def _ids(self, labels: Ids | None, rows: Tensor) -> Tensor:
+        if labels is None:
+            raise ConfigError(
+                "labels_as_ids=True needs labels: one id per row. For the trainer of sentence-transformers, add a "
+                "column of integers named 'label' to the dataset"
+            )
+        ids = labels if isinstance(labels, Tensor) else hash_ids(labels)
+        ids = ids.reshape(-1) if ids.dim() == 2 and ids.shape[1] == 1 else ids
+        return _check.check_ids("labels", ids.to(rows.device), (rows.shape[0],), rows)
+
+    def _query_negatives(self, query: Tensor, hard: list[Tensor], ids: Tensor | None) -> dict[str, Any]:
+        """Negatives of the queries in addition to the documents. Equal ids are masked, so a query skips itself."""
         if "query_to_query" not in self.directions:
-            return {"negative_keys": torch.cat(hard)} if hard else {}
-        ids = _row_ids(query)
-        never = torch.full((len(hard) * len(ids),), -1, device=ids.device)
+            return {"negative_keys": torch.cat(hard) if hard else None, "query_ids": ids}
+        ids = _row_ids(query) if ids is None else ids
+        no_ids = torch.full((len(hard) * len(ids),), NO_ID, device=ids.device)
         return {
             "negative_keys": torch.cat([*hard, query]),
             "query_ids": ids,
-            "key_ids": torch.cat([ids, never, ids]),
+            "key_ids": torch.cat([ids, no_ids, ids]),
         }
 
-    def _seen_by_doc(self, doc: Tensor, hard: list[Tensor]) -> dict[str, Any]:
-        """What a document meets beside the queries: documents and negatives that belong to other queries."""
+    def _doc_negatives(self, doc: Tensor, hard: list[Tensor], ids: Tensor | None) -> dict[str, Any]:
+        """Negatives of the documents in addition to the queries: documents and hard negatives of other queries."""
         if "doc_to_doc" not in self.directions:
-            return {}
-        ids = _row_ids(doc)
+            return {"query_ids": ids}
+        ids = _row_ids(doc) if ids is None else ids
         return {
             "negative_keys": torch.cat([doc, *hard]),
             "query_ids": ids,
@@ -144,18 +168,23 @@ class MultipleNegativesRankingLoss(nn.Module):
 
 
 class CachedMultipleNegativesRankingLoss(nn.Module):
-    """The same loss with a gradient cache: the model sees ``mini_batch_size`` rows at once, the loss sees all.
+    """`MultipleNegativesRankingLoss` with a gradient cache: the model encodes ``mini_batch_size`` rows at a time.
 
-    Equal to `MultipleNegativesRankingLoss` in loss and gradients, dropout included, at one more forward pass. What it
-    returns is an ordinary loss: ``backward`` may scale it, and DDP synchronizes once. See `tilewise.cache`.
+    Loss and gradients equal those of the same chunks without a cache, including dropout. It costs one more forward
+    pass. The result is an ordinary loss: it can be scaled before ``backward``, and DDP synchronizes once. See
+    `tilewise.cache`.
 
     Args:
-        mini_batch_size: rows that the model sees at once.
-        mini_batch_num_tokens: refused unless None; chunks are counted in rows.
+        mini_batch_size: rows per forward of the model.
+        mini_batch_num_tokens: refused unless None. Chunks are counted in rows.
         show_progress_bar: refused unless False.
 
-    The others are those of `MultipleNegativesRankingLoss`.
+    The other arguments are those of `MultipleNegativesRankingLoss`.
+
+    `MatryoshkaLoss` around this loss is refused: it changes the output of the model between the two passes.
     """
+
+    uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
 
     def __init__(
         self,
@@ -171,6 +200,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         hardness_mode: str | None = None,
         hardness_strength: float = 0.0,
         *,
+        labels_as_ids: bool = False,
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
@@ -178,7 +208,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             raise ConfigError("mini_batch_num_tokens is not supported: chunks are counted in rows (mini_batch_size)")
         if show_progress_bar:
             raise ConfigError(
-                "show_progress_bar is not supported: give tilewise.cache.GradientCache a progress function"
+                "show_progress_bar is not supported. Use tilewise.cache.GradientCache with a progress function"
             )
         self.model = _check_model(model)
         self.loss = MultipleNegativesRankingLoss(
@@ -190,31 +220,86 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
             partition_mode,
             hardness_mode,
             hardness_strength,
+            labels_as_ids=labels_as_ids,
             options=options,
         )
         self.mini_batch_size = mini_batch_size
 
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch, a dict of features for each column. Labels are not used."""
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
+        """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
         model = self.model
         encoder = Encoder(lambda **features: model(features)["sentence_embedding"], (model,))
-        cache = GradientCache(encoder, self._of_columns, chunk_size=self.mini_batch_size)
-        loss: Tensor = cache.loss(*(dict(features) for features in sentence_features))
+        cache = GradientCache(encoder, self._loss_of_columns, chunk_size=self.mini_batch_size)
+        loss: Tensor = cache.loss(*(_inputs(features) for features in sentence_features), labels=labels)
         return loss
 
-    def _of_columns(self, *embeddings: Tensor) -> Tensor:
-        return self.loss.compute_loss_from_embeddings(list(embeddings))
+    @property
+    def calculate_loss(self) -> Any:
+        """Read by `MatryoshkaLoss`, which would replace it. Refused, because this loss does not call it."""
+        raise ConfigError(
+            "MatryoshkaLoss does not work around this CachedMultipleNegativesRankingLoss. Use it around "
+            "tilewise's MultipleNegativesRankingLoss, or use the cached loss of sentence-transformers"
+        )
+
+    def _loss_of_columns(self, *embeddings: Tensor, labels: Ids | None) -> Tensor:
+        return self.loss.compute_loss_from_embeddings(list(embeddings), labels)
 
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
         return self.loss.get_config_dict() | {"mini_batch_size": self.mini_batch_size}
 
 
+def embed_columns(model: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
+    """One (n, d) embedding per column, from the same forward passes as in sentence-transformers.
+
+    From 6.2 on, sentence-transformers merges all columns but the first into one forward where it can, which changes the
+    dropout masks. Losses such as its `AdaptiveLayerLoss` switch this off. So its own function is called if the package
+    is loaded and has one. Otherwise each column has its own forward.
+    """
+    if "sentence_transformers" in sys.modules:
+        try:
+            from sentence_transformers.base.losses.merged_forward import embed_columns as merged
+        except ImportError:  # before 6.2
+            merged = None
+        if callable(merged):
+            embeddings: list[Tensor] = merged(model, columns)
+            return embeddings
+    return [model(features)["sentence_embedding"] for features in columns]
+
+
+def _inputs(features: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the graphs of an earlier call of the model, which writes its outputs into the features."""
+    inputs: dict[str, Any] = map_tensors(lambda value: value if value.is_leaf else value.detach(), dict(features))
+    return inputs
+
+
+def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
+    """Integer ids of strings, (n,) int64, the same in every process. Integers are kept.
+
+    A string becomes the first 8 bytes of its BLAKE2 hash. Two different ones of a million collide with a probability of
+    3e-8. Use it to make the column "label" of a dataset::
+
+        dataset = dataset.map(lambda row: {"label": hash_ids([row["document_id"]]).item()})
+
+    >>> hash_ids(["a", "b", "a"]).unique().numel()
+    2
+    """
+    if isinstance(ids, str) or not all(isinstance(value, str | int) for value in ids):
+        raise DtypeError(
+            f"ids is a list of strings or of integers, got {ids!r:.60}. Pass one string or integer per row"
+        )
+    return torch.tensor([_hash(value) if isinstance(value, str) else value for value in ids], dtype=torch.int64)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
 def _check_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise DtypeError(
             "model is a module that maps a batch of features to a dict with 'sentence_embedding', as a "
-            f"SentenceTransformer does, got {model!r}. For embeddings that are there already use "
+            f"SentenceTransformer does, got {model!r}. To pass embeddings, use "
             "MultipleNegativesRankingLoss(None) and compute_loss_from_embeddings, or tilewise.info_nce"
         )
     return model
@@ -226,13 +311,13 @@ def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ConfigError(f"no direction {unknown[0]!r}; there are {', '.join(DIRECTIONS)}")
     if "query_to_doc" not in directions:
-        raise ConfigError(f"directions needs 'query_to_doc', which holds the answer, got {tuple(directions)}")
+        raise ConfigError(f"directions needs 'query_to_doc', which contains the target, got {tuple(directions)}")
     if partition_mode not in PARTITIONS:
         raise ConfigError(f"no partition_mode {partition_mode!r}; choose one of {', '.join(PARTITIONS)}")
     if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
         raise ConfigError(
-            "partition_mode='per_direction' needs the answer in each direction, and query_to_query and doc_to_doc "
-            "do not hold it. Use partition_mode='joint'"
+            "partition_mode='per_direction' needs the target in each direction, and query_to_query and doc_to_doc "
+            "do not contain it. Use partition_mode='joint'"
         )
     if "doc_to_doc" in directions and "doc_to_query" not in directions:
         raise ConfigError("doc_to_doc without doc_to_query is not supported. Add 'doc_to_query' to directions")
@@ -244,25 +329,25 @@ def _similarity(function: Any) -> Similarity:
         return "cos_sim"
     if name == "dot_score":
         return "dot_score"
-    raise ConfigError(f"similarity_fct is cos_sim or dot_score, got {name}. Others are not a matrix product")
+    raise ConfigError(f"similarity_fct is cos_sim or dot_score, got {name}. Only matrix products are supported")
 
 
 def _check_columns(embeddings: list[Tensor]) -> None:
     if len(embeddings) < 2:
-        raise ShapeError(f"a batch has at least two columns, queries and their documents, got {len(embeddings)}")
+        raise ShapeError(f"a batch needs at least two columns, queries and their documents, got {len(embeddings)}")
     shapes = [tuple(column.shape) for column in embeddings]
     if len(set(shapes)) > 1:
-        raise ShapeError(f"all columns need the same shape, row i of each belongs together, got {shapes}")
+        raise ShapeError(f"all columns need the same shape, because row i of each is one sample, got {shapes}")
 
 
 def _row_ids(rows: Tensor) -> Tensor:
-    """A number for each row that no row of another rank has."""
+    """A different number for each row of all ranks."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return torch.arange(rows.shape[0], device=rows.device) + (rank << 40)
 
 
 def _mean_over(group: dist.ProcessGroup | None, loss_n: Tensor) -> Tensor:
-    """The mean; over a group W / N times the sum of this rank's rows, as all losses return it."""
+    """The mean. Over a group, W / N times the sum of this rank's rows, as all losses return it."""
     if group is None:
         return loss_n.mean()
     rows = torch.tensor(float(loss_n.shape[0]), dtype=torch.float64, device=loss_n.device)

@@ -1,4 +1,4 @@
-"""What a ranking refuses, and why.
+"""Checks of the arguments of a ranking.
 
 Axes: n queries, m gallery items, d features, p right answers per query, e excluded items per query.
 """
@@ -13,7 +13,7 @@ from tilewise.errors import DeviceError, DtypeError, RangeError, ShapeError
 
 
 def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False) -> None:
-    """Shapes, types, devices, and that every score is finite; over a group also those with other ranks' features."""
+    """Check shapes, dtypes and devices, and that all scores are finite, over a group also those of other ranks."""
     for name, features in (("queries", queries), ("gallery", gallery)):
         if not isinstance(features, Tensor):
             raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor()")
@@ -24,7 +24,7 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
         )
     if queries.dtype != gallery.dtype or queries.dtype not in FLOATS:
         raise DtypeError(
-            "queries and gallery must have one type out of float16, bfloat16, float32 and float64, "
+            "queries and gallery must have one type: float16, bfloat16, float32 or float64, "
             f"got {queries.dtype} and {gallery.dtype}. Convert one of them"
         )
     if queries.device != gallery.device:
@@ -32,38 +32,42 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
             f"queries and gallery must be on one device, got {queries.device} and {gallery.device}. Move one of them"
         )
     if queries.is_meta:
-        raise DeviceError(
-            "ranks are counted from numbers, and tensors on the meta device have none. Move them to another"
-        )
+        raise DeviceError("tensors on the meta device have no values to rank. Use another device")
     check_has_float64("queries", queries)
     (low_q, high_q), (low_g, high_g) = torch.stack([_ends(queries), _ends(gallery)]).tolist()
     top_q, top_g = max(-low_q, high_q), max(-low_g, high_g)
-    # What other ranks have is not seen here: where q * q and g * g fit on every rank, all q * g do.
+    # The values of other ranks are unknown. If q * q and g * g do not overflow on any rank, no q * g does.
     largest = (top_q * top_q, top_g * top_g) if over_group else (top_q * top_g,)
     limit = torch.finfo(torch.float64 if queries.dtype == torch.float64 else torch.float32).max
     if not all(product * queries.shape[1] < limit for product in largest):  # also true for NaN
         raise RangeError(
             "queries and gallery must be finite, and no score may overflow, but queries lie in "
-            f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. A NaN has no rank; normalize the "
-            "features"
+            f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. NaN cannot be ranked. Normalize the features"
         )
 
 
 def _ends(features: Tensor) -> Tensor:
-    """The smallest and the largest number, zeros if there are none: (2,) float64."""
+    """The smallest and the largest value, or zeros for an empty tensor: (2,) float64."""
     if features.numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=features.device)
     return torch.stack(torch.aminmax(features.detach())).double()
 
 
 def check_tensor(name: str, indices: Tensor) -> None:
-    """Indices, ids and ranks are no lists."""
-    if not isinstance(indices, Tensor):
-        raise DtypeError(f"{name} is a tensor of integers, got {type(indices).__name__}. Use torch.as_tensor()")
+    """Check that indices, ids or ranks are a tensor."""
+    if isinstance(indices, Tensor):
+        return
+    how = "Use torch.as_tensor()"
+    if isinstance(indices, list | tuple) and any(isinstance(value, str) for value in indices):
+        how = (
+            "Number the strings with one table for both sides: number = {name: i for i, name in enumerate(sorted("
+            "{*query_names, *gallery_names}))}, then torch.tensor([number[name] for name in names])"
+        )
+    raise DtypeError(f"{name} is a tensor of integers, got {type(indices).__name__}. {how}")
 
 
 def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor:
-    """As (n, columns) int64 on the device of the queries, every entry -1 or a gallery index."""
+    """Check gallery indices. Returns (n, columns) int64, where -1 means none."""
     n = queries.shape[0]
     check_tensor(name, index)
     if index.dim() not in (1, 2) or index.shape[0] != n:
@@ -89,12 +93,12 @@ def check_ids(
     queries: Tensor,
     gallery: Tensor,
 ) -> tuple[Tensor, Tensor] | None:
-    """Both as int64, or None if answers are not named by ids."""
+    """Check the ids. Returns both as int64, or None if there are no ids."""
     if query_ids is None and gallery_ids is None:
         return None
     if query_ids is None or gallery_ids is None or positives is not None:
         raise ShapeError(
-            "right answers are named by positives, or by query_ids and gallery_ids together, but "
+            "define the right answers by positives, or by query_ids and gallery_ids together, but "
             f"positives is {_given(positives)}, query_ids {_given(query_ids)}, gallery_ids "
             f"{_given(gallery_ids)}"
         )
@@ -114,7 +118,7 @@ def _given(argument: Tensor | None) -> str:
 
 
 def check_not_excluded(index: Tensor, exclude: Tensor) -> None:
-    """No right answer, (n, p), among the excluded items, (n, e)."""
+    """Check that no right answer, (n, p), is an excluded item, (n, e)."""
     clash = torch.zeros(index.shape[0], dtype=torch.bool, device=index.device)
     for column in exclude.T:
         clash |= ((index == column[:, None]) & (index >= 0)).any(dim=1)
@@ -122,6 +126,5 @@ def check_not_excluded(index: Tensor, exclude: Tensor) -> None:
         query = int(clash.nonzero()[0, 0])
         raise RangeError(
             f"query {query} excludes its own right answer: positives {index[query].tolist()}, exclude "
-            f"{exclude[query].tolist()}. An answer that is no candidate has no rank; take it out of one of "
-            "them"
+            f"{exclude[query].tolist()}. An excluded item has no rank. Remove it from one of them"
         )

@@ -1,4 +1,4 @@
-"""How far a ranking is: a bar, or a function of the caller."""
+"""Progress of a ranking: a progress bar, or a function of the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 
 @contextmanager
 def reporter(progress: bool | Progress, total: int, device: torch.device) -> Iterator[kernel.Advance | None]:
-    """Turn the user's wish into the function that the tile loops call."""
+    """The function that the tile loops call to report progress, or None."""
     if progress is False or (progress is True and importlib.util.find_spec("rich") is None):
         yield None
         return
@@ -24,7 +24,7 @@ def reporter(progress: bool | Progress, total: int, device: torch.device) -> Ite
     def report(pairs: int) -> None:
         nonlocal done
         done += pairs
-        if device.type != "cpu":  # what was launched is not yet done
+        if device.type != "cpu":  # launches are asynchronous
             torch.accelerator.synchronize(device)
         show(done, total)
 

@@ -1,1 +1,1 @@
-"""Which blocks meet: moves blocks of columns around a process group. Knows no score and no loss."""
+"""Ring communication: moves blocks of columns around a process group. Contains no scores and no losses."""

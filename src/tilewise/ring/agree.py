@@ -1,7 +1,7 @@
-"""Ranks tell one another what they are about to do, and stop together if they differ.
+"""Check that all ranks make the same call, before any block is sent.
 
-One small all-gather before anything else is sent: sizes of all shards, and a description of the call as text. Every
-rank sees every description, so every rank raises the same `GroupError`, and nothing is left under way.
+One small all-gather exchanges the shard sizes and a text description of the call. Every rank compares all
+descriptions. If they differ, every rank raises the same `GroupError` and no transfer is pending.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tilewise.errors import GroupError, TilewiseError
 from tilewise.ring.exchange import Exchange
 from tilewise.ring.shards import Shards
 
-TEXT_WORDS = 128  # int64 words: 1,016 bytes of description and their length
+TEXT_WORDS = 128  # int64 words: the length, then up to 1,016 bytes of description
 
 
 def agree(exchange: Exchange, rows: int, cols: int, call: Mapping[str, object]) -> Shards:
-    """Sizes of all shards, once all ranks describe the call alike.
+    """Exchange the shard sizes of all ranks, and raise `GroupError` if the ranks describe different calls.
 
     Args:
         exchange: the group.
-        rows, cols: of this rank; may differ between ranks.
-        call: what must be the same on every rank, as names and values.
+        rows, cols: sizes of this rank's shard. They may differ between ranks.
+        call: names and values that must be equal on every rank.
     """
     text = {name: str(value) for name, value in call.items()}
     if exchange.world == 1:
@@ -36,20 +36,27 @@ def agree(exchange: Exchange, rows: int, cols: int, call: Mapping[str, object]) 
 
 
 @contextlib.contextmanager
-def telling(exchange: Exchange) -> Iterator[None]:
-    """What this rank refuses, the others hear at their next `agree`, instead of waiting for it in vain."""
+def propagate_errors(exchange: Exchange) -> Iterator[None]:
+    """Propagate a validation error of this rank to the other ranks, so that all of them raise.
+
+    The other ranks receive the message in their next `agree` and raise a `GroupError`. Without this they would block
+    until the group's timeout.
+    """
     try:
         yield
     except TilewiseError as error:
-        said = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
-        said = "".join(char if char.isprintable() else " " for char in said)  # a control character takes six bytes
+        message = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()
+        message = "".join(char if char.isprintable() else " " for char in message)  # JSON escapes take six bytes
         with contextlib.suppress(GroupError):
-            agree(exchange, 0, 0, {"call": said[:400]})
+            agree(exchange, 0, 0, {"call": message[:400]})
         raise
 
 
+telling = propagate_errors  # old name
+
+
 def disagreement(calls: list[dict[str, str]]) -> str:
-    """What differs, and on which ranks.
+    """Message that says which values differ and on which ranks.
 
     >>> print(disagreement([{"width": "32"}, {"width": "64"}, {"width": "32"}]))
     ranks of the group disagree on width: 32 on ranks 0, 2 but 64 on rank 1. Every rank must call the same losses in
@@ -57,7 +64,7 @@ def disagreement(calls: list[dict[str, str]]) -> str:
     """
     names = sorted({name for call in calls for name in call})
     if len({call.get("call") for call in calls}) > 1:
-        names = ["call"]  # different calls have nothing else to compare
+        names = ["call"]  # the other values of different calls are not comparable
     parts = []
     for name in names:
         values = [call.get(name, "nothing") for call in calls]
@@ -66,8 +73,8 @@ def disagreement(calls: list[dict[str, str]]) -> str:
             for rank, value in enumerate(_without_common(values)):
                 holders.setdefault(value, []).append(rank)
             ordered = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            said = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ordered)
-            parts.append(f"{name}: {said}")
+            values_by_rank = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ordered)
+            parts.append(f"{name}: {values_by_rank}")
     return (
         f"ranks of the group disagree on {'; on '.join(parts)}. Every rank must call the same losses in the same "
         "order, with the same arguments and options, on features of one width and type; nothing was sent"
@@ -75,7 +82,7 @@ def disagreement(calls: list[dict[str, str]]) -> str:
 
 
 def _without_common(values: list[str]) -> list[str]:
-    """Settings, "name=value name=value", less those that are the same everywhere.
+    """Remove from "name=value name=value" strings the settings that all of them share.
 
     >>> _without_common(["backend=auto workspace_mib=64", "backend=auto workspace_mib=128"])
     ['workspace_mib=64', 'workspace_mib=128']
@@ -91,7 +98,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def to_words(text: str) -> list[int]:
-    """Text as `TEXT_WORDS` integers: its length in bytes, then eight bytes in each.
+    """Encode text as `TEXT_WORDS` integers: the length in bytes, then eight bytes per integer.
 
     >>> from_words(to_words("width 32"))
     'width 32'
@@ -104,6 +111,6 @@ def to_words(text: str) -> list[int]:
 
 
 def from_words(words: list[int]) -> str:
-    """Undo `to_words`."""
+    """Decode the result of `to_words`."""
     data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[1:])
     return data[: words[0]].decode()

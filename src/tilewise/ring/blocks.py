@@ -1,12 +1,13 @@
-"""Blocks that travel: what they carry, how it is packed, and the loop in which every rank meets every block once.
+"""Blocks that move around the ring: their tensors, their packing, and the loop in which each rank gets each block once.
 
-A block carries *cargo*, which nobody changes (features, keys, zeros), and collects *credits*, to which every host
-adds (column statistics in forward, gradients in backward). Cargo for the next step arrives while this step is computed.
-Credits follow one step behind their block: what a host adds at step s travels while it computes step s + 1.
+A block has a *payload*: tensors that no rank changes, such as features, ids and shifts. It also has *accumulators*:
+tensors that every rank adds to, such as column statistics in forward and gradients in backward. The payload for the
+next step is received while this step computes. Accumulators follow one step behind their block: what a rank adds at
+step s is sent while step s + 1 computes.
 
-    step            0            1              2          ...   W - 1          home
-    cargo of hop    0 -> 1       1 -> 2         2 -> 3            -
-    credits of hop  -            0 -> 1         1 -> 2            W-2 -> W-1     W-1 -> 0
+    step                  0            1              2          ...   W - 1          return
+    payload hop           0 -> 1       1 -> 2         2 -> 3            -
+    accumulator hop       -            0 -> 1         1 -> 2            W-2 -> W-1     W-1 -> 0
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tilewise.ring.schedule import held_block
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-Join = Callable[[dict[str, Tensor], Tensors], object]  # what a block has, to change in place; what to add to it
+Merge = Callable[[dict[str, Tensor], Tensors], object]  # (accumulators, changed in place; values to add)
+Join = Merge  # old name
 
 
 @dataclass(frozen=True)
@@ -36,52 +38,115 @@ class Field:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> Field:
-        """The field that this tensor fills."""
+        """Field with this name, and the dtype and width of this tensor."""
         return Field(name, tensor.dtype, tensor.shape[1] if tensor.dim() == 2 else None)
 
 
 class Layout:
-    """Where the fields of a block lie in a few flat buffers: one for each wide field, one for vectors of a type."""
+    """Packs the fields of a block into flat buffers: one per matrix, and one for all vectors of a dtype."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
-        self.wide = [field for field in fields if field.width is not None]
-        thin: dict[torch.dtype, list[Field]] = {}
+        self.matrices = [field for field in fields if field.width is not None]
+        vectors: dict[torch.dtype, list[Field]] = {}
         for field in fields:
             if field.width is None:
-                thin.setdefault(field.dtype, []).append(field)
-        self.thin = list(thin.items())
+                vectors.setdefault(field.dtype, []).append(field)
+        self.vectors = list(vectors.items())
 
     def __bool__(self) -> bool:
-        return bool(self.wide or self.thin)
+        return bool(self.matrices or self.vectors)
 
     def _widths(self) -> list[tuple[torch.dtype, int]]:
-        wide = [(field.dtype, field.width or 0) for field in self.wide]
-        return wide + [(dtype, len(fields)) for dtype, fields in self.thin]
+        matrices = [(field.dtype, field.width or 0) for field in self.matrices]
+        return matrices + [(dtype, len(fields)) for dtype, fields in self.vectors]
 
     def pack(self, tensors: Tensors) -> list[Tensor]:
-        """Buffers of these tensors; contiguous wide ones are not copied."""
-        buffers = [tensors[field.name].contiguous().view(-1) for field in self.wide]
-        for _, fields in self.thin:
+        """Flat buffers of these tensors. Contiguous matrices are not copied."""
+        buffers = [tensors[field.name].contiguous().view(-1) for field in self.matrices]
+        for _, fields in self.vectors:
             parts = [tensors[field.name] for field in fields]
             buffers.append(torch.stack(parts).view(-1) if len(parts) > 1 else parts[0].contiguous())
         return buffers
 
     def empty(self, size: int, device: torch.device) -> list[Tensor]:
-        """Buffers for a block of up to ``size`` columns."""
+        """Uninitialized buffers for a block of up to ``size`` columns."""
         return [torch.empty(size * width, dtype=dtype, device=device) for dtype, width in self._widths()]
 
     def cut(self, buffers: Sequence[Tensor], size: int) -> list[Tensor]:
-        """The parts of the buffers that a block of ``size`` columns fills."""
+        """The part of each buffer that a block of ``size`` columns uses, as views."""
         return [buffer[: size * width] for buffer, (_, width) in zip(buffers, self._widths(), strict=True)]
 
-    def open(self, buffers: Sequence[Tensor], size: int) -> dict[str, Tensor]:
+    def unpack(self, buffers: Sequence[Tensor], size: int) -> dict[str, Tensor]:
         """The fields of a block of ``size`` columns, as views."""
         parts = iter(self.cut(buffers, size))
-        found = {field.name: next(parts).view(size, field.width or 0) for field in self.wide}
-        for _, fields in self.thin:
+        found = {field.name: next(parts).view(size, field.width or 0) for field in self.matrices}
+        for _, fields in self.vectors:
             rows = next(parts).view(len(fields), size)
             found.update({field.name: rows[k] for k, field in enumerate(fields)})
         return found
+
+
+def rotate_blocks(
+    exchange: Exchange,
+    sizes: Sequence[int],
+    payload: Tensors,
+    work: Callable[[int, dict[str, Tensor]], Tensors | None],
+    *,
+    accumulators: Sequence[Field] = (),
+    merge: Merge | None = None,
+) -> dict[str, Tensor]:
+    """Call ``work`` on every block once, and return the accumulators of this rank's own block.
+
+    Args:
+        exchange: the group.
+        sizes: number of columns of each rank's block.
+        payload: tensors of this rank's block, (size, width) or (size,). Names and dtypes are equal on every rank.
+        work: ``work(owner, tensors)`` returns the values to add to this block's accumulators, or None for none. The
+            first call gets this rank's own block.
+        accumulators: the fields that ``work`` returns.
+        merge: adds the values of one call to the accumulators of a block, in place.
+
+    If ``work`` or ``merge`` fails, this rank still sends all blocks on and raises afterwards. It fills the accumulators
+    with NaN (the smallest integer for integer types), so that the other ranks neither hang nor use wrong values. A rank
+    that cannot allocate the buffers sends nothing and raises at once.
+
+    Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks.
+    """
+    rank, world = exchange.rank, exchange.world
+    payload_layout = Layout([Field.of(name, value) for name, value in payload.items()])
+    sum_layout = Layout(accumulators)
+    if world == 1:
+        return dict(work(rank, dict(payload)) or {})
+    device = next(iter(payload.values())).device
+    current, largest = payload_layout.pack(payload), max(sizes)
+    spare = [payload_layout.empty(largest, device) for _ in range(2)]
+    sums = [sum_layout.empty(largest, device) for _ in range(2)]
+    guard = Guard()
+    for step in range(world):
+        owner, next_owner = held_block(rank, step, world), held_block(rank, step + 1, world)
+        send: list[Tensor] = []
+        receive: list[Tensor] = []
+        if step + 1 < world:
+            send += payload_layout.cut(current, sizes[owner])
+            receive += payload_layout.cut(spare[step % 2], sizes[next_owner])
+        if sum_layout and step > 0:
+            send += sum_layout.cut(sums[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
+            receive += sum_layout.cut(sums[step % 2], sizes[owner])
+        pending = exchange.shift(send, receive)
+        added = guard.run(work, owner, payload_layout.unpack(current, sizes[owner]))
+        pending.wait()
+        if sum_layout:
+            accumulated = sum_layout.unpack(sums[step % 2], sizes[owner])
+            guard.run(_accumulate, accumulated, added, merge if step > 0 else None)
+            if guard.failure is not None:
+                _invalidate(accumulated)
+        current = spare[step % 2]
+    own = sums[world % 2]
+    if sum_layout:
+        sent = sum_layout.cut(sums[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
+        exchange.shift(sent, sum_layout.cut(own, sizes[rank])).wait()
+    guard.check()
+    return sum_layout.unpack(own, sizes[rank]) if sum_layout else {}
 
 
 def go_round(
@@ -91,68 +156,19 @@ def go_round(
     work: Callable[[int, dict[str, Tensor]], Tensors | None],
     *,
     credits: Sequence[Field] = (),
-    join: Join | None = None,
+    join: Merge | None = None,
 ) -> dict[str, Tensor]:
-    """Every rank meets every block once; what they add to this rank's block is returned.
-
-    Args:
-        exchange: the group.
-        sizes: columns of each rank's block.
-        cargo: the tensors of this rank's block, (size, width) or (size,); the same names and types on every rank.
-        work: called with the owner of the block at hand and its tensors; returns what the block is to be credited
-            with, or None for nothing. Called with this rank's own block first.
-        credits: the fields of what ``work`` returns.
-        join: adds a credit to the ones that a block has already, in place.
-
-    If ``work`` or ``join`` fails, this rank still passes all blocks on, with NaN in place of what it owed them (in
-    integers, the smallest one), and raises afterwards: its neighbours neither hang nor take a wrong number for a right
-    one. Only a rank that cannot get the memory of the blocks under way has nothing to pass on, and raises at once.
-
-    Memory beside the cargo itself: two blocks of cargo and two of credits, whatever the number of ranks.
-    """
-    rank, world = exchange.rank, exchange.world
-    layout, bag = Layout([Field.of(name, value) for name, value in cargo.items()]), Layout(credits)
-    if world == 1:
-        return dict(work(rank, dict(cargo)) or {})
-    device = next(iter(cargo.values())).device
-    here, largest = layout.pack(cargo), max(sizes)
-    spare = [layout.empty(largest, device) for _ in range(2)]
-    bags = [bag.empty(largest, device) for _ in range(2)]
-    guard = Guard()
-    for step in range(world):
-        owner, came = held_block(rank, step, world), held_block(rank, step + 1, world)
-        send: list[Tensor] = []
-        receive: list[Tensor] = []
-        if step + 1 < world:
-            send += layout.cut(here, sizes[owner])
-            receive += layout.cut(spare[step % 2], sizes[came])
-        if bag and step > 0:
-            send += bag.cut(bags[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
-            receive += bag.cut(bags[step % 2], sizes[owner])
-        under_way = exchange.shift(send, receive)
-        added = guard.run(work, owner, layout.open(here, sizes[owner]))
-        under_way.wait()
-        if bag:
-            held = bag.open(bags[step % 2], sizes[owner])
-            guard.run(_settle, held, added, join if step > 0 else None)
-            if guard.failure is not None:
-                _spoil(held)
-        here = spare[step % 2]
-    home = bags[world % 2]
-    if bag:
-        sent = bag.cut(bags[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
-        exchange.shift(sent, bag.cut(home, sizes[rank])).wait()
-    guard.check()
-    return bag.open(home, sizes[rank]) if bag else {}
+    """Old name of `rotate_blocks`, with the old names of its arguments."""
+    return rotate_blocks(exchange, sizes, cargo, work, accumulators=credits, merge=join)
 
 
 class Guard:
-    """Runs one thing after another until one of them fails, and keeps its error."""
+    """Runs calls until one of them fails, and keeps that error for `check`."""
 
     failure: Exception | None = None
 
     def check(self) -> None:
-        """Raise what failed. It is not kept, so that what it holds (blocks, say) is free as soon as it is handled."""
+        """Raise the kept error and release it, so that the tensors in its traceback are freed after handling."""
         failure, self.failure = self.failure, None
         try:
             if failure is not None:
@@ -160,30 +176,30 @@ class Guard:
         finally:
             del failure
 
-    def run(self, do: Callable[..., T], *args: object) -> T | None:
-        """``do(*args)``, unless something has failed already."""
+    def run(self, function: Callable[..., T], *args: object) -> T | None:
+        """``function(*args)``. Returns None without calling it if an earlier call failed."""
         if self.failure is None:
             try:
-                return do(*args)
+                return function(*args)
             except Exception as error:
                 self.failure = error
         return None
 
 
-def _settle(held: dict[str, Tensor], added: Tensors | None, join: Join | None) -> None:
-    """Add to a block's credits what this rank owes it; without ``join`` the block has none yet."""
-    if join is not None:
+def _accumulate(accumulated: dict[str, Tensor], added: Tensors | None, merge: Merge | None) -> None:
+    """Merge this rank's values into the accumulators. Without ``merge``, initialize the accumulators."""
+    if merge is not None:
         if added is not None:
-            join(held, added)
+            merge(accumulated, added)
         return
-    for name, value in held.items():
+    for name, value in accumulated.items():
         if added is None:
             value.zero_()
         else:
             value.copy_(added[name])
 
 
-def _spoil(held: dict[str, Tensor]) -> None:
-    """What nobody takes for a number: NaN, or the smallest integer."""
-    for value in held.values():
+def _invalidate(accumulated: dict[str, Tensor]) -> None:
+    """Fill with NaN, or with the smallest integer for integer types."""
+    for value in accumulated.values():
         value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)

@@ -1,7 +1,7 @@
-"""What a ring needs from a group of ranks, and the exchange over a `torch.distributed` process group.
+"""Communication of a ring: the `Exchange` interface, and its implementation over a `torch.distributed` process group.
 
-An exchange moves flat buffers one rank up, and makes ranks agree on small numbers. Everything else (what is in the
-buffers, whose turn it is) is known above it.
+An exchange sends flat buffers to the next rank and gathers small integers. The contents of the buffers and the
+schedule are defined by its callers.
 """
 
 from __future__ import annotations
@@ -21,60 +21,63 @@ from tilewise.ring.schedule import next_rank, previous_rank
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """A transfer that has been started."""
 
     def wait(self) -> None:
-        """Until the received buffers may be read and the sent ones written (on CUDA: by the current stream)."""
+        """Block until received buffers can be read and sent buffers can be written (on CUDA: by the current stream)."""
 
 
 class Exchange(Protocol):
-    """A group of ranks in a ring, seen from one of them."""
+    """A ring of ranks, as one rank uses it."""
 
     rank: int
     world: int
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, on every rank."""
+        """All-gather integers."""
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Start to send flat buffers to the next rank and to receive others from the previous one."""
+        """Start sending flat buffers to the next rank and receiving buffers from the previous rank."""
 
     def sum_(self, values: Tensor) -> None:
-        """Replace the values by their sum over all ranks."""
+        """All-reduce in place: sum."""
 
     def max_(self, values: Tensor) -> None:
-        """Replace the values by their maximum over all ranks."""
+        """All-reduce in place: maximum."""
 
     def refuses(self, device: torch.device) -> str | None:
-        """Why tensors of this device cannot travel, or None."""
+        """Reason why tensors on this device cannot be sent, or None."""
 
 
-class Alone:
-    """The exchange of a process without a group: there is nobody to talk to."""
+class SingleExchange:
+    """Exchange of one process without a group."""
 
     rank, world = 0, 1
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Its own."""
+        """The numbers of this process."""
         return [list(numbers)]
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Never called: a block of one rank stays."""
-        raise AssertionError("a ring of one passes nothing on")
+        """Never called: with one rank, no block is sent."""
+        raise AssertionError("a ring of one rank sends nothing")
 
     def sum_(self, values: Tensor) -> None:
-        """They are the sum."""
+        """Nothing to do for one rank."""
 
     def max_(self, values: Tensor) -> None:
-        """They are the maximum."""
+        """Nothing to do for one rank."""
 
     def refuses(self, device: torch.device) -> str | None:
-        """Nothing travels."""
+        """None: nothing is sent."""
         return None
 
 
+Alone = SingleExchange  # old name
+
+
 class GroupExchange:
-    """The exchange over a process group: NCCL on GPUs, gloo on CPUs."""
+    """Exchange over a process group: NCCL on GPUs, gloo on CPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -82,15 +85,15 @@ class GroupExchange:
         self._stream: torch.cuda.Stream | None = None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """One small all-gather. On CUDA it does not wait for the work that is queued on the current stream."""
-        with self._named("agree on sizes"), self._aside() as device:
+        """One small all-gather. On CUDA it does not wait for work queued on the current stream."""
+        with self._group_errors("agree on sizes"), self._metadata_device() as device:
             mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
             found = [torch.empty_like(mine) for _ in range(self.world)]
             dist.all_gather(found, mine, group=self.group)
             return [values.tolist() for values in found]
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Post all transfers of one step as one batch; empty buffers stay at home."""
+        """Post all transfers of one step as one batch. Empty buffers are not sent."""
         up, down = next_rank(self.rank, self.world), previous_rank(self.rank, self.world)
         moves = [(dist.isend, part, up, tag) for tag, part in enumerate(send)]
         moves += [(dist.irecv, part, down, tag) for tag, part in enumerate(receive)]  # type: ignore[misc]
@@ -102,34 +105,34 @@ class GroupExchange:
         ]
         if not ops:
             return _Works(self, [], None)
-        with self._named("post a block"):
+        with self._group_errors("post a block"):
             works = dist.batch_isend_irecv(ops)
         return _Works(self, works, self._deadline(started, ops[0].tensor.device))
 
     def sum_(self, values: Tensor) -> None:
-        """All-reduce."""
-        with self._named("add up"):
+        """All-reduce in place: sum."""
+        with self._group_errors("all-reduce a sum"):
             dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
 
     def max_(self, values: Tensor) -> None:
-        """All-reduce."""
-        with self._named("compare"):
+        """All-reduce in place: maximum."""
+        with self._group_errors("all-reduce a maximum"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def refuses(self, device: torch.device) -> str | None:
-        """Gloo moves CPU memory and NCCL GPU memory."""
+        """Gloo sends CPU tensors, NCCL sends CUDA tensors."""
         kinds = {kind.type for kind in self.group._device_types}
         wanted = "gloo" if device.type == "cpu" else "nccl"
         if device.type not in kinds:
-            return f"its backend moves tensors on {', '.join(sorted(kinds))}, not on {device.type}; use {wanted}"
+            return f"its backend sends tensors on {', '.join(sorted(kinds))}, not on {device.type}; use {wanted}"
         backend = self.group._get_backend(device).name()
         if device.type == "cuda" and backend == "gloo":
             return "gloo cannot send CUDA tensors; start the group with backend='nccl' (or 'cpu:gloo,cuda:nccl')"
         return None
 
     @contextmanager
-    def _aside(self) -> Iterator[torch.device]:
-        """A device for small numbers, beside the work that is queued for features."""
+    def _metadata_device(self) -> Iterator[torch.device]:
+        """Device for small integers: the CPU if the group has a CPU backend, else CUDA on a separate stream."""
         if any(kind.type == "cpu" for kind in self.group._device_types):
             yield torch.device("cpu")
             return
@@ -140,14 +143,14 @@ class GroupExchange:
             yield device
 
     def _deadline(self, started: float, device: torch.device) -> float | None:
-        """When a transfer on the CPU is late. On CUDA, and where the group does not say, its transport decides."""
+        """Time at which a CPU transfer times out. None on CUDA or without a known timeout: the transport decides."""
         options = getattr(self.group._get_backend(device), "options", None)
         limit: timedelta | None = getattr(options, "_timeout", None)
         return started + limit.total_seconds() if limit is not None and device.type == "cpu" else None
 
     @contextmanager
-    def _named(self, doing: str) -> Iterator[None]:
-        """Failures of the transport as a `GroupError` that says where in the ring they struck."""
+    def _group_errors(self, action: str) -> Iterator[None]:
+        """Convert a failure of the transport into a `GroupError` that names the ranks involved."""
         try:
             yield
         except GroupError:
@@ -155,22 +158,22 @@ class GroupExchange:
         except RuntimeError as error:  # dist.DistBackendError and DistNetworkError are RuntimeErrors
             up, down = next_rank(self.rank, self.world), previous_rank(self.rank, self.world)
             raise GroupError(
-                f"rank {self.rank} of {self.world} could not {doing}: a rank of the group is gone or did not come "
-                f"within the group's timeout (this rank sends to {up} and receives from {down}). Every rank of "
-                f"the group must make the same calls in the same order. The transport said: {error}"
+                f"rank {self.rank} of {self.world} could not {action}: a rank of the group has exited or did not "
+                f"respond within the group's timeout (this rank sends to {up} and receives from {down}). Every rank of "
+                f"the group must make the same calls in the same order. Error of the transport: {error}"
             ) from error
 
 
 class _Works:
-    """Transfers of one step over a process group."""
+    """Pending transfers of one step over a process group."""
 
     def __init__(self, exchange: GroupExchange, works: list[dist.Work], deadline: float | None) -> None:
         self.exchange, self.works, self.deadline = exchange, works, deadline
 
     def wait(self) -> None:
-        """On CUDA the current stream waits; on the CPU this thread, at most until the group's timeout."""
+        """Block the current stream (CUDA) or this thread (CPU, at most until the group's timeout)."""
         works, self.works = self.works, []
-        with self.exchange._named("pass a block on"):
+        with self.exchange._group_errors("send a block"):
             for work in works:
                 if self.deadline is None:
                     work.wait()
@@ -179,12 +182,12 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
-VIRTUAL = "virtual-"  # how the names of virtual groups begin
+VIRTUAL = "virtual-"  # prefix of the names of virtual groups
 _registered: dict[str, Exchange] = {}
 
 
 def register_exchange(name: str, exchange: Exchange) -> None:
-    """Let ``group_name == name`` mean this exchange: virtual ranks, and tests that count or slow it down."""
+    """Use this exchange for the group of this name. For virtual ranks, and for tests that count or delay transfers."""
     _registered[name] = exchange
 
 
@@ -194,11 +197,13 @@ def forget_exchange(name: str) -> None:
 
 
 def find_exchange(group_name: str) -> Exchange:
-    """The exchange of a group, by the name that `torch.distributed` (or `register_exchange`) gave it."""
+    """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it."""
     if group_name in _registered:
         return _registered[group_name]
     if group_name.startswith(VIRTUAL):
-        raise GroupError(f"the virtual group {group_name!r} is over: virtual ranks live inside of run_virtual only")
+        raise GroupError(
+            f"the virtual group {group_name!r} no longer exists. Use a virtual group only inside of run_virtual"
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
             f"no process group {group_name!r}: torch.distributed is not initialized in this process. Call "

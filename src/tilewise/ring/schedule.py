@@ -1,14 +1,16 @@
-"""The ring as arithmetic: who holds what at which step, and how many bytes move. No process group needed.
+"""Arithmetic of the ring: which rank holds which block at which step, and how many bytes are sent.
 
-Blocks of columns move one rank up per step and are home again after ``world`` hops. Axes: m columns of one rank, d
-features, W ranks (``world``).
+Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Nothing here
+needs a process group.
+
+Axes: m columns of one rank, d features, W ranks (``world``).
 """
 
 from __future__ import annotations
 
 
 def held_block(rank: int, step: int, world: int) -> int:
-    """The block that ``rank`` works on at ``step``.
+    """Owner of the block that ``rank`` computes with at ``step``.
 
     >>> [held_block(0, step, 4) for step in range(4)]
     [0, 3, 2, 1]
@@ -17,12 +19,12 @@ def held_block(rank: int, step: int, world: int) -> int:
 
 
 def next_rank(rank: int, world: int) -> int:
-    """Where a rank sends to."""
+    """Rank that this rank sends to."""
     return (rank + 1) % world
 
 
 def previous_rank(rank: int, world: int) -> int:
-    """Where a rank receives from."""
+    """Rank that this rank receives from."""
     return (rank - 1) % world
 
 
@@ -39,34 +41,48 @@ def starts(sizes: list[int]) -> list[int]:
     return found
 
 
-def cargo_hops(world: int) -> int:
-    """Hops of what a block carries and nobody changes: its last host does not pass it on."""
+def payload_hops(world: int) -> int:
+    """Hops of a block's read-only tensors. The last rank does not send them on."""
     return world - 1
 
 
-def credit_hops(world: int) -> int:
-    """Hops of what every host adds to (column statistics, gradients): it comes home, if it ever left."""
+def accumulator_hops(world: int) -> int:
+    """Hops of the tensors that every rank adds to (column statistics, gradients). They return to the owner."""
     return world if world > 1 else 0
 
 
-def forward_bytes(world: int, cols: int, width: int, feature_bytes: int, *, vectors: int = 0, credits: int = 0) -> int:
-    """Bytes that a rank sends in forward, with even shards.
+def forward_bytes(
+    world: int,
+    cols: int,
+    width: int,
+    feature_bytes: int,
+    *,
+    vectors: int = 0,
+    accumulators: int = 0,
+    credits: int = 0,  # old name of accumulators
+) -> int:
+    """Bytes that a rank sends in forward, with equal shards.
 
-    ``(W - 1) m (d * feature_bytes + vectors) + W m credits``, where ``vectors`` and ``credits`` are the bytes per
-    column of keys, zeros and biases, and of the running column statistics.
+    ``(W - 1) m (d * feature_bytes + vectors) + W m accumulators``. ``vectors`` counts the bytes per column of ids,
+    shifts and biases. ``accumulators`` counts the bytes per column of the running column statistics.
 
     >>> forward_bytes(4, 1000, 512, 2) == 3 * 1000 * 512 * 2
     True
     """
-    return cols * (cargo_hops(world) * (width * feature_bytes + vectors) + credit_hops(world) * credits)
+    accumulated = accumulator_hops(world) * (accumulators + credits)
+    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
 
 
 def backward_bytes(
     world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0
 ) -> int:
-    """Bytes that a rank sends in backward, with even shards: ``(W - 1) m (d f + vectors) + W m d g``.
+    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``.
 
     >>> backward_bytes(4, 1000, 512, 2, 4) == 3 * 1000 * 512 * 2 + 4 * 1000 * 512 * 4
     True
     """
-    return cols * (cargo_hops(world) * (width * feature_bytes + vectors) + credit_hops(world) * width * gradient_bytes)
+    accumulated = accumulator_hops(world) * width * gradient_bytes
+    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
+
+
+cargo_hops, credit_hops = payload_hops, accumulator_hops  # old names

@@ -1,4 +1,4 @@
-"""How rows and columns are spread over the ranks of a group: sizes and where each shard starts."""
+"""Sizes and start indices of the row and column shards of a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewise.ring.schedule import starts
 
 @dataclass(frozen=True)
 class Shards:
-    """Rows and columns of every rank, as this rank sees them. Shards may be uneven, and empty.
+    """Row and column counts of every rank. Shards may be unequal or empty.
 
     >>> shards = Shards(rank=1, rows=(2, 3), cols=(4, 3))
     >>> shards.row_start, shards.col_start(1), shards.all_rows, shards.all_cols
@@ -27,12 +27,12 @@ class Shards:
 
     @property
     def all_rows(self) -> int:
-        """Rows of all ranks together."""
+        """Total rows of all ranks."""
         return sum(self.rows)
 
     @property
     def all_cols(self) -> int:
-        """Columns of all ranks together."""
+        """Total columns of all ranks."""
         return sum(self.cols)
 
     @property

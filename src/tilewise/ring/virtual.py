@@ -1,7 +1,7 @@
-"""Virtual ranks: threads of one process, on one device, that exchange blocks through memory.
+"""Virtual ranks: threads of one process, on one device, that exchange blocks through shared memory.
 
-The ring runs with any number of ranks on a machine with one GPU, through the same code as over a process group. For
-tests, and for finding out what a ring does before renting one.
+They run a ring of any size on one device, through the same code as a process group. Use them for tests and to try out
+a ring without several machines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _serial = itertools.count()
 
 
 class VirtualGroup:
-    """What a virtual rank passes as ``group=``."""
+    """Process group of one virtual rank, to pass as ``group=``."""
 
     def __init__(self, name: str, rank: int, world: int) -> None:
         self.group_name, self._rank, self._world = name, rank, world
@@ -43,116 +43,116 @@ class VirtualGroup:
         return self._world
 
 
-class _Parcel:
-    """Buffers on their way from one thread to the next."""
+class _Message:
+    """Buffers that one thread sends to the next."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
-        self.ready = _mark(parts)
-        self.taken = False
+        self.ready = _record_event(parts)
+        self.received = False
         self.copied: torch.cuda.Event | None = None
 
 
 class _Hub:
-    """What the threads of one group share. Whoever waits, waits for certain ranks, and no longer once one is gone."""
+    """Shared state of the threads of one group. A thread stops waiting for a rank that has finished or failed."""
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.world, self.timeout_s = world, timeout_s
-        self.tables: dict[int, dict[int, object]] = {}  # what ranks laid down, by the number of the gathering
-        self.gathered = [0] * world  # gatherings that each rank has begun
-        self.mail: list[deque[_Parcel]] = [deque() for _ in range(world)]
-        self.gone: dict[int, str] = {}
-        self.news = threading.Condition()
+        self.tables: dict[int, dict[int, object]] = {}  # values of all ranks, by the number of the all-gather
+        self.gathers = [0] * world  # number of all-gathers that each rank has started
+        self.queues: list[deque[_Message]] = [deque() for _ in range(world)]
+        self.finished: dict[int, str] = {}
+        self.changed = threading.Condition()
 
-    def leave(self, rank: int, how: str) -> None:
-        """A rank is done, or failed: nobody waits for it any longer."""
-        with self.news:
-            self.gone[rank] = how
-            self.news.notify_all()
+    def finish(self, rank: int, how: str) -> None:
+        """Mark a rank as finished or failed, so that no other rank waits for it."""
+        with self.changed:
+            self.finished[rank] = how
+            self.changed.notify_all()
 
     def gather(self, rank: int, value: object) -> list[object]:
-        """What all ranks laid down, in their order."""
-        with self.news:
-            turn = self.gathered[rank]
-            self.gathered[rank] += 1
-            table = self.tables.setdefault(turn, {})
+        """The values of all ranks, in rank order."""
+        with self.changed:
+            number = self.gathers[rank]
+            self.gathers[rank] += 1
+            table = self.tables.setdefault(number, {})
             table[rank] = value
-            self.news.notify_all()
+            self.changed.notify_all()
             self._wait(rank, lambda: len(table) == self.world, lambda: set(range(self.world)) - table.keys())
-            self.tables.pop(turn, None)  # all have it at hand
+            self.tables.pop(number, None)  # every rank has its own reference
             return [table[each] for each in range(self.world)]
 
-    def post(self, to: int, parcel: _Parcel) -> None:
-        """Send."""
-        with self.news:
-            self.mail[to].append(parcel)
-            self.news.notify_all()
+    def send(self, to: int, message: _Message) -> None:
+        """Put a message into the queue of a rank."""
+        with self.changed:
+            self.queues[to].append(message)
+            self.changed.notify_all()
 
-    def take(self, rank: int) -> _Parcel:
-        """Receive."""
-        with self.news:
-            self._wait(rank, lambda: bool(self.mail[rank]), lambda: {previous_rank(rank, self.world)})
-            return self.mail[rank].popleft()
+    def receive(self, rank: int) -> _Message:
+        """Block until the previous rank has sent a message, and return it."""
+        with self.changed:
+            self._wait(rank, lambda: bool(self.queues[rank]), lambda: {previous_rank(rank, self.world)})
+            return self.queues[rank].popleft()
 
-    def confirm(self, parcel: _Parcel) -> None:
-        """The parcel's buffers are the sender's again."""
-        with self.news:
-            parcel.taken = True
-            self.news.notify_all()
+    def confirm(self, message: _Message) -> None:
+        """Mark a message as received: the sender may write its buffers again."""
+        with self.changed:
+            message.received = True
+            self.changed.notify_all()
 
-    def await_confirmation(self, rank: int, parcel: _Parcel) -> None:
-        """Until the next rank has taken the parcel."""
-        with self.news:
-            self._wait(rank, lambda: parcel.taken, lambda: {next_rank(rank, self.world)})
+    def await_confirmation(self, rank: int, message: _Message) -> None:
+        """Block until the next rank has received the message."""
+        with self.changed:
+            self._wait(rank, lambda: message.received, lambda: {next_rank(rank, self.world)})
 
     def _wait(self, rank: int, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
-        """Until ``done``; a `GroupError` when one of the ranks that are ``missing`` is gone, or the time is over."""
-        self.news.wait_for(lambda: done() or missing() & self.gone.keys(), self.timeout_s)
+        """Block until ``done``. Raise `GroupError` if a ``missing`` rank has finished, or after the timeout."""
+        self.changed.wait_for(lambda: done() or missing() & self.finished.keys(), self.timeout_s)
         if not done():
-            left = [f"rank {each} {self.gone[each]}" for each in sorted(missing() & self.gone.keys())]
-            why = ", ".join(left) or f"it did not come within {self.timeout_s} s"
+            ended = [f"rank {each} {self.finished[each]}" for each in sorted(missing() & self.finished.keys())]
+            why = ", ".join(ended) or f"no response within {self.timeout_s} s"
             raise GroupError(
-                f"virtual rank {rank} waited for rank {', '.join(map(str, sorted(missing())))} in vain: {why}. Every "
+                f"virtual rank {rank} cannot go on without rank {', '.join(map(str, sorted(missing())))}: {why}. Every "
                 "rank must make the same calls in the same order"
             )
 
 
 class VirtualExchange:
-    """The exchange of one virtual rank: copies, on a side stream where there are streams."""
+    """Exchange of one virtual rank: copies, on a separate stream on CUDA."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.hub, self.rank, self.world = hub, rank, hub.world
         self._stream: torch.cuda.Stream | None = None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Through shared memory."""
+        """All-gather through shared memory."""
         return self.hub.gather(self.rank, list(numbers))  # type: ignore[return-value]
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Hand the buffers to the next thread; what comes is copied when it is waited for."""
-        parcel = _Parcel(list(send))
-        self.hub.post(next_rank(self.rank, self.world), parcel)
-        return _Transfer(self, parcel, list(receive))
+        """Send the buffers to the next thread. The received ones are copied in `wait`."""
+        message = _Message(list(send))
+        self.hub.send(next_rank(self.rank, self.world), message)
+        return _Transfer(self, message, list(receive))
 
     def sum_(self, values: Tensor) -> None:
-        """Added in the order of the ranks, so that all get the same bits."""
+        """Sum in rank order, so that all ranks get the same bits."""
         self._combine(values, torch.add)
 
     def max_(self, values: Tensor) -> None:
-        """Elementwise."""
+        """Elementwise maximum."""
         self._combine(values, torch.maximum)
 
     def refuses(self, device: torch.device) -> str | None:
-        """Memory is shared, whatever the device."""
+        """None: memory is shared on every device."""
         return None
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where this rank copies."""
+        """Stream on which this rank copies."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def _combine(self, values: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _combine(self, values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> None:
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()
         found: list[Tensor] = self.hub.gather(self.rank, values.clone())  # type: ignore[assignment]
@@ -160,7 +160,7 @@ class VirtualExchange:
             torch.cuda.synchronize(values.device)
         total = found[0]
         for other in found[1:]:
-            total = join(total, other)
+            total = reduce(total, other)
         values.copy_(total)
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()
@@ -168,37 +168,40 @@ class VirtualExchange:
 
 
 class _Transfer:
-    def __init__(self, exchange: VirtualExchange, sent: _Parcel, receive: list[Tensor]) -> None:
+    """A pending transfer between two threads."""
+
+    def __init__(self, exchange: VirtualExchange, sent: _Message, receive: list[Tensor]) -> None:
         self.exchange, self.sent, self.receive = exchange, sent, receive
-        self.free = _mark(receive)
+        self.free = _record_event(receive)
 
     def wait(self) -> None:
+        """Copy the received buffers, then block until the next rank has copied the sent ones."""
         hub, rank = self.exchange.hub, self.exchange.rank
-        parcel = hub.take(rank)
-        assert [p.numel() for p in parcel.parts] == [p.numel() for p in self.receive], "ranks sent other sizes"
-        if parcel.ready is None:
-            for here, there in zip(self.receive, parcel.parts, strict=True):
-                here.copy_(there)
+        message = hub.receive(rank)
+        assert [p.numel() for p in message.parts] == [p.numel() for p in self.receive], "sizes differ between ranks"
+        if message.ready is None:
+            for target, source in zip(self.receive, message.parts, strict=True):
+                target.copy_(source)
         else:
             device = self.receive[0].device
             stream = self.exchange.side_stream(device)
             with torch.cuda.stream(stream):
-                stream.wait_event(parcel.ready)
+                stream.wait_event(message.ready)
                 if self.free is not None:
                     stream.wait_event(self.free)
-                for here, there in zip(self.receive, parcel.parts, strict=True):
-                    here.copy_(there, non_blocking=True)
-                parcel.copied = torch.cuda.Event()
-                parcel.copied.record(stream)
-            torch.cuda.current_stream(device).wait_event(parcel.copied)
-        hub.confirm(parcel)
+                for target, source in zip(self.receive, message.parts, strict=True):
+                    target.copy_(source, non_blocking=True)
+                message.copied = torch.cuda.Event()
+                message.copied.record(stream)
+            torch.cuda.current_stream(device).wait_event(message.copied)
+        hub.confirm(message)
         hub.await_confirmation(rank, self.sent)
         if self.sent.copied is not None:
             torch.cuda.current_stream(self.receive[0].device).wait_event(self.sent.copied)
 
 
-def _mark(parts: Sequence[Tensor]) -> torch.cuda.Event | None:
-    """An event after the work that is queued now, where the parts live on CUDA."""
+def _record_event(parts: Sequence[Tensor]) -> torch.cuda.Event | None:
+    """Record an event on the current stream of the device of these tensors. None on the CPU."""
     if not parts or not parts[0].is_cuda:
         return None
     event = torch.cuda.Event()
@@ -207,21 +210,21 @@ def _mark(parts: Sequence[Tensor]) -> torch.cuda.Event | None:
 
 
 def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: float = 60.0) -> list[T]:
-    """Run ``work(group)`` on ``world`` virtual ranks and return what each gave.
+    """Run ``work(group)`` on ``world`` virtual ranks and return the result of each.
 
-    Ranks run under the caller's gradient mode and autocast. Autograd runs each rank's backward in its own thread, also
-    on CUDA, where one thread per device would otherwise serve all ranks in turn and wait for itself.
+    Ranks run under the caller's gradient mode and autocast. The backward of each rank runs in the thread of that rank,
+    also on CUDA. There, autograd's single thread per device would run the ranks one after another and deadlock.
 
     Args:
-        world: the number of ranks.
-        work: what a rank does; the error of the rank that failed first is raised here.
-        timeout_s: how long a rank waits for another one in the exchange. One that failed or is done is not waited for.
+        world: number of ranks.
+        work: function of one rank. If ranks fail, the error of the first one is raised.
+        timeout_s: time limit of a rank's wait for another rank in the exchange.
 
     >>> run_virtual(3, lambda group: (group.rank(), group.size()))
     [(0, 3), (1, 3), (2, 3)]
     """
     if world < 1:
-        raise RangeError(f"a group has at least one rank, got world={world}. Did rank and world change places?")
+        raise RangeError(f"a group has at least one rank, got world={world}. Were rank and world swapped?")
     hub, serial, modes = _Hub(world, timeout_s), next(_serial), _Modes()
     results: list[T | None] = [None] * world
     failures: list[tuple[int, BaseException]] = []
@@ -230,13 +233,13 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
         name = f"{VIRTUAL}{serial}-{rank}"
         register_exchange(name, VirtualExchange(hub, rank))
         try:
-            # The modes first: torch.inference_mode, also if it is off, switches autograd's own threads on again.
+            # Enter the modes first: torch.inference_mode(False) also enables autograd's own threads.
             with modes.entered(), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = work(VirtualGroup(name, rank, world))
-            hub.leave(rank, "is done")
+            hub.finish(rank, "has finished")
         except BaseException as error:
             failures.append((rank, error))
-            hub.leave(rank, "failed")
+            hub.finish(rank, "failed")
         finally:
             forget_exchange(name)
 
@@ -247,13 +250,13 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
     if failures:
         error = failures[0][1]
         for rank, place in stuck.items():
-            error.add_note(f"virtual rank {rank} has not come back. It is at:\n{place}")
+            error.add_note(f"virtual rank {rank} has not returned. It is at:\n{place}")
         raise error
     return results  # type: ignore[return-value]
 
 
 class _Modes:
-    """What PyTorch keeps for each thread: whether gradients are recorded, and autocast. Taken here, entered there."""
+    """Gradient mode, inference mode and autocast of the calling thread, to enter in another thread."""
 
     def __init__(self) -> None:
         self.inference, self.grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -263,7 +266,7 @@ class _Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The same in this thread."""
+        """Enter these modes in the current thread."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -273,10 +276,10 @@ class _Modes:
 
 
 def _join(threads: list[threading.Thread], failures: Sequence[object], timeout_s: float) -> dict[int, str]:
-    """Wait for the ranks, however long they work; once one has failed, no longer than the exchange makes others wait.
+    """Join the threads, without a time limit until one fails. After that, wait for at most ``2 * timeout_s``.
 
-    Returns the ranks that are left behind, and where they are: one that hangs makes the others fail in the exchange,
-    and then it must not hang its caller.
+    Returns the ranks that still run then, with their stack traces. A rank that hangs makes the others fail in the
+    exchange, and it must not make the caller hang too.
     """
     until = None
     while running := {rank: thread for rank, thread in enumerate(threads) if thread.is_alive()}:

@@ -1,4 +1,4 @@
-"""The stand-in for one model's forward: made, verified, undone."""
+"""The replacement of one model's forward: how it is installed, verified and removed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from torch.utils.hooks import RemovableHandle
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError
-from tilewise.integrations.transformers.fused import ASKED, FusedKind, detached, takes_fused
+from tilewise.integrations.transformers.fused import FLAG, FusedOutput, detached, has_fused_head, is_fused
 from tilewise.integrations.transformers.head_input import HeadInput
-from tilewise.integrations.transformers.model import CHECK_TOKENS, classes_of, head_of, loss_of, quiet, random_tokens
-from tilewise.integrations.transformers.unbuilt import LossSettings, UnbuiltLogits, without_logits
+from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, replace_logits
+from tilewise.integrations.transformers.model import (
+    CHECK_TOKENS,
+    classes_of,
+    evaluation_mode,
+    head_of,
+    loss_of,
+    random_tokens,
+)
 from tilewise.losses.cross_entropy import check_z_loss
 from tilewise.losses.token_stats import TokenStats
 from tilewise.options import TileOptions
 
-TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # what rounding the original's logits may change
+TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # allows for the rounding of the original's logits
 EXACT_TOLERANCE = 1e-4
 
 
@@ -36,40 +43,42 @@ def use_linear_cross_entropy(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> LossHandle:
-    """Train a language model without its logits.
+    """Train a language model without computing its logits.
 
-    From now on, ``model(input_ids, labels=labels)`` in training mode has the same loss and gradients as before,
-    ``F.cross_entropy(head(hidden), labels)`` through the model's own forward and loss function, with ``logits=None``.
-    In evaluation mode (unless asked for), without labels, and in ``generate`` nothing changes.
+    Afterwards, ``model(input_ids, labels=labels)`` in training mode gives the same loss and gradients as before,
+    ``F.cross_entropy(head(hidden), labels)`` through the model's own forward and loss function. ``output.logits`` is
+    then a placeholder that raises an error when it is used. Evaluation mode (by default), calls without labels, and
+    ``generate`` do not change.
 
     Args:
-        model: has ``get_output_embeddings()`` and takes ``labels``; tied or untied, with or without bias, capped,
-            scaled, with LoRA on the head. Only this instance is changed. Wrap it (DDP, ``torch.compile``) afterwards.
-        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts; in training only.
-        label_smoothing: as of ``F.cross_entropy``, in training only. ``Trainer(label_smoothing_factor=...)`` would take
-            the labels away from the model and build the logits.
-        statistics: keep ``handle.token_stats`` of the last call that built no logits, a `tilewise.TokenStats` of all
-            its tokens in one dimension: log-probability of the target, entropy, whether it was the likeliest, and which
-            tokens count. They come from the pass that has the loss; ``filter_tolerance`` and ``gradients`` have no
-            effect then.
-        evaluation: no logits in evaluation mode either, when there are labels: for ``Trainer`` without metrics that
-            read them. The loss is then the model's own, without ``z_loss`` and ``label_smoothing``.
-        verify: run the model on 16 random tokens, before and after, and refuse it if the two losses differ.
-        group: the head is spread over these ranks, slices of the vocabulary in rank order; nothing is verified then.
-        options: how, never what.
+        model: has ``get_output_embeddings()`` and takes ``labels``. The head may be tied or untied, with or without
+            bias, capped, scaled, or with LoRA. Only this instance is changed. Wrap it (DDP, ``torch.compile``)
+            afterwards.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` for each token that counts. In training only.
+        label_smoothing: as in ``F.cross_entropy``. In training only. ``Trainer(label_smoothing_factor=...)`` removes
+            the labels from the model's inputs and needs the logits.
+        statistics: keep ``handle.token_stats`` of the last call without logits: a `tilewise.TokenStats` of all its
+            tokens in one dimension, with the log-probability of the target, the entropy, whether the target was the
+            most likely token, and which tokens count. They come from the same pass as the loss. ``filter_tolerance``
+            and ``gradients`` then have no effect.
+        evaluation: do not compute logits in evaluation mode either, if there are labels. For a ``Trainer`` without
+            metrics that need logits. The loss is then the model's own, without ``z_loss`` and ``label_smoothing``.
+        verify: run the model on 16 random tokens, before and after, and raise `ConfigError` if the losses differ.
+        group: the head is sharded over these ranks: parts of the vocabulary, in rank order. Then nothing is verified.
+        options: how to compute it. No option changes the result beyond rounding.
 
-    TRL's ``SFTTrainer`` (from 1.15) wants log-probabilities and no logits: ``use_linear_cross_entropy(trainer.model)``,
-    once there is a trainer.
+    TRL's ``SFTTrainer`` (from 1.15) uses log-probabilities instead of logits. Call this before or after the trainer is
+    built: on the model that you pass to it, or on ``trainer.model``.
 
     Returns:
-        A handle: ``remove()`` undoes everything, as does leaving it as a context manager.
+        A handle. ``remove()`` undoes everything. It is also a context manager.
 
-    Memory: no tensor of tokens x vocabulary, in forward or in backward. LoRA on the head costs a copy of its weight.
+    Memory: no tensor of tokens x vocabulary, in forward or backward. LoRA on the head costs a copy of its weight.
     """
     check_z_loss(z_loss)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
-        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
+        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     settings = LossSettings(z_loss, group, _check.check_options(options), label_smoothing)
     _check.group_name(group)
     _check_model(model)
@@ -81,52 +90,60 @@ def use_linear_cross_entropy(
 
 
 class LossHandle:
-    """Stands in for ``forward`` of one model, and undoes it: `use_linear_cross_entropy` makes it.
+    """Replaces ``forward`` of one model, and restores it. Made by `use_linear_cross_entropy`.
 
-    It is an object and not a closure, so that a copy of the model (``copy.deepcopy``) gets its own.
+    It is an object and not a closure, so that a copy of the model (``copy.deepcopy``) gets its own handle.
     """
 
     def __init__(
         self, model: nn.Module, settings: LossSettings, *, statistics: bool = False, evaluation: bool = False
     ) -> None:
         self.model, self.settings, self.statistics, self.evaluation = model, settings, statistics, evaluation
-        self.token_stats: TokenStats | None = None  # of the last call that built no logits, if they are kept
-        self.previous = model.__dict__.get("forward")  # somebody else's stand-in, if there is one
+        self.token_stats: TokenStats | None = None  # of the last call without logits, if ``statistics``
+        self.previous = model.__dict__.get("forward")  # a replacement that was installed before this one
         self.active = True
         self.head: nn.Module | None = None
-        self.hooks: list[RemovableHandle] = []
-        self.recording: LossSettings | None = None  # only while the model runs in training
-        self.calls = 0  # of the head, in this run
+        self.head_hooks: list[RemovableHandle] = []
+        self.model_hooks: list[RemovableHandle] = []
+        self.current: LossSettings | None = None  # set while the model runs without logits
+        self.head_calls = 0  # in this run
         self.verifying = False
-        self.watch: RemovableHandle | None = None
-        self.fused: FusedKind | None = None  # what a trainer's own head returns, once that is known
-        self.served = False  # whether the trainer's last question reached us
+        self.fused: FusedOutput | None = None  # output of a trainer's fused head, after the first call
+        self.fused_requested = False  # a trainer called its fused head, which is installed around this handle
+        self.replaced: Callable[..., Any] | None = None  # a fused head that was installed around this handle
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "removed"
+        shown = {"z_loss": self.settings.z_loss, "label_smoothing": self.settings.label_smoothing}
+        shown |= {"statistics": self.statistics, "evaluation": self.evaluation}
+        changed = "".join(f", {name}={value}" for name, value in shown.items() if value)
+        return f"LossHandle({type(self.model).__name__}, {state}{changed})"
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The model's own: `Trainer` reads from it which columns and keywords the model takes."""
+        """The model's own signature: `Trainer` reads the columns and keywords of the model from it."""
         return inspect.signature(self._original())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; in training with labels, with the head's product left to the loss."""
-        if args and args[0] is self.model:  # accelerate's unwrap_model makes a method of us
+        """The model's forward. In training with labels, it runs without logits."""
+        if args and args[0] is self.model:  # accelerate's unwrap_model turns this object into a method
             args = args[1:]
-        original = self._original()
-        if self.active and self.model.training and kwargs.get(ASKED):
-            self.served = True
-            return self._fused(original, args, kwargs)
-        settings = self._settings_now()
+        requested, self.fused_requested = self.fused_requested or bool(kwargs.get(FLAG)), False
+        if requested and self.active and self.model.training:
+            return self._fused(args, kwargs)
+        original = self.replaced if self.replaced is not None and kwargs.get(FLAG) else self._original()
+        settings = self._current_settings()
         if settings is None or not self._has_labels(args, kwargs):
             return original(*args, **kwargs)
         if not self.statistics or self.verifying:
-            return self._without_product(original, args, kwargs, settings)
-        seen: list[TokenStats] = []
-        output = self._without_product(original, args, kwargs, settings._replace(seen=seen))
-        self.token_stats = detached(seen[-1]) if seen else None
+            return self._run_without_logits(original, args, kwargs, settings)
+        collected: list[TokenStats] = []
+        output = self._run_without_logits(original, args, kwargs, settings._replace(collected=collected))
+        self.token_stats = detached(collected[-1]) if collected else None
         return output
 
-    def _settings_now(self) -> LossSettings | None:
-        """What the loss is told in the model's mode; None where the logits are built."""
+    def _current_settings(self) -> LossSettings | None:
+        """The loss settings for the model's mode, or None if the logits are computed."""
         if self.active and self.model.training:
             return self.settings
         if self.verifying or (self.active and self.evaluation):
@@ -134,25 +151,33 @@ class LossHandle:
         return None
 
     def install(self) -> None:
-        """Become the model's forward."""
-        self._join_head()
-        self.watch = self.model.register_forward_hook(self._after_model, with_kwargs=True)
+        """Replace the model's forward."""
+        self._hook_head()
+        self.model_hooks = [
+            self.model.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            self.model.register_forward_hook(self._after_model),
+        ]
+        backbone = getattr(self.model, "base_model", None)
+        if isinstance(backbone, nn.Module) and backbone is not self.model:
+            self.model_hooks.append(backbone.register_forward_pre_hook(self._before_backbone))
         self.model.forward = self
 
     def remove(self) -> None:
-        """Give the model its own forward back. A second call does nothing."""
-        self._leave_head()
-        if self.watch is not None:
-            self.watch.remove()
-        self.active = False  # for the case that somebody has wrapped us: then we stay, and only pass on
-        if _stands_in(self.model) is self:
-            self._give_back()
+        """Restore the model's own forward. A second call does nothing."""
+        self._unhook_head()
+        for hook in self.model_hooks:
+            hook.remove()
+        self.model_hooks = []
+        self.active = False  # if another replacement calls this object, it only calls the original from now on
+        if _installed_handle(self.model) is self:
+            self._restore()
 
-    def _give_back(self) -> None:
-        if self.previous is None:
+    def _restore(self) -> None:
+        outer = self.previous if self.replaced is None else self.replaced
+        if outer is None:
             del self.model.forward
         else:
-            self.model.forward = self.previous
+            self.model.forward = outer
 
     def __enter__(self) -> LossHandle:
         return self
@@ -161,14 +186,14 @@ class LossHandle:
         self.remove()
 
     def verify(self) -> None:
-        """The loss of a few random tokens as the model computes it and as we do; an error if they differ."""
+        """Compare the loss on a few random tokens with and without logits. Raise `ConfigError` if they differ."""
         inputs, name = random_tokens(self.model), type(self.model).__name__
-        with torch.no_grad(), quiet(self.model):
+        with torch.no_grad(), evaluation_mode(self.model):
             try:
                 want = loss_of(_run(self.model, inputs))
             except Exception as error:
                 raise ConfigError(
-                    f"{name} could not be checked: its own forward fails on input_ids and labels of shape "
+                    f"{name} could not be verified: its own forward fails on input_ids and labels of shape "
                     f"{CHECK_TOKENS} ({type(error).__name__}: {error}). If it needs other inputs, pass verify=False"
                 ) from error
             self.verifying, self.model.forward = True, self
@@ -176,64 +201,91 @@ class LossHandle:
                 got = loss_of(_run(self.model, inputs))
             finally:
                 self.verifying = False
-                self._give_back()
-                self._leave_head()
+                self._restore()
+                self._unhook_head()
         if not abs(got - want) <= self._tolerance() * max(1.0, abs(want)):
             raise ConfigError(
-                f"{name} computes a loss of {want:.6g} on random tokens, and without its logits it would be {got:.6g}. "
-                "Its loss is not the cross-entropy of its head's output; it is left unchanged"
+                f"{name} computes a loss of {want:.6g} on random tokens, but without its logits it would be {got:.6g}. "
+                "Its loss is not the cross-entropy of its head's output. The model was not changed"
             )
-        if takes_fused(self.model):
+        if has_fused_head(self.model):
             try:
-                self.fused = self._learned(self._original())
+                self.fused = self._probe_fused_head(self._original())
             finally:
-                self._leave_head()
+                self._unhook_head()
 
-    def _fused(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A trainer's question for statistics of tokens, answered from our pass."""
+    # A trainer's fused head.
+
+    def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a trainer's fused head, computed from our token statistics."""
         if self.settings.z_loss or self.settings.label_smoothing or self.settings.group is not None:
             raise ConfigError(
-                "the trainer makes the loss itself, of log-probabilities, so z_loss, label_smoothing and group have no "
-                "place in it. Leave them out of use_linear_cross_entropy"
+                "the trainer computes the loss from log-probabilities, so z_loss, label_smoothing and group have no "
+                "effect on it. Do not pass them to use_linear_cross_entropy"
             )
         if self.fused is None:
-            self.fused = self._learned(original)
-        return self._answer(self.fused, original, args, kwargs)
+            self.fused = self._probe_fused_head(self._fused_forward())
+        return self._fused_output(self.fused, args, kwargs)
 
-    def _learned(self, original: Callable[..., Any]) -> FusedKind:
-        """What the trainer's own head returns for a few random tokens, and that ours is the same."""
+    def _fused_forward(self) -> Callable[..., Any]:
+        """The forward of the trainer's fused head: installed after this handle, or before it."""
+        if self.replaced is not None:
+            return self.replaced
+        outer: Any = self.model.__dict__.get("forward")
+        return self._original() if _installed_handle(self.model) is self else outer
+
+    def _probe_fused_head(self, fused_forward: Callable[..., Any]) -> FusedOutput:
+        """Call the trainer's fused head on a few random tokens, and check that our values equal its values."""
         inputs = random_tokens(self.model)
-        with torch.no_grad(), quiet(self.model):
-            theirs = original(**inputs, **{ASKED: True})
-            kind = FusedKind.of(theirs)
-            ours = self._answer(kind, original, (), inputs)
+        with torch.no_grad(), evaluation_mode(self.model):
+            theirs = fused_forward(**inputs, **{FLAG: True})
+            kind = FusedOutput.of(theirs)
+            ours = self._fused_output(kind, (), inputs)
         kind.compare(ours, theirs, self._tolerance())
         return kind
 
-    def _answer(
-        self, kind: FusedKind, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        wanted = {name: value for name, value in kwargs.items() if name != ASKED}
-        shifted = wanted.get("shift_labels")
-        labels = wanted.get("labels") if shifted is None else shifted
+    def _fused_output(self, kind: FusedOutput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = {name: value for name, value in kwargs.items() if name != FLAG}
+        shifted = inputs.get("shift_labels")
+        labels = inputs.get("labels") if shifted is None else shifted
         if labels is None:
-            raise ConfigError("the trainer asks for log-probabilities of no labels. Pass labels, by name")
-        seen: list[TokenStats] = []
-        wanted["labels"] = labels
-        output = self._without_product(original, args, wanted, self.settings._replace(seen=seen))
-        answer = kind.fill(output, seen, labels, shifted is not None)
+            raise ConfigError("the trainer requests log-probabilities without labels. Pass labels as a keyword")
+        collected: list[TokenStats] = []
+        inputs["labels"] = labels
+        settings = self.settings._replace(collected=collected)
+        output = self._run_without_logits(self._original(), args, inputs, settings)
+        result = kind.fill(output, collected, labels, shifted is not None)
         if self.statistics:
-            self.token_stats = detached(seen[-1])
-        return answer
+            self.token_stats = detached(collected[-1])
+        return result
 
-    def _after_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if self.active and model.training and kwargs.get(ASKED) and not self.served:
+    def _before_model(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Redirect a call of a fused head that a trainer has installed around this handle.
+
+        Without the flag, the trainer's forward calls the forward that it replaced, which is this handle.
+        """
+        self.fused_requested = False
+        if not (self.active and model.training and kwargs.get(FLAG)) or _installed_handle(model) is self:
+            return None
+        self.fused_requested = True
+        return args, {name: value for name, value in kwargs.items() if name != FLAG}
+
+    def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.fused_requested:
+            self.fused_requested = False
             raise ConfigError(
-                f"a trainer has put a head of its own around this {type(model).__name__} since "
-                "use_linear_cross_entropy, whose loss is therefore not used. Call handle.remove(), and "
-                "use_linear_cross_entropy(trainer.model) when the trainer is made"
+                f"the forward of this {type(model).__name__} was replaced after use_linear_cross_entropy, and the new "
+                "one does not call it. Call handle.remove(), and then use_linear_cross_entropy(trainer.model)"
             )
-        self.served = False
+
+    def _before_backbone(self, backbone: nn.Module, args: Any) -> None:
+        """Install this handle around a fused head that adapters (PEFT) call without the hooks of the model.
+
+        The running call is computed by the trainer's head, with the same values. The next one reaches this handle.
+        """
+        outer = self.model.__dict__.get("forward")
+        if self.active and self.current is None and self.model.training and is_fused(outer):
+            self.replaced, self.model.forward = outer, self
 
     def _tolerance(self) -> float:
         return TOLERANCE.get(next(self.model.parameters()).dtype, EXACT_TOLERANCE)
@@ -242,7 +294,7 @@ class LossHandle:
         if self.previous is not None:
             previous: Callable[..., Any] = self.previous
             return previous
-        # Not a bound method: torch.compile rebuilds one as model.forward, which is us.
+        # Not a bound method: torch.compile would rebuild it as model.forward, which is this object.
         return functools.partial(type(self.model).forward, self.model)
 
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -250,78 +302,82 @@ class LossHandle:
             kwargs = dict(zip(self.__signature__.parameters, args, strict=False))
         return kwargs.get("labels") is not None
 
-    def _without_product(
+    # The head.
+
+    def _run_without_logits(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: LossSettings
     ) -> Any:
-        """Run the forward with a head that returns `UnbuiltLogits`; what comes back has None for them."""
+        """Run the forward with a head that returns `LazyLogits`. The output has `NO_LOGITS` in their place."""
         head = head_of(self.model)
-        if head is not self.head:  # replaced since: resized, adapted
-            self._join_head()
-        self.recording, self.calls = settings, 0
+        if head is not self.head:  # the head was replaced, for example resized or adapted
+            self._hook_head()
+        self.current, self.head_calls = settings, 0
         try:
             output = forward(*args, **kwargs)
         finally:
-            self.recording = None
-        if not self.calls:
+            self.current = None
+        if not self.head_calls:
             raise ConfigError(
-                f"{type(self.model).__name__} did not call its output embedding ({type(head).__name__}), so the logits "
-                "were built elsewhere. Call handle.remove(); or, if one like it was compiled and run before, "
-                "torch.compiler.reset(), since compiled code keeps a head without hooks"
+                f"{type(self.model).__name__} did not call its output embedding ({type(head).__name__}), so it "
+                "computed its logits elsewhere. Call handle.remove(). If a model of this class was compiled and run "
+                "before, call torch.compiler.reset(), because the compiled code has a head without hooks"
             )
-        return without_logits(output)
+        return replace_logits(output)
 
     def _before_head(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self.recording is None:
+        if self.current is None:
             return None
-        return (HeadInput.mark(inputs[0], classes_of(head), self.recording), *inputs[1:])
+        return (HeadInput.mark(inputs[0], classes_of(head), self.current), *inputs[1:])
 
     def _after_head(self, head: nn.Module, _: Any, output: Any) -> None:
-        if self.recording is None:
+        if self.current is None:
             return
-        self.calls += 1
-        if not isinstance(output, UnbuiltLogits):
+        self.head_calls += 1
+        if not isinstance(output, LazyLogits):
             raise ConfigError(
                 f"the head is a {type(head).__name__}, which does not end in F.linear with {classes_of(head)} classes, "
-                "so its product cannot be left out. Use a linear head, or LoRA on one"
+                "so its product cannot be skipped. Use a linear head, or LoRA on a linear head"
             )
 
-    def _join_head(self) -> None:
-        self._leave_head()
+    def _hook_head(self) -> None:
+        self._unhook_head()
         self.head = head = head_of(self.model)
-        self.hooks = [
+        self.head_hooks = [
             head.register_forward_pre_hook(self._before_head),
             head.register_forward_hook(self._after_head, prepend=True),
         ]
 
-    def _leave_head(self) -> None:
-        for hook in self.hooks:
+    def _unhook_head(self) -> None:
+        for hook in self.head_hooks:
             hook.remove()
-        self.head, self.hooks = None, []
+        self.head, self.head_hooks = None, []
 
 
 def _check_model(model: nn.Module) -> None:
     name = type(model).__name__
-    compiled = "_orig_mod" in getattr(model, "_modules", {})  # by torch.compile, which passes every name on
+    compiled = "_orig_mod" in getattr(model, "_modules", {})  # torch.compile's wrapper has all attributes of the model
     if compiled or not isinstance(model, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
         raise ConfigError(
-            f"a language model of transformers is needed, one with get_output_embeddings(), got {name}. If it is "
-            "wrapped (DistributedDataParallel, torch.compile), pass the model inside, and before wrapping it"
+            f"model is a language model of transformers, with get_output_embeddings(), got {name}. If it is wrapped "
+            "(DistributedDataParallel, torch.compile), pass the model inside, and before it is wrapped"
         )
-    if _stands_in(model) is not None:
-        raise ConfigError(f"this {name} has its loss from tilewise already. Call remove() on that handle first")
+    if _installed_handle(model) is not None:
+        raise ConfigError(
+            f"use_linear_cross_entropy is already active on this {name}. Call remove() on its handle first"
+        )
     head_of(model)
     parameters = inspect.signature(model.forward).parameters
     if "labels" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        raise ConfigError(f"{name} takes no labels, so it computes no loss. Use tilewise.linear_cross_entropy itself")
+        raise ConfigError(f"{name} takes no labels, so it computes no loss. Use tilewise.linear_cross_entropy instead")
 
 
-def _stands_in(model: nn.Module) -> LossHandle | None:
-    """The handle that is the model's forward, or that somebody has made a method of."""
+def _installed_handle(model: nn.Module) -> LossHandle | None:
+    """The handle that is the model's forward, also if it was turned into a method."""
     forward = model.__dict__.get("forward")
-    ours = getattr(forward, "__func__", forward)
-    return ours if isinstance(ours, LossHandle) else None
+    function = getattr(forward, "__func__", forward)
+    return function if isinstance(function, LossHandle) else None
 
 
 def _run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    """The model with its hooks (those of FSDP bring the weights), but not compiled for these few tokens."""
+    """Call the model with its hooks (FSDP gathers weights in hooks), but not its compiled version."""
     return nn.Module._call_impl(model, **inputs)

@@ -1,4 +1,4 @@
-"""Hidden states on their way through the head, whose last product is left out."""
+"""The input of the head, marked so that the head's last linear layer is not computed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilewise.integrations.transformers.unbuilt import LossSettings, Term, UnbuiltLogits
+from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, Term
 
 
 class HeadInput(Tensor):
-    """Hidden states on their way through the head: the linear layer that makes classes of them is not computed.
+    """Hidden states inside of the head. ``F.linear`` to the number of classes returns `LazyLogits`.
 
-    Everything else is, so that a head may also drop out, normalize, or go through a low rank first (LoRA).
+    All other operations are computed, so a head may also contain dropout, a norm or a low-rank layer (LoRA).
     """
 
     plain: Tensor
@@ -23,14 +23,14 @@ class HeadInput(Tensor):
 
     @staticmethod
     def mark(hidden: Tensor, classes: int, settings: LossSettings) -> HeadInput:
-        """The same tensor, marked."""
+        """The same tensor as a `HeadInput`."""
         marked = hidden.as_subclass(HeadInput)
         marked.plain, marked.classes, marked.settings = hidden, classes, settings
         return marked
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``F.linear`` to the classes is left out; other results are computed and marked."""
+        """Skip ``F.linear`` to the classes. Compute all other functions and mark their results."""
         kwargs = kwargs or {}
         marked = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, HeadInput)]
         first = marked[0]
@@ -38,7 +38,7 @@ class HeadInput(Tensor):
         if func is F.linear:
             hidden, weight, bias = _linear_arguments(*plain_args, **plain_kwargs)
             if weight.shape[0] == first.classes:
-                return UnbuiltLogits((Term(hidden, weight, weight.shape),), bias, None, first.settings)
+                return LazyLogits((Term(hidden, weight, weight.shape),), bias, None, first.settings)
         result = func(*plain_args, **plain_kwargs)
         if isinstance(result, Tensor) and not isinstance(result, HeadInput):
             return cls.mark(result, first.classes, first.settings)

@@ -1,4 +1,4 @@
-"""What is asked of a model: its head, its classes, and its loss of a few random tokens."""
+"""Access to a model: its head, its number of classes, and its loss on a few random tokens."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ CHECK_TOKENS = (2, 8)
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Its output embedding."""
+    """The output embedding of a model."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Module):
-        raise ConfigError(f"{type(model).__name__} has no output embedding (head). Use a ...ForCausalLM")
+        raise ConfigError(f"{type(model).__name__} has no output embedding (head). Use a ...ForCausalLM model")
     return head
 
 
 def classes_of(head: nn.Module) -> int:
-    """The rows of the largest linear layer in the head."""
+    """Number of rows of the largest linear layer in the head."""
     widths = [getattr(module, "out_features", None) for module in head.modules()]
     sizes = [width for width in widths if isinstance(width, int)]
     sizes = sizes or [weight.shape[0] for weight in head.parameters() if weight.dim() == 2]
     if not sizes:
-        raise ConfigError(f"the head, a {type(head).__name__}, has no linear layer in it. Use a ...ForCausalLM")
+        raise ConfigError(f"the head, a {type(head).__name__}, has no linear layer. Use a ...ForCausalLM model")
     return max(sizes)
 
 
 def random_tokens(model: nn.Module) -> dict[str, Tensor]:
-    """Inputs and labels that it takes, two of them ignored."""
+    """Random inputs and labels for a model. Two of the labels are ignored."""
     weight = next(iter(head_of(model).parameters()))
     if weight.device.type == "meta":
         raise ConfigError("the model has no weights yet (meta device). Load them first, or pass verify=False")
@@ -46,8 +46,8 @@ def random_tokens(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and the random state as it was."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside. Restores the mode of each module and the random state."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
@@ -60,8 +60,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 def loss_of(output: Any) -> float:
-    """The number in what a model returned."""
+    """The loss in the output of a model, as a number."""
     loss = output[0] if isinstance(output, tuple) else output["loss"]
     if not isinstance(loss, Tensor):
-        raise TilewiseError("the model returned no loss though it was given labels")
+        raise TilewiseError("the model returned no loss although it got labels")
     return float(loss)

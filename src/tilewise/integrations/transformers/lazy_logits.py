@@ -1,4 +1,4 @@
-"""Logits that are not built: what can be done with them, and their loss.
+"""Logits that are represented by their factors: the operations on them, and their cross-entropy.
 
 Axes: n tokens, d features, v classes (the vocabulary).
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise import _check
 from tilewise.errors import ConfigError, ShapeError
+from tilewise.integrations.transformers.no_logits import NO_LOGITS, LazyLogitsError
 from tilewise.losses.cross_entropy import linear_cross_entropy
 from tilewise.losses.token_stats import TokenStats, linear_token_stats
 from tilewise.options import TileOptions
@@ -24,29 +25,29 @@ Scale = float | Tensor
 
 
 class LossSettings(NamedTuple):
-    """What `linear_cross_entropy` is told beside the tensors."""
+    """Arguments of `linear_cross_entropy` other than the tensors."""
 
     z_loss: float
     group: torch.distributed.ProcessGroup | None
     options: TileOptions
     label_smoothing: float = 0.0
-    seen: list[TokenStats] | None = None  # where the statistics of tokens are put, if somebody wants them
+    collected: list[TokenStats] | None = None  # the token statistics of each loss are appended here
 
 
 class Term(NamedTuple):
-    """scale * hidden @ weight.T, not computed: (..., d), (v, d)."""
+    """One linear layer, ``scale * hidden @ weight.T``, that is not computed: (..., d), (v, d)."""
 
     hidden: Tensor
     weight: Tensor
-    size: torch.Size  # of the weight when the head ran; whoever shards it may have taken it away since
+    size: torch.Size  # of the weight when the head ran; a sharded weight may have been freed since
     scale: Scale = 1.0
 
 
-class UnbuiltLogits:
-    """Logits as a recipe: ``x = sum of terms + bias``, or ``cap * tanh(x)`` once there is a cap.
+class LazyLogits:
+    """Logits that are never computed: ``x = sum of terms + bias``, or ``cap * tanh(x)`` with a cap.
 
-    It can be scaled (each class too), capped, added to, converted, reshaped and sliced along the tokens, and
-    ``F.cross_entropy`` of it is `tilewise.linear_cross_entropy`. Anything else is refused.
+    They can be scaled (also per class), capped, added to, converted, and reshaped or sliced along the tokens.
+    ``F.cross_entropy`` of them calls `tilewise.linear_cross_entropy`. Any other operation raises `LazyLogitsError`.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class UnbuiltLogits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions and operators that have a method of the same meaning here."""
+        """Map torch functions and operators to the methods of this class."""
         name = TORCH_NAMES.get(getattr(func, "__name__", ""))
         if func is F.cross_entropy:
             return _cross_entropy(*args, **(kwargs or {}))
         if name is None or kwargs:
             raise _refusal(getattr(func, "__name__", str(func)))
         first, *rest = args
-        if not isinstance(first, cls):  # a tensor at the left; both operations commute
+        if not isinstance(first, cls):  # a tensor on the left side; both operations commute
             if name not in ("__add__", "__mul__"):
                 raise _refusal(func.__name__)
             first, rest = rest[0], [first]
@@ -85,23 +86,23 @@ class UnbuiltLogits:
 
     @property
     def device(self) -> torch.device:
-        """Where they would be."""
+        """Device of the hidden states."""
         return self.terms[0].hidden.device
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """As of a tensor."""
+        """As `torch.Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """As `torch.Tensor.dim`."""
         return len(self.shape)
 
-    def __mul__(self, factor: Any) -> UnbuiltLogits:
-        self._check_there()
-        if self.cap is None and self._is_for_each_class(factor):
-            return self._times_each_class(factor.reshape(-1))
+    def __mul__(self, factor: Any) -> LazyLogits:
+        self._check_weights()
+        if self.cap is None and self._is_per_class(factor):
+            return self._scale_classes(factor.reshape(-1))
         if not _is_number(factor) or (self.cap is not None and isinstance(factor, Tensor)):
-            raise _refusal("a product with something that is neither a number nor a factor for each class")
+            raise _refusal("a product with something other than a number or one factor per class")
         if self.cap is not None:
             return self._with(cap=self.cap * factor)
         terms = tuple(term._replace(scale=term.scale * factor) for term in self.terms)
@@ -109,74 +110,74 @@ class UnbuiltLogits:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> UnbuiltLogits:
+    def __truediv__(self, divisor: Any) -> LazyLogits:
         if not _is_number(divisor):
-            raise _refusal("a division by something that is not a number")
+            raise _refusal("a division by something other than a number")
         return self * (1.0 / divisor)
 
-    def __add__(self, other: Any) -> UnbuiltLogits:
-        self._check_there()
+    def __add__(self, other: Any) -> LazyLogits:
+        self._check_weights()
         if self.cap is not None:
-            raise _refusal("a sum behind the cap")
-        if isinstance(other, UnbuiltLogits) and other.cap is None and other.shape == self.shape:
+            raise _refusal("a sum after the soft cap")
+        if isinstance(other, LazyLogits) and other.cap is None and other.shape == self.shape:
             biases = [bias for bias in (self.bias, other.bias) if bias is not None]
             return self._with(terms=(*self.terms, *other.terms), bias=sum(biases) if biases else None)
-        if self._is_for_each_class(other):
+        if self._is_per_class(other):
             bias_v = other.reshape(-1)
             return self._with(bias=bias_v if self.bias is None else self.bias + bias_v)
-        raise _refusal("a sum with something that is not a bias for each class or another linear layer")
+        raise _refusal("a sum with something other than one bias per class or another linear layer")
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> UnbuiltLogits:
+    def __sub__(self, other: Any) -> LazyLogits:
         return self + -1.0 * other
 
-    def tanh(self) -> UnbuiltLogits:
-        """The first half of a soft cap; the second is a product."""
+    def tanh(self) -> LazyLogits:
+        """First step of a soft cap. The second step is a product."""
         if self.cap is not None:
-            raise _refusal("tanh, twice")
+            raise _refusal("a second tanh")
         return self._with(cap=1.0)
 
-    def float(self) -> UnbuiltLogits:
-        """The loss accumulates in float32 anyway."""
+    def float(self) -> LazyLogits:
+        """Set the dtype. The loss always accumulates in float32."""
         return self._with(dtype=torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> UnbuiltLogits:
-        """Another type; not another device."""
+    def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
+        """Change the dtype. A change of the device is refused."""
         dtype = self.dtype
         for wanted in (*args, *kwargs.values()):
             if isinstance(wanted, torch.dtype):
                 dtype = wanted
             elif isinstance(wanted, (str, torch.device, int)) and not isinstance(wanted, bool):
-                there, here = torch.device(wanted), self.device
-                if (there.type, there.index or 0) != (here.type, here.index or 0):
-                    raise _refusal(f"a move from {here} to {there}")
+                target, current = torch.device(wanted), self.device
+                if (target.type, target.index or 0) != (current.type, current.index or 0):
+                    raise _refusal(f"a move from {current} to {target}")
         return self._with(dtype=dtype)
 
-    def contiguous(self) -> UnbuiltLogits:
-        """As they are."""
+    def contiguous(self) -> LazyLogits:
+        """Returns itself."""
         return self
 
-    def view(self, *shape: Any) -> UnbuiltLogits:
-        """Other dimensions of tokens; the last dimension stays the classes."""
+    def view(self, *shape: Any) -> LazyLogits:
+        """Reshape the dimensions of the tokens. The last dimension stays the classes."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         classes = self.shape[-1]
         if self.settings.group is None and sizes[-1] not in (classes, -1):
             raise ShapeError(
-                f"logits of {classes} classes are reshaped to {sizes}. Is config.vocab_size that of the head? "
-                "After resizing the embeddings, it has to be"
+                f"logits of {classes} classes are reshaped to {sizes}. config.vocab_size must be the number of classes "
+                "of the head, also after the embeddings are resized"
             )
         return self._on_hidden(lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]))
 
     reshape = view
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> UnbuiltLogits:
-        """The dimensions of the tokens as one."""
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> LazyLogits:
+        """Flatten dimensions of the tokens."""
         if end_dim % self.dim() == self.dim() - 1:
             raise _refusal("flatten over the classes")
         return self._on_hidden(lambda hidden: hidden.flatten(start_dim, end_dim))
 
-    def __getitem__(self, key: Any) -> UnbuiltLogits:
+    def __getitem__(self, key: Any) -> LazyLogits:
         if not _only_tokens(key, self.dim()):
             raise _refusal("indexing along the classes")
         return self._on_hidden(lambda hidden: hidden[key])
@@ -188,42 +189,43 @@ class UnbuiltLogits:
         raise _refusal(name)
 
     def __repr__(self) -> str:
-        return f"UnbuiltLogits({tuple(self.shape)}, never built in training)"
+        return f"LazyLogits({tuple(self.shape)}, not computed in training)"
 
-    def _with(self, **changes: Any) -> UnbuiltLogits:
+    def _with(self, **changes: Any) -> LazyLogits:
         kept = {name: getattr(self, name) for name in ("terms", "bias", "cap", "settings", "dtype")}
-        return UnbuiltLogits(**(kept | changes))
+        return LazyLogits(**(kept | changes))
 
-    def _is_for_each_class(self, value: Any) -> bool:
+    def _is_per_class(self, value: Any) -> bool:
         classes = self.shape[-1]
         return isinstance(value, Tensor) and value.shape[-1:] == (classes,) and value.numel() == classes
 
-    def _times_each_class(self, factor_v: Tensor) -> UnbuiltLogits:
-        """``f_v * <h, w_v>`` is ``<h, f_v w_v>``: DoRA's magnitudes, at the cost of a copy of the weight."""
+    def _scale_classes(self, factor_v: Tensor) -> LazyLogits:
+        """``f_v * <h, w_v> = <h, f_v w_v>``, as in DoRA. Costs a copy of the weight."""
         terms = tuple(
             term._replace(weight=(term.weight * factor_v[:, None]).to(term.weight.dtype)) for term in self.terms
         )
         return self._with(terms=terms, bias=None if self.bias is None else self.bias * factor_v)
 
-    def _on_hidden(self, change: Callable[[Tensor], Tensor]) -> UnbuiltLogits:
+    def _on_hidden(self, change: Callable[[Tensor], Tensor]) -> LazyLogits:
         return self._with(terms=tuple(term._replace(hidden=change(term.hidden)) for term in self.terms))
 
-    def _check_there(self) -> None:
-        """An error if the head's weight or bias is gone: to read freed memory would end the process."""
-        gone = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
-        if gone or (self.bias is not None and _is_freed(self.bias)):
+    def _check_weights(self) -> None:
+        """Raise if the head's weight or bias has been freed: reading freed memory would crash the process."""
+        freed = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
+        if freed or (self.bias is not None and _is_freed(self.bias)):
             raise ConfigError(
-                "the head's weight was taken away when the head had run, before the loss: it is sharded by itself. "
-                "Keep the head in the outermost FSDP unit, or in one with reshard_after_forward=False, or out of ZeRO-3"
+                "the weight of the head was freed after the head's forward and before the loss, because the head is "
+                "sharded separately. Keep the head in the outermost FSDP unit, or in a unit with "
+                "reshard_after_forward=False, or out of ZeRO-3"
             )
 
     def layer(self) -> tuple[Tensor, Tensor, Scale]:
-        """The terms as one linear layer: hidden states, weight and scale.
+        """All terms as one linear layer: hidden states, weight and scale.
 
-        Several terms, ``sum_k s_k h_k @ W_k.T``, are one whose features are all of theirs: ``[s_k h_k] @ [W_k].T``.
-        That is exact also where their inputs differ, as under LoRA's dropout.
+        ``sum_k s_k h_k @ W_k.T`` equals ``[s_k h_k] @ [W_k].T`` with concatenated features. This is also exact for
+        different inputs, as with LoRA's dropout.
         """
-        self._check_there()
+        self._check_weights()
         if len(self.terms) == 1:
             only = self.terms[0]
             return only.hidden, only.weight, only.scale
@@ -241,38 +243,38 @@ def _cross_entropy(
     reduction: _check.Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of logits that are not built: (n, v) against (n,)."""
-    if not isinstance(input, UnbuiltLogits) or input.dim() > 2 or size_average is not None or reduce is not None:
+    """``F.cross_entropy`` of lazy logits: (n, v) against (n,)."""
+    if not isinstance(input, LazyLogits) or input.dim() > 2 or size_average is not None or reduce is not None:
         raise _refusal("F.cross_entropy of other than (tokens, classes), or with size_average or reduce")
     if isinstance(target, Tensor) and target.shape != input.shape[:-1]:
         raise ShapeError(
             f"the model's loss has {input.shape[:-1].numel()} tokens and {target.numel()} labels. labels need the "
-            "shape of input_ids, with -100 where a token does not count; the model shifts them itself"
+            "shape of input_ids, with -100 for tokens to ignore. The model shifts the labels"
         )
     hidden, classifier, scale = input.layer()
     bias, cap = input.bias, input.cap
-    if cap is not None:  # cap * tanh(x) is the soft cap of cap * x
+    if cap is not None:  # cap * tanh(x) is the soft cap of the scores cap * x
         scale, bias = scale * cap, None if bias is None else bias * cap
     settings = input.settings
     label_smoothing = label_smoothing or settings.label_smoothing
     shared: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "softcap": cap, "logit_scale": scale}
     shared |= {"group": settings.group, "options": settings.options}
     plain = weight is None and label_smoothing == 0.0
-    if settings.seen is not None:
+    if settings.collected is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
-            stats = linear_token_stats(hidden, classifier, target, want=SEEN, **shared)
-        settings.seen.append(stats)
+            stats = linear_token_stats(hidden, classifier, target, want=STATISTICS, **shared)
+        settings.collected.append(stats)
         if plain:
             return _from_statistics(stats, settings.z_loss, reduction)
     smoothing: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing, "z_loss": settings.z_loss}
     return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
 
 
-SEEN = ("log_prob", "entropy", "correct", "logsumexp")
+STATISTICS = ("log_prob", "entropy", "correct", "logsumexp")
 
 
 def _from_statistics(stats: TokenStats, z_loss: float, reduction: _check.Reduction) -> Tensor:
-    """The same loss, from the pass that has the statistics: ``z_loss * logsumexp ** 2 - log_prob`` of each token."""
+    """The loss from the token statistics: ``z_loss * logsumexp ** 2 - log_prob`` of each token."""
     assert stats.log_prob is not None
     assert stats.logsumexp is not None
     assert stats.valid is not None
@@ -284,11 +286,7 @@ def _from_statistics(stats: TokenStats, z_loss: float, reduction: _check.Reducti
     return loss_n.sum() if reduction == "sum" else loss_n.sum() / stats.valid.sum()
 
 
-class UnbuiltLogitsError(ConfigError, AttributeError):
-    """Something that needs the logits; an ``AttributeError`` too, for ``hasattr``."""
-
-
-TORCH_NAMES = {  # functions and operators of torch, by the method that does the same here
+TORCH_NAMES = {  # torch functions and operators, and the method of LazyLogits that implements them
     "tanh": "tanh",
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), "__mul__"),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), "__truediv__"),
@@ -297,11 +295,11 @@ TORCH_NAMES = {  # functions and operators of torch, by the method that does the
 }
 
 
-def _refusal(what: str) -> UnbuiltLogitsError:
-    return UnbuiltLogitsError(
-        f"the model uses {what} on its logits, which are not built in training. What works is a scale, a soft cap, a "
-        "bias or a factor for each class, LoRA, a reshape or slice along the tokens, and cross_entropy. Use the model "
-        "in evaluation mode, or undo use_linear_cross_entropy with handle.remove()"
+def _refusal(what: str) -> LazyLogitsError:
+    return LazyLogitsError(
+        f"the model uses {what} on its logits, which are not computed in training. Supported are a scale, a soft cap, "
+        "a bias or a factor per class, LoRA, a reshape or slice along the tokens, and cross_entropy. Use the model in "
+        "evaluation mode, or undo use_linear_cross_entropy with handle.remove()"
     )
 
 
@@ -314,25 +312,25 @@ def _is_number(value: Any) -> bool:
 
 
 def _only_tokens(key: Any, dims: int) -> bool:
-    """Whether an index leaves the last of the dimensions alone."""
+    """Whether an index does not select along the last dimension."""
     keys = key if isinstance(key, tuple) else (key,)
     taken = [item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in keys]
     used = sum(n for n, item in zip(taken, keys, strict=True) if item is not None and item is not ...)
     if used < dims and not isinstance(keys[-1], EllipsisType) and ... in [k for k in keys if not isinstance(k, Tensor)]:
-        return keys[-1] == slice(None)  # what follows the dots reaches the end
+        return keys[-1] == slice(None)  # the key after the ellipsis is that of the last dimension
     return used < dims or (isinstance(keys[-1], slice) and keys[-1] == slice(None))
 
 
-def without_logits(output: Any) -> Any:
-    """The output of a model with None for logits."""
-    if isinstance(output, UnbuiltLogits):
-        return None
+def replace_logits(output: Any) -> Any:
+    """Replace the lazy logits in the output of a model by `NO_LOGITS`, which keeps no tensors alive."""
+    if isinstance(output, LazyLogits):
+        return NO_LOGITS
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         named = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        unbuilt = {name: None for name, value in named.items() if isinstance(value, UnbuiltLogits)}
-        return dataclasses.replace(output, **unbuilt) if unbuilt else output
+        lazy = {name: NO_LOGITS for name, value in named.items() if isinstance(value, LazyLogits)}
+        return dataclasses.replace(output, **lazy) if lazy else output
     if type(output) is dict:
-        return {name: without_logits(value) for name, value in output.items()}
+        return {name: replace_logits(value) for name, value in output.items()}
     if type(output) is tuple:
-        return tuple(None if isinstance(value, UnbuiltLogits) else value for value in output)
+        return tuple(NO_LOGITS if isinstance(value, LazyLogits) else value for value in output)
     return output
