@@ -162,7 +162,7 @@ def test_a_damaged_tag_costs_no_picture(monkeypatch):
 
 def test_a_format_that_starts_another_program_is_not_read():
     """Pillow hands EPS, which is a program, to Ghostscript."""
-    with pytest.raises(RecordError, match="UnidentifiedImageError"):
+    with pytest.raises(RecordError, match="unknown format"):
         decode(picture(kind="EPS"))
 
 

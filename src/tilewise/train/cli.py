@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,8 @@ def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key
 def _leave(result: Any, console: Any, quiet: bool = False) -> None:
     if result.signal_number and not result.finished:
         if _is_first():
-            _say(console, f"stopped after step {result.step}; saved. The same command continues the run")
+            after = f"after step {result.step}; saved" if result.step else "before the first step"
+            _say(console, f"stopped {after}. The same command continues the run")
         raise typer.Exit(128 + result.signal_number)
     if not quiet:
         _say(console, f"done: {result.step} steps in {result.folder}")
@@ -184,6 +186,7 @@ def main() -> None:
     from tilewise.train.signals import end_on_signals
 
     end_on_signals()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged images are skipped and counted, not reported twice
     try:
         app()
     except TilewiseError as error:

@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.errors import ConfigError, GroupError, TilewiseError
+from tilewise.errors import ConfigError, DataError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
 from tilewise.train.config import LoopConfig, RunConfig, check_same_run
 from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
@@ -36,6 +37,7 @@ from tilewise.train.step_memory import memory_counted, memory_now
 if TYPE_CHECKING:
     from rich.console import Console
 
+NOTICES = 5  # damaged shards that are named; further ones are counted
 BEST_METRIC = "t2i_r10"
 SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run that long which waits so much for its data is told so
 
@@ -77,6 +79,7 @@ class Trainer:
         self.config, self.world = config, world
         self.console = console if world.is_first else None
         self.signal_number = 0
+        self.saved_step = 0  # the step of the last checkpoint that was written or loaded
         self.seconds = self.waited = 0.0  # of all steps, and how much of it for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
@@ -84,6 +87,7 @@ class Trainer:
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
+        self._say_notices("training pairs", self.skips)
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
@@ -92,6 +96,7 @@ class Trainer:
         self.pairs = self._held_out(held_out) if world.is_first else None
         if held_out.total:
             self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
+            self._say_notices("held-out pairs", held_out)
         self.steps = self._length(config.loop)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -124,9 +129,12 @@ class Trainer:
                 self._write_down()
             with self._log() as log, self._status(), StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
+            if self.pairs is not None:
+                self.pairs.images.give_up_when(None)
             if self.skips.total:
                 first = "".join(f". First: {example}" for example in self.skips.examples[:1])
                 self._say(f"training pairs: {self.skips.summary()}{first}")
+                self._say_notices("training pairs", self.skips)
             self._judge_data()
             self.world.wait()
             return RunResult(
@@ -179,7 +187,11 @@ class Trainer:
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()
         stopping = False
-        for batch in self.stream.batches(self.state.position, self.step, self.steps):
+        # One process can stop between two steps. Several ranks must agree in a step; torchrun ends those that block.
+        give_up = stop.overdue if self.world.size == 1 else None
+        if self.pairs is not None:
+            self.pairs.images.give_up_when(stop.overdue)
+        for batch in self.stream.batches(self.state.position, self.step, self.steps, give_up):
             waited = time.perf_counter() - before
             line, stopping = self._step(batch, stop)
             seconds = time.perf_counter() - before
@@ -198,6 +210,19 @@ class Trainer:
                 self.signal_number = int(self.world.largest(stop.signal_number))
                 break
             before = time.perf_counter()  # an evaluation or a checkpoint is no part of the next step
+        if not stopping and self.step < self.steps:
+            self._give_up_reading(stop)
+
+    def _give_up_reading(self, stop: StopRequest) -> None:
+        """End a run that was asked to stop while a read of the data blocks: save after the last whole step."""
+        self.signal_number = stop.signal_number
+        self._say(f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it")
+        if self.step and self.saved_step != self.step:
+            self._save()
+
+    def _save(self) -> None:
+        self.state.save(self.folder.checkpoints, self.config)
+        self.saved_step = self.step
 
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
         """Evaluate and save, where it is time to."""
@@ -207,7 +232,7 @@ class Trainer:
         due = last or stopping or self.step % output.checkpoint_every == 0
         best = self.state.best.get("step") == self.step  # known to the first rank, which evaluates
         if self.world.is_first and (due or best):
-            self.state.save(self.folder.checkpoints, self.config)
+            self._save()
         if due:
             self.world.wait()
 
@@ -265,7 +290,13 @@ class Trainer:
             loop, state = self.config.loop, self.state
             with self.average.used() if self.average is not None else nullcontext():
                 encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
-                state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
+                try:
+                    state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
+                except CancelledError:
+                    raise DataError(
+                        "stopped by a signal while the held-out images could not be read: a read has not returned. "
+                        "The same command continues from the last checkpoint"
+                    ) from None
             assert log is not None
             log.write(self.step, "eval", state.metrics)
             bar.evaluated(state.metrics)
@@ -288,6 +319,7 @@ class Trainer:
             return
         self._check_same_run(checkpoint)
         self.state.load(checkpoint)
+        self.saved_step = self.step
         if self.world.is_first:
             self.skips.restore(self.state.skips)
         before = planned_steps(self.state.plan)
@@ -328,6 +360,14 @@ class Trainer:
             yield bar
         finally:
             bar.close()
+
+    def _say_notices(self, what: str, skips: SkipLog) -> None:
+        """Print the sentences of a log that were not printed yet, at most `NOTICES` of them."""
+        new, skips.notices = skips.notices, []
+        for sentence in new[:NOTICES]:
+            self._say(f"{what}: {sentence}")
+        if len(new) > NOTICES:
+            self._say(f"{what}: more shards are damaged: {len(new) - NOTICES} or more")
 
     def _say(self, text: str) -> None:
         if self.console is not None:

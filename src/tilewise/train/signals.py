@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
+GRACE_S = 10.0  # how long after a stop signal a run still waits for data
 SHOW_CURSOR = "\x1b[?25h"  # a bar hides it
 
 
@@ -43,6 +45,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self._noted = 0.0
         self._left = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1  # requests that are taken as such
         self._before: dict[int, Any] = {}
 
@@ -60,7 +63,12 @@ class StopRequest:
         if not self.signal_number:
             again = "; Ctrl-C again gives it up" if number == signal.SIGINT else ""
             _tell(f"{signal.Signals(number).name}: this step is finished and saved, then the run ends{again}")
+            self._noted = time.monotonic()
         self.signal_number = self.signal_number or number
+
+    def overdue(self) -> bool:
+        """Return whether a stop signal came more than `GRACE_S` ago. Reads that block are then given up."""
+        return bool(self.signal_number) and time.monotonic() - self._noted > GRACE_S
 
     def __exit__(self, *unused: object) -> None:
         for number, handler in self._before.items():

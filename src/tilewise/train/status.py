@@ -60,7 +60,9 @@ class Status:
             "finished": f"finished: {self.step} steps",
             "starting": f"starting{last}",
             "running": f"running, {place}{last}",
-            "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it",
+            "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it"
+            if self.step
+            else f"stopped by signal {self.signal} before the first step. The same command begins it anew",
             "killed": f"killed while it was running, {place}. {again}",
             "failed": f"failed {place}: {self.error.rstrip('.')}{last}",
         }[self.status]

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.errors import ConfigError, DataError
 from tilewise.train.data.order import Order, Position
 from tilewise.train.data.records import Draw, SkipLog, Source
+from tilewise.train.data.workers import POLL_S
 
 Tokens = dict[str, Tensor]
 Tokenizer = Callable[[list[str]], Tokens]
@@ -105,44 +106,68 @@ class BatchStream:
             )
         return Batch(rows.images, self.tokenizer(rows.texts), rows.ids, self.skips.state(), after, epoch)
 
-    def batches(self, position: Position, step: int, last_step: int) -> Iterator[Batch]:
-        """Batches of steps ``step .. last_step - 1``, made on a thread of their own."""
-        if not self.prefetch:
-            for number in range(step, last_step):
-                batch = self.make(position, number)
-                position = batch.after
-                yield batch
-            return
-        ready: queue.Queue[Batch | BaseException] = queue.Queue(self.prefetch)
+    def batches(
+        self, position: Position, step: int, last_step: int, give_up: Callable[[], bool] | None = None
+    ) -> Iterator[Batch]:
+        """Yield the batches of steps ``step .. last_step - 1``. They are made on a thread of their own.
+
+        Args:
+            position: where the first batch starts.
+            step: the first step.
+            last_step: the step after the last one.
+            give_up: is called while the next batch is not ready. Once it returns true, the iteration ends, even if a
+                read blocks for ever.
+        """
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(max(1, self.prefetch))
+        wanted = threading.Semaphore(0)
         stopped = threading.Event()
 
         def fill(position: Position) -> None:
             try:
                 for number in range(step, last_step):
+                    if not self.prefetch:
+                        wanted.acquire()  # nothing is prepared ahead
                     batch = self.make(position, number, stopped)
                     position = batch.after
                     if not _put(ready, batch, stopped):
                         return
-            except BaseException as error:  # handed to the reader, who raises it
+            except BaseException as error:  # passed to the main thread, which raises it
                 _put(ready, error, stopped)
 
         thread = threading.Thread(target=fill, args=(position,), daemon=True, name="tilewise-batches")
         thread.start()
         try:
             for _ in range(step, last_step):
-                item = ready.get()
+                wanted.release()
+                item = _get(ready, give_up)
+                if item is None:
+                    return
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             stopped.set()
-            thread.join()
+            wanted.release()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                if give_up is not None and give_up():  # a read blocks; the thread is a daemon
+                    break
+
+
+def _get(ready: queue.Queue[Batch | BaseException], give_up: Callable[[], bool] | None) -> Batch | BaseException | None:
+    """Return the next item, or None once `give_up` returns true."""
+    while True:
+        try:
+            return ready.get(timeout=POLL_S)
+        except queue.Empty:
+            if give_up is not None and give_up():
+                return None
 
 
 def _put(ready: queue.Queue[Batch | BaseException], item: Batch | BaseException, stopped: threading.Event) -> bool:
     while not stopped.is_set():
         try:
-            ready.put(item, timeout=0.1)
+            ready.put(item, timeout=POLL_S)
             return True
         except queue.Full:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.train.data.images import centre_box, decode, random_box, to_tensor
 from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+from tilewise.train.data.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class Reader(Protocol):
         """Where the record is, for messages."""
 
 
-def prepare_rows(
-    reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: ThreadPoolExecutor
-) -> Rows:
+def prepare_rows(reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: Workers) -> Rows:
     """Read and decode these keys on the pool's threads; the rows keep the order of the keys.
 
     `CancelledError` once the batch is unwanted: a run that was told to stop need not decode another batch first.
@@ -58,7 +57,7 @@ def prepare_rows(
             skips.add(str(error), reader.describe(key))
             return None
 
-    made = list(pool.map(one, keys.tolist()))
+    made = pool.map(one, keys.tolist(), None if draw.unwanted is None else draw.unwanted.is_set)
     good = [row for row in made if row is not None]
     images = torch.stack([row[0] for row in good]) if good else torch.empty(0, 3, how.size, how.size, dtype=torch.uint8)
     ids = torch.tensor([row[2] for row in good], dtype=torch.int64)

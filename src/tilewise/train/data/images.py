@@ -6,7 +6,7 @@ import functools
 import io
 import math
 import random
-import warnings
+import struct
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewise.train.data.records import RecordError
 
 Box = tuple[int, int, int, int]
+PIXEL_LIMIT = 89_478_485  # width times height; the limit from which Pillow warns of a decompression bomb
 # Pictures of pixels. Pillow knows more, and for some of them (EPS) it starts another program, on a file of a stranger.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
 TURNS = {  # by the number of the EXIF tag
@@ -35,14 +36,40 @@ def decode(data: bytes) -> Image.Image:
     A damaged file, one of no format in `FORMATS`, or one whose size is a decompression bomb, is a `RecordError`.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", message="Palette images with Transparency")
-            return on_white(Image.open(io.BytesIO(data), formats=known_formats()))
+        image = open_image(data)
+        image.load()
+        _check_pixels(image)  # decoding can change the size, for example of an icon file
+        return on_white(image)
     except RecordError:
         raise
-    except Exception as error:  # of a damaged file, Pillow's readers raise whatever they stumble over
+    except Exception as error:  # Pillow's readers raise many types for damaged files
         raise RecordError(f"image cannot be decoded ({type(error).__name__})") from error
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Read the header of an image file. The pixels are decoded later, by ``load``.
+
+    ``Image.open`` reports a size above its limit through a warning, and a warning becomes an error only through
+    filters, which belong to the whole process. This function opens the file with the same readers and checks the size
+    itself, so it changes no global state and is safe on any thread.
+    """
+    for name in known_formats():
+        reader, accepts = Image.OPEN[name]
+        accepted = accepts is None or accepts(data[:16])
+        if not accepted or isinstance(accepted, str):  # text: the format is known, but this build cannot read it
+            continue
+        try:
+            image = reader(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, struct.error):  # not a file of this format
+            continue
+        _check_pixels(image)
+        return image
+    raise RecordError("image cannot be decoded (unknown format)")
+
+
+def _check_pixels(image: Image.Image) -> None:
+    if image.width * image.height > PIXEL_LIMIT:
+        raise RecordError(f"image cannot be decoded (more than {PIXEL_LIMIT:,} pixels)")
 
 
 @functools.cache

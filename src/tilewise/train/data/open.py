@@ -94,6 +94,11 @@ class EvalImages:
                  keys: list[int] | None = None, first: list[Tensor] | None = None) -> None:  # fmt: skip
         self.everything, self.source, self.keys, self.first = everything, source, keys or [], first or []
 
+    def give_up_when(self, give_up: Callable[[], bool] | None) -> None:
+        """Raise ``CancelledError`` from `take` if a read blocks and `give_up` returns true. None: never."""
+        if self.source is not None:
+            self.source.pool.give_up = give_up
+
     def __len__(self) -> int:
         return len(self.keys) if self.everything is None else len(self.everything)
 

@@ -131,6 +131,7 @@ class SkipLog:
     def __init__(self, counts: dict[str, int] | None = None, examples: int = 20) -> None:
         self.counts: Counter[str] = Counter(counts or {})
         self.examples: list[str] = []
+        self.notices: list[str] = []  # sentences for the user; at most `examples` of them
         self._once: set[str] = set()
         self._most = examples
         self._lock = threading.Lock()
@@ -141,6 +142,12 @@ class SkipLog:
             self.counts[reason] += 1
             if len(self.examples) < self._most:
                 self.examples.append(f"{plain_text(what)}: {reason}")
+
+    def notice(self, sentence: str) -> None:
+        """Keep a sentence that the user must see, for example that a shard ended early."""
+        with self._lock:
+            if len(self.notices) < self._most:
+                self.notices.append(plain_text(sentence))
 
     def first_time(self, what: str) -> bool:
         """Whether `what` (a shard, say) is looked at for the first time, so that its faults count once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,15 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
+from tilewise.train.data.workers import Workers
+from tilewise.train.untrusted import (
+    IMAGE_LIMIT,
+    TEXT_LIMIT,
+    NotRegularError,
+    TooLargeError,
+    parse_json,
+    read_regular,
+)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
@@ -38,8 +46,10 @@ def read_folder(folder: Path) -> list[Entry]:
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
         beside = path.with_suffix(".txt")
         try:
-            lines = beside.read_text(encoding="utf-8-sig").splitlines() if beside.exists() else [words_of(path.stem)]
-        except (OSError, UnicodeDecodeError):
+            lines = read_regular(beside, TEXT_LIMIT).decode("utf-8-sig").splitlines()
+        except FileNotFoundError:
+            lines = [words_of(path.stem)]
+        except (OSError, ValueError):
             lines = []
         entries.append(Entry(str(path), captions_of(lines)))
     if not entries:
@@ -117,7 +127,7 @@ def _jsonl_rows(path: Path, columns: Columns) -> Iterable[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             if not isinstance(row, dict):
@@ -150,7 +160,7 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
 
 def _coco_rows(path: Path, columns: Columns) -> Iterable[Row]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8-sig"))
         names = {image["id"]: image["file_name"] for image in content["images"]}
         pairs = [(names[a["image_id"]], a["caption"], a.get(columns.id)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -174,7 +184,7 @@ class FileSource:
     def __init__(self, entries: list[Entry], how: Preparation, workers: int = 2) -> None:
         self.entries = entries
         self.how = how
-        self.pool = ThreadPoolExecutor(workers)
+        self.pool = Workers(workers)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -204,8 +214,12 @@ class FileSource:
         if isinstance(image, bytes):
             return Record(image, tuple(captions), own)
         try:
-            return Record(Path(image).read_bytes(), tuple(captions), own)
-        except (OSError, ValueError) as error:  # no path holds a zero byte or half a character
+            return Record(read_regular(image, IMAGE_LIMIT), tuple(captions), own)
+        except NotRegularError as error:
+            raise RecordError("image is not a regular file") from error
+        except TooLargeError as error:
+            raise RecordError(f"image is larger than {IMAGE_LIMIT // 2**20} MiB") from error
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte or half a character
             raise RecordError(f"image cannot be read ({type(error).__name__})") from error
 
     def describe(self, key: int) -> str:
