@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from tests.train import hostile_files
 from tests.train.small_pictures import picture
 
 from tilewise.train import loop, signals
@@ -257,6 +258,15 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded():
         warnings.simplefilter("error")  # no warning is emitted on the way
         with pytest.raises(RecordError, match="more than 89,478,485 pixels"):
             decode(data)
+
+
+@pytest.mark.slow
+def test_two_thousand_mutated_files(tmp_path):
+    """TILEWISE_HOSTILE_FILES sets another number of files. `python -m tests.train.hostile_files` prints the counts."""
+    count = int(os.environ.get("TILEWISE_HOSTILE_FILES", "2000"))
+    found = hostile_files.check(count, 1, tmp_path)
+    assert sum(sum(results.values()) for results in found.values()) == count
+    assert all(results["read"] and results["refused"] for results in found.values())
 
 
 # -- a stop signal while a read blocks -----------------------------------------------------------------------

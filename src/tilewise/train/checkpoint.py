@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
+from tilewise.train.saved_state import CHECKSUM, FORMAT, check_state, state_checksum
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     Tensors = Mapping[str, Tensor]
 
-FORMAT = 1
+STEP_NAME = re.compile(r"step-[0-9]{8,18}")
 LOCKED_HEAD = "image.body.project.weight"
 
 
@@ -84,11 +87,12 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
             save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
             _sync(file)
             files[file.name] = _facts(file)
-        document = {"format": FORMAT, **state, "step": step, "files": files}
+        document = {**state, "format": FORMAT, "step": step, "files": files}
+        document[CHECKSUM] = state_checksum(document)
         write_atomically(aside / "state.json", json.dumps(document, indent=1))
         _sync(aside)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # a damaged one; it goes in one move
+            _remove(final)
         aside.rename(final)
         _sync(folder)
     except Exception as error:  # safetensors wraps a full disk in its own type
@@ -127,18 +131,21 @@ def _facts(file: Path) -> dict[str, int]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, after checking that its files are those that were written."""
+    """Open a checkpoint, after checking that its files are those that were written."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        files = state["files"]
-        form = state["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint, or its state.json is damaged: {error}") from error
-    if form != FORMAT:
-        raise CheckpointError(f"{path} has format {form}, this tilewise reads {FORMAT}")
-    for name, facts in files.items():
+        state = parse_json(read_regular(path / "state.json", STATE_LIMIT).decode("utf-8"))
+        check_state(state, step_of(path))
+    except OSError as error:
+        raise CheckpointError(f"{path / 'state.json'} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / 'state.json'} is damaged: {error}") from error
+    for name, facts in state["files"].items():
         file = path / name
-        if not file.is_file() or _facts(file) != facts:
+        try:
+            same = file.is_file() and _facts(file) == facts
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if not same:
             raise CheckpointError(f"{file} is missing or damaged (its size or checksum is not what was written)")
     return Checkpoint(path, state)
 
@@ -158,9 +165,18 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {why}") from error
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder.
+
+    >>> step_of(Path("checkpoints/step-00000100"))
+    100
+    """
+    return int(path.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+    """Return the checkpoint folders, oldest first."""
+    return sorted((p for p in folder.glob("step-*") if STEP_NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -184,10 +200,21 @@ def clear_leftovers(folder: Path) -> None:
 
 def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> None:
     """Keep the last few checkpoints up to this step, and the best one; later ones are damaged and count for nothing."""
-    paths = [path for path in list_checkpoints(folder) if path.name <= step_name(step)]
+    paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[:-keep_last]:
-        if best_step is None or path.name != step_name(best_step):
-            shutil.rmtree(path, ignore_errors=True)
+        if step_of(path) != best_step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one move, so that no part of it is left under its name."""
+    aside = path.with_name(f".writing-removed-{path.name}-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        path.rename(aside)
+    except OSError:
+        aside = path
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:

@@ -80,11 +80,13 @@ class ModelConfig:
     lock_image: bool = setting(
         False, "LiT: the pretrained image tower keeps its weights and runs once, without a graph or new projection"
     )
-    embed_dim: int = setting(0, "width of the shared features; 0: the model's own", least=0)
-    image_size: int = setting(0, "pixels along a side; 0: the model's own", least=0)
-    width: int = setting(1024, "width of the demo model's image tower", least=8)
-    depth: int = setting(2, "residual blocks of the demo model's image tower", least=0)
-    text_buckets: int = setting(65536, "rows of the demo model's table of hashed words and word parts", least=64)
+    embed_dim: int = setting(0, "width of the shared features; 0: the model's own", least=0, most=65536)
+    image_size: int = setting(0, "pixels along a side; 0: the model's own", least=0, most=4096)
+    width: int = setting(1024, "width of the demo model's image tower", least=8, most=65536)
+    depth: int = setting(2, "residual blocks of the demo model's image tower", least=0, most=1000)
+    text_buckets: int = setting(
+        65536, "rows of the demo model's table of hashed words and word parts", least=64, most=2**30
+    )
     dropout: float = setting(0.0, "dropout of the demo model's towers", least=0, most=0.9)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,11 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
+        if not self.folder.strip():
+            raise ConfigError(
+                f"folder must name a folder for the run, got {self.folder!r}. Give one, such as runs/run; a single "
+                "dot is the current folder"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

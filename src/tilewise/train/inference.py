@@ -15,6 +15,7 @@ from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, export_model, load_exported
 from tilewise.train.models.saved import ABOUT
+from tilewise.train.untrusted import IMAGE_LIMIT, read_regular
 
 
 class ImageTextModel:
@@ -55,7 +56,7 @@ class ImageTextModel:
         name = str(image) if isinstance(image, str | Path) else "the given image"
         if isinstance(image, str | Path):
             try:
-                image = Path(image).read_bytes()
+                image = read_regular(image, IMAGE_LIMIT)
             except OSError as error:
                 raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
         if not isinstance(image, bytes | Image):

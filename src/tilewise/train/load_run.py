@@ -14,6 +14,7 @@ from tilewise.train.checkpoint import (
     open_checkpoint,
     put_weights,
     step_name,
+    step_of,
 )
 from tilewise.train.config import RunConfig
 from tilewise.train.distributed import choose_device
@@ -45,7 +46,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
         best = latest.state.get("best") or {}
         path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
         return open_checkpoint(path) if path.is_dir() else latest
-    kept = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run.checkpoints)}
+    kept = {step_of(path): path for path in list_checkpoints(run.checkpoints)}
     if not str(which).isdigit() or int(which) not in kept:
         raise CheckpointError(
             f"{run.path} keeps no checkpoint {which!r}; there are best, last, {', '.join(map(str, kept))}"

@@ -22,14 +22,14 @@ from tilewise.train.distributed import World, join_world
 from tilewise.train.diverged import DivergedError, likely_cause
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
-from tilewise.train.models import describe_model
+from tilewise.train.models import TwoTowers, describe_model
 from tilewise.train.objective import Objective
 from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
 from tilewise.train.plan import change_length, new_plan, planned_rate, planned_steps
 from tilewise.train.progress import RunProgress, counted
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
-from tilewise.train.settings import build
+from tilewise.train.settings import build, to_dict
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import status_kept
 from tilewise.train.step_memory import memory_counted, memory_now
@@ -83,7 +83,7 @@ class Trainer:
         self.seconds = self.waited = 0.0  # of all steps, and how much of it for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = self.folder.build_model(config).to(world.device)
+        self.model = self._build_model()
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
@@ -103,6 +103,21 @@ class Trainer:
         self.objective = Objective(config, self.model, world)
         self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
+
+    def _build_model(self) -> TwoTowers:
+        try:
+            return self.folder.build_model(self.config).to(self.world.device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, TilewiseError):
+                raise
+            sizes = ", ".join(
+                f"model.{name}={value}" for name, value in to_dict(self.config.model).items() if isinstance(value, int)
+            )
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the model {self.config.model.name!r} cannot be built on {self.world.device}: {why}. The sizes are "
+                f"{sizes}. Choose smaller ones"
+            ) from error
 
     def _held_out(self, skips: SkipLog) -> EvalPairs | None:
         with counted(self.console, "reading held-out images") as watch:
@@ -308,7 +323,12 @@ class Trainer:
         """Take up the newest whole checkpoint, on every rank."""
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
-            self._say(f"ignored: {problem}")
+            self._say(f"ignored a damaged checkpoint: {problem}")
+        if checkpoint is not None and checkpoint.state["format"] == 1:
+            self._say(
+                f"{checkpoint.path} was written by an earlier version, without a checksum of its state.json. "
+                "Damage in that file may go unnoticed. New checkpoints have one"
+            )
         found = float(checkpoint.step) if checkpoint is not None else 0.0
         if self.world.total(found)[0] != found * self.world.size:
             raise GroupError(
@@ -348,6 +368,11 @@ class Trainer:
             yield None
             return
         log = MetricsLog(self.folder, self.step, self.config.output.tensorboard)
+        if log.damaged:
+            self._say(
+                f"{self.folder.metrics_file}: {len(log.damaged)} damaged lines were removed, the first was line "
+                f"{log.damaged[0]}. Weights and checkpoints are not affected"
+            )
         try:
             yield log
         finally:

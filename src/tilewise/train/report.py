@@ -28,6 +28,9 @@ ICON_QUERIES = (
     "user", "trash", "heart", "camera",
 )  # fmt: skip
 
+TRAIN_NUMBERS = ("loss", "scale", "grad_norm", "seconds", "rows")
+EVAL_NUMBERS = tuple(f"{side}_{what}{k}" for side in ("t2i", "i2t") for what in ("r", "chance") for k in KS)
+
 STYLE = """
 :root{color-scheme:light dark;--ink:#1f2937;--soft:#6b7280;--paper:#fff;--card:#f8fafc;--line:#e5e7eb}
 @media(prefers-color-scheme:dark){:root{--ink:#e5e7eb;--soft:#9ca3af;--paper:#111827;--card:#1f2937;--line:#374151}}
@@ -86,8 +89,8 @@ def render(
     skipped: dict[str, int],
 ) -> str:
     """The page as text."""
-    train = [line for line in metrics if line["kind"] == "train"]
-    evals = [line for line in metrics if line["kind"] == "eval"]
+    train = [line for line in metrics if line["kind"] == "train" and _has_numbers(line, TRAIN_NUMBERS)]
+    evals = [line for line in metrics if line["kind"] == "eval" and _has_numbers(line, EVAL_NUMBERS)]
     sections = [
         _headline(config, train, evals), _recalls(evals), _gallery(results), _curves(train, evals),
         _memory(config, memory), _skipped(skipped), _settings(config),
@@ -102,6 +105,10 @@ def render(
     )
 
 
+def _has_numbers(line: dict[str, Any], names: Sequence[str]) -> bool:
+    return all(isinstance(line.get(name), int | float) for name in names)
+
+
 def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
     name = html.escape(Path(config.output.folder).name)
     cards = []
@@ -112,7 +119,8 @@ def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequenc
         seconds = sum(line["seconds"] for line in train)
         pairs = sum(line["rows"] for line in train)
         cards.append((f"{config.loop.batch_size:,}", f"pairs per batch, {config.loop.chunk_size:,} per chunk"))
-        cards.append((f"{len(train):,}", f"logged steps, {seconds / 60:.1f} minutes, {pairs / seconds:,.0f} pairs/s"))
+        speed = pairs / max(seconds, 1e-9)
+        cards.append((f"{len(train):,}", f"logged steps, {seconds / 60:.1f} minutes, {speed:,.0f} pairs/s"))
     boxes = "".join(
         f'<div class="card"><div class="big">{big}</div><div class="soft">{small}</div></div>' for big, small in cards
     )

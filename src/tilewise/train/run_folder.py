@@ -16,6 +16,7 @@ from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_a
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
+from tilewise.train.untrusted import parse_json
 
 
 def why_no_run(path: Path) -> str:
@@ -111,15 +112,37 @@ class RunFolder:
             os.close(handle)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl; a line cut short by a crash ends the list."""
+        """Return the lines of metrics.jsonl that are whole."""
+        return self.check_metrics()[0]
+
+    def check_metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the lines of metrics.jsonl that are whole, and the numbers of the damaged ones.
+
+        A last line without a line break was cut short by a crash. It is left out and is not called damaged.
+        """
+        if not self.metrics_file.is_file():
+            return [], []
         lines: list[dict[str, Any]] = []
-        if self.metrics_file.is_file():
-            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except ValueError:
-                    break
-        return lines
+        damaged: list[int] = []
+        *whole, rest = self.metrics_file.read_bytes().split(b"\n")
+        for number, text in enumerate([*whole, rest], 1):
+            line = _metrics_line(text)
+            if line is not None:
+                lines.append(line)
+            elif number <= len(whole):
+                damaged.append(number)
+        return lines, damaged
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    """Return one line of metrics.jsonl, or None if it is damaged."""
+    try:
+        line = parse_json(text.decode("utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return None
+    return line if isinstance(line.get("step"), int) else None
 
 
 def _taken(handle: int) -> bool:
@@ -140,10 +163,14 @@ class MetricsLog:
         folder: of the run.
         step: steps done so far; later lines, left by a run that was stopped after its last checkpoint, go.
         tensorboard: write events too.
+
+    Attributes:
+        damaged: the numbers of the lines that were damaged, and are no longer in the file.
     """
 
     def __init__(self, folder: RunFolder, step: int, tensorboard: bool) -> None:
-        kept = [line for line in folder.read_metrics() if line["step"] <= step]
+        lines, self.damaged = folder.check_metrics()
+        kept = [line for line in lines if line["step"] <= step]
         write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = folder.metrics_file.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder.path / "tensorboard", step) if tensorboard else None

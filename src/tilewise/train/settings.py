@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,6 +74,8 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
     least, most, above = (field.metadata[key] for key in ("least", "most", "above"))
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{field.name} must be text without zero bytes, got {value!r}")
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and not number >= least:
             raise ConfigError(f"{field.name} must be at least {least}, got {number}")
@@ -80,6 +83,16 @@ def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
             raise ConfigError(f"{field.name} must be at most {most}, got {number}")
         if above is not None and not number > above:
             raise ConfigError(f"{field.name} must be greater than {above}, got {number}")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(
+                f"{field.name} must be a finite number, got {number}. Give a number such as {_example(field)}"
+            )
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise ConfigError(f"{field.name} must be below 2^63, got a number of {number.bit_length()} bits")
+
+
+def _example(field: dataclasses.Field[Any]) -> str:
+    return str(field.default if not isinstance(field.default, tuple) else list(field.default))
 
 
 def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
@@ -120,8 +133,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         inside = Path(path) / "config.toml"
         advice = f"Give {inside}" if inside.is_file() else "Give a TOML file; `tilewise config` prints one"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}. {advice}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, or a path with a zero byte
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: nested too deeply") from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +163,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
 def _parse(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML: plain text
         return text
 
 

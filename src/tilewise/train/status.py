@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.checkpoint import list_checkpoints, write_atomically
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 FILE = "status.json"
 # sysexits.h calls 75 a temporary failure: try again later.
@@ -84,9 +85,8 @@ def read_status(folder: Path) -> Status:
         held = _is_held(lock)
         if held and _is_older(folder / FILE, lock):
             return Status("starting", 0, 0, checkpoint=checkpoint)
-        status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-        if status.status not in EXIT_CODES:
-            raise ValueError(f"status {status.status!r}")
+        status = Status(**parse_json(read_regular(folder / FILE, STATE_LIMIT).decode("utf-8")))
+        _check(status)
     except (FileNotFoundError, NotADirectoryError) as error:
         from tilewise.train.run_folder import why_no_run
 
@@ -103,6 +103,16 @@ def read_status(folder: Path) -> Status:
     return replace(status, checkpoint=checkpoint)
 
 
+def _check(status: Status) -> None:
+    if not isinstance(status.status, str) or status.status not in EXIT_CODES:
+        raise ValueError(f"status {status.status!r}")
+    for name in ("step", "steps", "signal"):
+        if not isinstance(getattr(status, name), int):
+            raise ValueError(f"{name} is not a whole number")
+    if not isinstance(status.error, str):
+        raise ValueError("error is not text")
+
+
 def _is_older(file: Path, lock: Path) -> bool:
     """Whether a file is missing, or was written before the lock was taken."""
     try:
@@ -117,8 +127,8 @@ def _last_logged(metrics: Path) -> int:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 16384))
             lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return int(parse_json(lines[-1])["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError):
         return 0
 
 

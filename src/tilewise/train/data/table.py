@@ -145,16 +145,17 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
 
     try:
         file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
     except Exception as error:  # pyarrow raises its own types
         raise DataError(f"{path} is not a Parquet file: {error}") from error
-    _check_columns(path, columns, file.schema_arrow.names)
+    _check_columns(path, columns, names)
     try:
         for part in file.iter_batches(columns=sorted({name for name in columns if name})):
             held = {name: part[name].to_pylist() for name in part.schema.names}
             ids = held[columns.id] if columns.id else [None] * len(part)
             for image, text, number in zip(held[columns.image], held[columns.text], ids, strict=True):
                 yield image.get("bytes") or image.get("path") if isinstance(image, dict) else image, text, number
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
 

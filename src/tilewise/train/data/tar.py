@@ -19,6 +19,7 @@ MAX_EXTENSION_BYTES = 2**20  # size of one extended header
 MAX_MEMBER_BYTES = 2**60  # larger sizes are damage, not the sign of a shard that was cut short
 REGULAR = b"0\x007"
 EXTENSIONS = b"LKxXg"
+DIRECTORY = b"5"
 SPARSE = b"S"
 
 
@@ -54,6 +55,8 @@ def scan_tar(file: int, size: int, skip: Callable[[str, str], None]) -> Iterator
     while True:
         offset, header, extended = _next_header(file, size, offset)
         if header is None:
+            if _has_data_after(file, size, offset):
+                raise TarEndedEarly("data follows an end marker")
             return
         kind, name = header[156:157], extended.get("path") or _name(header)
         stored = _pax_size(extended) if "size" in extended else _number(header[124:136])
@@ -72,6 +75,8 @@ def scan_tar(file: int, size: int, skip: Callable[[str, str], None]) -> Iterator
             skip("sparse member", name)
         elif kind in REGULAR and not name.endswith("/"):
             yield Member(name, offset, stored)
+        elif kind not in REGULAR and kind != DIRECTORY:
+            skip("member is a link or a special file", name)
         offset = end
 
 
@@ -107,6 +112,18 @@ def _next_header(file: int, size: int, offset: int) -> tuple[int, bytes | None, 
         elif kind in b"xX":
             extended |= _pax_fields(data)
         offset += -(-length // BLOCK) * BLOCK
+
+
+def _has_data_after(file: int, size: int, offset: int) -> bool:
+    """Return whether anything but zeros follows. A proper shard ends with some blocks of zeros."""
+    while offset < size:
+        block = os.pread(file, 2**20, offset)
+        if not block:
+            return False
+        if block.strip(b"\0"):
+            return True
+        offset += len(block)
+    return False
 
 
 def _after_sparse_headers(file: int, size: int, offset: int, header: bytes) -> int:

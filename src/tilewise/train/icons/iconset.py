@@ -154,5 +154,5 @@ def _from_pack(pack: Pack, path: str | Path) -> IconSet:
             about={entry.key: entry for entry in entries},
             test_families=tuple(pack.manifest["test_families"]),
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"the table of {path} does not fit its manifest: {error!r}. Make the file again") from error

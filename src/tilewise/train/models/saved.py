@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise.errors import CheckpointError, TilewiseError
 from tilewise.train.models.build import build_icon_model
 from tilewise.train.models.towers import Pixels, Scale, TwoTowers
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 FORMAT = 1
 ABOUT = "tilewise.json"
@@ -129,7 +130,7 @@ def _plain(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def read_about(folder: Path) -> dict[str, Any]:
     """What a folder says about its model."""
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = parse_json(read_regular(folder / ABOUT, STATE_LIMIT).decode("utf-8"))
         form = about["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} holds no model of tilewise, or its {ABOUT} is damaged: {error}") from error
@@ -159,9 +160,9 @@ def _build(folder: Path, with_weights: bool) -> TwoTowers:
                 model.load_state_dict(_tensors(folder / "model.safetensors"))
             return model
         return _build_transformers(folder, about, scale, with_weights)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
-        if isinstance(error, TilewiseError):
-            raise
+    except TilewiseError:
+        raise
+    except Exception as error:  # damaged settings make torch and transformers raise many types
         raise CheckpointError(f"the model in {folder} cannot be built: {type(error).__name__} {error}") from error
 
 
