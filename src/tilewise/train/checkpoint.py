@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there: safetensors and JSON, written aside and renamed.
+"""Checkpoints of safetensors and JSON. They are written under another name and renamed, so each is complete or absent.
 
-A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, perhaps
-``average.safetensors``, and ``state.json``, which names the other files with their sizes and CRC-32 sums.
-Nothing is ever unpickled.
+A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, optionally
+``average.safetensors``, and ``state.json``. ``state.json`` has the sizes and CRC-32 sums of the other files and a
+CRC-32 sum of its own content. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self.state["step"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file, such as "model"; empty where there is none."""
+        """Return the tensors of one file, such as "model". The result is empty if there is no such file."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step.
+    """Return the folder name of a step.
 
     >>> step_name(100)
     'step-00000100'
@@ -66,13 +66,13 @@ def step_name(step: int) -> str:
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Path:
-    """Write a checkpoint so that at any moment it is either complete or absent.
+    """Write a checkpoint. At any moment it is either complete or absent.
 
     Args:
-        folder: holds the checkpoints of a run.
-        step: steps done.
-        tensors: file name (without suffix) to named tensors.
-        state: everything else, plain values.
+        folder: the folder of a run's checkpoints.
+        step: number of steps done.
+        tensors: maps a file name without suffix to named tensors.
+        state: all other values, as plain JSON values.
     """
     from safetensors.torch import save_file
 
@@ -91,21 +91,21 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
         document[CHECKSUM] = state_checksum(document)
         write_atomically(aside / "state.json", json.dumps(document, indent=1))
         _sync(aside)
-        if final.exists():  # a damaged one; it goes in one move
+        if final.exists():  # a damaged checkpoint of the same step
             _remove(final)
         aside.rename(final)
         _sync(folder)
     except Exception as error:  # safetensors wraps a full disk in its own type
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched; "
-            "free some space or mend the folder, then start again with the same command"
+            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched. "
+            "Free some space or repair the folder, then start again with the same command"
         ) from error
     return final
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one move."""
+    """Replace a text file atomically."""
     aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -151,7 +151,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """The weights of a checkpoint, into a model that has their names and shapes."""
+    """Load the weights of a checkpoint into a model with the same names and shapes."""
     weights = checkpoint.tensors("model")
     try:
         model.load_state_dict(weights)
@@ -159,8 +159,8 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         why = f"{error}"
         if LOCKED_HEAD in weights and LOCKED_HEAD not in model.state_dict():
             why = (
-                "an earlier version of tilewise put a projection of random numbers behind a locked image tower "
-                "(model.lock_image), this one has none. Train it again, in another output.folder"
+                "an earlier version of tilewise added a random projection to a locked image tower "
+                "(model.lock_image), and this version has none. Train it again in another output.folder"
             )
         raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {why}") from error
 
@@ -180,7 +180,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with newer ones."""
+    """Return the newest checkpoint that is whole, and the problems of newer ones."""
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -193,13 +193,13 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
+    """Remove the leftovers of an interrupted save."""
     for path in folder.glob(".writing-*"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> None:
-    """Keep the last few checkpoints up to this step, and the best one; later ones are damaged and count for nothing."""
+    """Keep the last few checkpoints up to this step, and the best one. Later ones are damaged and do not count."""
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[:-keep_last]:
         if step_of(path) != best_step:
@@ -218,7 +218,7 @@ def _remove(path: Path) -> None:
 
 
 def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
-    """Before training: the folder can be written to, and `count` checkpoints fit on its disk."""
+    """Check before training that the folder can be written to and that `count` checkpoints fit on its disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writing-probe-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, when things are evaluated and saved, and how a run ends."""
+"""The training loop: one step, the schedule of evaluations and checkpoints, and the end of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NOTICES = 5  # damaged shards that are named; further ones are counted
 BEST_METRIC = "t2i_r10"
-SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run that long which waits so much for its data is told so
+SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class RunResult:
     """How a run ended.
 
     Args:
-        folder: where it is.
-        step: steps done.
-        finished: all steps are done.
-        signal_number: the signal that stopped it, or 0.
-        metrics: of the last evaluation.
+        folder: folder of the run.
+        step: number of steps done.
+        finished: whether all steps are done.
+        signal_number: the signal that stopped the run, or 0.
+        metrics: metrics of the last evaluation.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class RunResult:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The random state of a step (dropout) is a function of these, so that a run continues without it."""
+    """Return the seed of a step (dropout). It is a function of its arguments, so checkpoints need no random state."""
     return random.Random(f"step/{seed}/{step}/{rank}").getrandbits(62)
 
 
@@ -70,9 +70,9 @@ class Trainer:
     """A run from its configuration to its last checkpoint.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         world: the ranks.
-        console: for messages and the bar; None is quiet.
+        console: prints messages and the progress bar; None prints nothing.
     """
 
     def __init__(self, config: RunConfig, world: World, console: Console | None = None) -> None:
@@ -80,7 +80,7 @@ class Trainer:
         self.console = console if world.is_first else None
         self.signal_number = 0
         self.saved_step = 0  # the step of the last checkpoint that was written or loaded
-        self.seconds = self.waited = 0.0  # of all steps, and how much of it for data
+        self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
         self.model = self._build_model()
@@ -124,18 +124,18 @@ class Trainer:
             return open_eval_pairs(self.config.data, self.model.pixels.size, skips, watch=watch)
 
     def _length(self, config: LoopConfig) -> int:
-        """Steps in all."""
+        """Return the total number of steps."""
         return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return self.state.step
 
     # -- a whole run ---------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
+        """Train until the last step, a signal or an error. An error does not affect the last good checkpoint."""
         with ExitStack() as held:
             self._take_folder(held)
             self._introduce()
@@ -157,14 +157,14 @@ class Trainer:
             )
 
     def _judge_data(self) -> None:
-        """Say so, where a run has spent much of its time waiting for images."""
+        """Print a hint if the run has spent much of its time waiting for images."""
         if self.seconds > SLOW_DATA_S and self.waited > SLOW_DATA_SHARE * self.seconds:
             workers = self.config.data.workers
-            advice = "" if self.config.data.source == "icons" else f". Give more data.workers than {workers}"
+            advice = "" if self.config.data.source == "icons" else f". Raise data.workers above {workers}"
             self._say(f"{100 * self.waited / self.seconds:.0f} % of the time was spent waiting for images{advice}")
 
     def _introduce(self) -> None:
-        """The sizes that matter, before the first step takes its time."""
+        """Print the sizes of the run before the first step."""
         weights = sum(p.numel() for p in self.model.parameters())
         ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
         held_out = f"{len(self.pairs.images):,}" if self.pairs is not None else "no"
@@ -174,21 +174,21 @@ class Trainer:
         )
 
     def _take_folder(self, held: ExitStack) -> None:
-        """The first rank locks the folder and checks that it can be written; where it cannot, every rank stops."""
+        """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""
         problem: TilewiseError | None = None
         if self.world.is_first:
             copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
             room = copies * tensor_bytes(self.model.parameters()) + 2**20
             try:
                 held.enter_context(self.folder.locked())
-                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # and the best, and a new one
+                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # plus the best one and a new one
             except TilewiseError as error:
                 problem = error
         if self.world.total(float(problem is not None))[0]:
             raise problem or GroupError(f"rank {self.world.rank} stops: the first rank cannot use output.folder")
 
     def _write_down(self) -> None:
-        """The settings, and what it takes to build the model without the weights it started from."""
+        """Write the settings, and a description of the model that does not need its initial weights."""
         self.folder.save_config(self.config)
         self._say(f"all settings, defaults too: {self.folder.config_file}")
         if not (self.step and self.folder.model.is_dir()):
@@ -221,10 +221,10 @@ class Trainer:
                 log.write(self.step, "train", {**line, **speed})
             self._after_step(log, bar, stopping)
             bar.step(self.step, line, speed)
-            if stopping:  # every rank ends alike, whichever of them the signal reached
+            if stopping:  # all ranks stop, whichever of them received the signal
                 self.signal_number = int(self.world.largest(stop.signal_number))
                 break
-            before = time.perf_counter()  # an evaluation or a checkpoint is no part of the next step
+            before = time.perf_counter()  # evaluations and checkpoints are not part of the next step
         if not stopping and self.step < self.steps:
             self._give_up_reading(stop)
 
@@ -240,12 +240,12 @@ class Trainer:
         self.saved_step = self.step
 
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
-        """Evaluate and save, where it is time to."""
+        """Evaluate and save if they are due."""
         output, last = self.config.output, self.step == self.steps
         if last or (output.evaluate_every and self.step % output.evaluate_every == 0):
             self._evaluate(log, bar)
         due = last or stopping or self.step % output.checkpoint_every == 0
-        best = self.state.best.get("step") == self.step  # known to the first rank, which evaluates
+        best = self.state.best.get("step") == self.step  # only the first rank evaluates and knows it
         if self.world.is_first and (due or best):
             self._save()
         if due:
@@ -287,7 +287,7 @@ class Trainer:
         return line, stops > 0
 
     def _check_finite(self, loss: float, norm: float, lr: float) -> None:
-        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # fp16: that step is left out
+        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # in fp16 this step is left out
         if math.isfinite(loss) and (math.isfinite(norm) or overflow):
             return
         kept, _ = latest_checkpoint(self.folder.checkpoints) if self.world.is_first else (None, [])
@@ -320,7 +320,7 @@ class Trainer:
         self.world.wait()
 
     def _continue(self) -> None:
-        """Take up the newest whole checkpoint, on every rank."""
+        """Load the newest whole checkpoint on every rank."""
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
             self._say(f"ignored a damaged checkpoint: {problem}")
@@ -353,11 +353,11 @@ class Trainer:
         pairs = saved.get("pairs", self.state.pairs)
         if pairs != self.state.pairs:
             raise ConfigError(
-                f"the run in {self.folder.path} was started on {pairs} training pairs, {self.config.data.path!r} has "
-                f"{self.state.pairs}, so its place in the data means nothing here. Give the same data, which may lie "
-                "elsewhere, or choose another output.folder"
+                f"the run in {self.folder.path} was started on {pairs} training pairs, and {self.config.data.path!r} "
+                f"has {self.state.pairs}, so the position in the data is not valid. Give the same data, which may be "
+                "in another place, or choose another output.folder"
             )
-        if "plan" not in saved:  # of an earlier version
+        if "plan" not in saved:  # written by an earlier version
             self.state.plan = new_plan(self._length(build(RunConfig, saved["config"]).loop))
 
     # -- small helpers -------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Trainer:
 
 
 def train(config: RunConfig, console: Console | None = None) -> RunResult:
-    """Train one run, alone or as one of the ranks that ``torchrun`` started; write the report at the end."""
+    """Train a run in one process, or as one of the ranks that ``torchrun`` started. Write the report at the end."""
     if config.loop.threads:
         torch.set_num_threads(config.loop.threads)
     world = join_world(config.loop.device)
@@ -411,7 +411,7 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
 
 
 def _train(config: RunConfig, world: World, console: Console | None) -> RunResult:
-    """A function of its own: when the process group is left, the trainer is gone."""
+    """Train and write the report. The trainer is freed before the process group is destroyed."""
     trainer = Trainer(config, world, console)
     result = trainer.run()
     if result.finished and config.output.report and world.is_first:

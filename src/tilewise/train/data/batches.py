@@ -1,4 +1,4 @@
-"""Batches in order, prepared ahead on a thread, each with the place to continue from."""
+"""Batches in order, prepared ahead on a thread. Each has the position from which the run continues."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Batch:
 
     Args:
         images: uint8 (n, channels, size, size).
-        tokens: what the tokenizer made of the captions; every tensor has n rows.
-        ids: int64 (n,); equal for pairs that show the same thing.
-        skips: the state of this rank's `SkipLog` when the batch was made; later batches may be in the making.
-        after: where the next batch starts.
-        epoch: the epoch that this batch belongs to.
+        tokens: tokens of the captions. Every tensor has n rows.
+        ids: int64 (n,). Pairs that show the same thing have equal ids.
+        skips: the state of this rank's `SkipLog` when the batch was made. Later batches may be prepared already.
+        after: the position of the next batch.
+        epoch: the epoch of this batch.
     """
 
     images: Tensor
@@ -41,24 +41,25 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Memory of the batch: M_data of the papers' equation 10."""
+        """Size of the batch: M_data in equation 10 of the papers."""
         return sum(t.numel() * t.element_size() for t in (self.images, self.ids, *self.tokens.values()))
 
 
 class BatchStream:
-    """Endless batches from a position on.
+    """Batches from a position on.
 
-    The rows of a global batch do not depend on the number of ranks: rank r of W takes the r-th of W equal
-    parts. A record that cannot be used makes its batch one row shorter; the losses take uneven parts.
+    The rows of a global batch do not depend on the number of ranks: rank r of W takes the r-th of W equal parts. A
+        record
+    that cannot be used makes its batch one row shorter. The losses accept parts of different sizes.
 
     Args:
-        source: where pairs come from.
+        source: the source of pairs.
         tokenizer: captions to tensors.
-        seed: of order and augmentation.
+        seed: seed of order and augmentation.
         batch_size: rows over all ranks.
-        rank, world: this process among all.
-        skips: the log of what was left out.
-        prefetch: batches prepared ahead; 0 prepares each when it is asked for.
+        rank, world: rank of this process, and number of ranks.
+        skips: log of skipped records.
+        prefetch: number of batches prepared ahead. 0: each batch is prepared when it is needed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class BatchStream:
         self.seed, self.batch_size, self.rank, self.world, self.prefetch = seed, batch_size, rank, world, prefetch
         if batch_size < world:
             raise ConfigError(
-                f"loop.batch_size is that of all ranks together, each of which needs a pair: at least {world}, "
+                f"loop.batch_size counts the pairs of all ranks, and each rank needs at least one: at least {world}, "
                 f"got {batch_size}"
             )
         if len(source) < batch_size:
@@ -89,11 +90,11 @@ class BatchStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one epoch."""
+        """Number of full batches in one epoch."""
         return len(self.source) // self.batch_size
 
     def make(self, position: Position, step: int, unwanted: threading.Event | None = None) -> Batch:
-        """The batch of a step, which starts at this position; given up when it is `unwanted`."""
+        """Make the batch of a step from a position on. Raises ``CancelledError`` once `unwanted` is set."""
         keys, epoch, after = self.order.take(position, self.batch_size)
         first = self.rank * self.batch_size // self.world
         last = (self.rank + 1) * self.batch_size // self.world

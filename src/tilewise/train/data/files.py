@@ -1,4 +1,4 @@
-"""Sources made of image files: the shared part of reading, cropping and counting what is broken."""
+"""Reading, cropping and counting of broken records, shared by all sources of image files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewise.train.data.workers import Workers
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image becomes a tensor: its size, and the random crop (None: the centre)."""
+    """How an image becomes a tensor: its size, and the limits of the random crop (None: the centre)."""
 
     size: int
     crop_scale: tuple[float, float] | None = None
@@ -24,19 +24,19 @@ class Preparation:
 
 
 class Reader(Protocol):
-    """Gives the record of a key."""
+    """Reads records by their keys."""
 
     def read(self, key: int) -> Record:
-        """The record, or `RecordError`."""
+        """Return the record of a key, or raise `RecordError`."""
 
     def describe(self, key: int) -> str:
-        """Where the record is, for messages."""
+        """Return the location of the record, for messages."""
 
 
 def prepare_rows(reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: Workers) -> Rows:
-    """Read and decode these keys on the pool's threads; the rows keep the order of the keys.
+    """Read and decode the records of these keys on the threads of the pool. The rows keep the order of the keys.
 
-    `CancelledError` once the batch is unwanted: a run that was told to stop need not decode another batch first.
+    Raises ``CancelledError`` once the batch is no longer needed, so that a run can stop without decoding it to the end.
     """
 
     def one(key: int) -> tuple[Tensor, str, int] | None:

@@ -17,9 +17,9 @@ from tilewise.train.data.records import RecordError
 
 Box = tuple[int, int, int, int]
 PIXEL_LIMIT = 89_478_485  # width times height; the limit from which Pillow warns of a decompression bomb
-# Pictures of pixels. Pillow knows more, and for some of them (EPS) it starts another program, on a file of a stranger.
+# Pillow reads more formats. For some of them (EPS) it starts another program on an untrusted file.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
-TURNS = {  # by the number of the EXIF tag
+TURNS = {  # keys are values of the EXIF orientation tag
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -31,9 +31,9 @@ TURNS = {  # by the number of the EXIF tag
 
 
 def decode(data: bytes) -> Image.Image:
-    """Image bytes as RGB, as `on_white` makes it.
+    """Decode an image file to RGB with `on_white`.
 
-    A damaged file, one of no format in `FORMATS`, or one whose size is a decompression bomb, is a `RecordError`.
+    Raises `RecordError` for a damaged file, a format that is not in `FORMATS`, or more than `PIXEL_LIMIT` pixels.
     """
     try:
         image = open_image(data)
@@ -74,13 +74,13 @@ def _check_pixels(image: Image.Image) -> None:
 
 @functools.cache
 def known_formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this build of Pillow can read."""
+    """Return the formats of `FORMATS` that this build of Pillow can read."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera says in the EXIF tag, as everybody has seen it; a damaged tag is passed over."""
+    """Rotate an image as its EXIF orientation tag says. A damaged tag is ignored."""
     try:
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
@@ -89,10 +89,10 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """An image of any mode as upright RGB: transparency is laid on white, and 16 bits of grey become 8.
+    """Convert an image of any mode to upright RGB. Transparency is laid on white, and 16-bit grey becomes 8-bit.
 
-    Pillow by itself cuts off what is above 255, which would make such pictures white. Where 32-bit numbers are not
-    those of 8 bits, their range is not known: a `RecordError`.
+    Pillow itself clips values above 255, which would make 16-bit pictures white. Raises `RecordError` for 32-bit values
+    outside 0 to 255, because their range is unknown.
     """
     image.load()
     image = upright(image)
@@ -101,8 +101,8 @@ def on_white(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         low, high = cast(tuple[float, float], image.getextrema())
         if low < 0 or high > 255:
-            raise RecordError("image has 32-bit numbers outside of 0 to 255")
-    if image.mode in ("RGBa", "La"):  # multiplied by their transparency already
+            raise RecordError("image has 32-bit numbers outside 0 to 255")
+    if image.mode in ("RGBa", "La"):  # premultiplied alpha
         image = image.convert({"RGBa": "RGBA", "La": "LA"}[image.mode])
     if "A" in image.getbands() or "transparency" in image.info:
         rgba = image.convert("RGBA")
@@ -113,10 +113,10 @@ def on_white(image: Image.Image) -> Image.Image:
 def random_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: random.Random
 ) -> Box:
-    """A random part of an image, as (left, top, right, bottom).
+    """Return a random crop as (left, top, right, bottom).
 
-    Its area is a uniform share of the whole, within `scale`; the logarithm of width / height is uniform
-    within `ratio`. Ten tries; then the largest centred part whose ratio is allowed.
+    Its area, as a share of the image, is uniform within `scale`. The logarithm of width / height is uniform within
+    `ratio`. After ten failed tries it is the largest centred crop with an allowed ratio.
 
     >>> random_box(100, 50, (1.0, 1.0), (2.0, 2.0), random.Random(0))
     (0, 0, 100, 50)
@@ -135,14 +135,14 @@ def random_box(
 
 
 def centre_box(width: int, height: int) -> Box:
-    """The largest centred square."""
+    """Return the largest centred square."""
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
 
 
 def to_tensor(image: Image.Image, box: Box, size: int) -> Tensor:
-    """The part of the image inside the box, resized: (3, size, size), uint8."""
+    """Return the part of the image inside the box, resized: uint8 (3, size, size)."""
     small = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     flat = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
     return flat.view(size, size, 3).permute(2, 0, 1).contiguous()

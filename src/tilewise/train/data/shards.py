@@ -1,8 +1,8 @@
 """WebDataset tar shards (the LAION layout), read by seeking.
 
-A shard holds, for each key, an image file and its caption (``000012.jpg``, ``000012.txt``; or the
-``caption`` of ``000012.json``). Its headers are read once, in the moment the shard is wanted; then every
-rank reads only the bytes of its own rows, and a run continues in mid-epoch without reading what came before.
+For each key, a shard has an image file and its caption: ``000012.jpg`` and ``000012.txt``, or ``caption`` in
+``000012.json``. The headers of a shard are read once, when the shard is first used. Every rank then reads only the
+bytes of its own rows, and a run continues in the middle of an epoch without reading earlier records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Entry:
 
 
 def expand_shards(pattern: str) -> list[str]:
-    """Shard paths of a pattern with ``{00000..00041}``, ``{a,b}`` and ``*``; several patterns joined by ``::``.
+    """Expand a pattern with ``{00000..00041}``, ``{a,b}`` and ``*`` to paths. ``::`` joins several patterns.
 
     >>> expand_shards("x-{08..10}.tar")
     ['x-08.tar', 'x-09.tar', 'x-10.tar']
@@ -105,17 +105,17 @@ def _logged(path: str, skips: SkipLog) -> Callable[[str, str], None]:
 
 
 class ShardSource:
-    """Pairs in tar shards; a few shards at a time are shuffled together.
+    """Pairs in tar shards. A few shards at a time are shuffled together.
 
     Args:
-        paths: shards.
+        paths: paths of the shards.
         how: preparation of an image.
-        shuffle_shards: shards in one window.
-        records: pairs in all; 0 counts them from the headers of every shard.
-        workers: threads that decode.
-        skips: the run's log.
-        id_name: entry of a pair's .json whose equal values mean the same thing; empty: each pair has its own id.
-        watch: is told how many shards have been counted, of how many.
+        shuffle_shards: number of shards in one window.
+        records: total number of pairs. 0: count them from the headers of all shards.
+        workers: number of decoding threads.
+        skips: log of the run.
+        id_name: entry of the .json that is the id of a pair. Empty: each pair has its own id.
+        watch: is called with the number of shards counted and their total.
     """
 
     def __init__(
@@ -153,17 +153,17 @@ class ShardSource:
         return self._records
 
     def window_count(self) -> int:
-        """Groups of `shuffle_shards`."""
+        """Return the number of groups of `shuffle_shards` shards."""
         return -(-len(self.paths) // self.shuffle_shards)
 
     def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
-        """Keys of a group of shards; which shards meet changes with the epoch."""
+        """Return the keys of a group of shards. The grouping changes with the epoch."""
         order = permutation(len(self.paths), f"shards/{seed}/{epoch}")
         chosen = order[window * self.shuffle_shards : (window + 1) * self.shuffle_shards].tolist()
         return torch.cat([shard * SHARD + torch.arange(len(self.entries(shard))) for shard in chosen])
 
     def entries(self, shard: int) -> list[Entry]:
-        """The index of a shard; a few windows are kept, and what is broken is logged once."""
+        """Return the index of a shard. The indices of a few windows are cached, and damage is logged once."""
         with self._lock:
             if shard not in self._index:
                 log = self.skips if self.skips.first_time(self.paths[shard]) else SkipLog()
@@ -174,15 +174,15 @@ class ShardSource:
             return self._index[shard]
 
     def all_keys(self) -> list[int]:
-        """Every key, in the order of the shards."""
+        """Return all keys in the order of the shards."""
         return [shard * SHARD + i for shard in range(len(self.paths)) for i in range(len(self.entries(shard)))]
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
-        """The usable rows among these keys."""
+        """Return the usable rows of these keys."""
         return prepare_rows(self, keys, self.how, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
-        """One record by its offsets."""
+        """Read one record at its offsets."""
         shard, number = divmod(key, SHARD)
         entry = self.entries(shard)[number]
         try:
@@ -197,7 +197,7 @@ class ShardSource:
         return Record(image, captions, own)
 
     def describe(self, key: int) -> str:
-        """Shard and key."""
+        """Return the shard and the key."""
         shard, number = divmod(key, SHARD)
         return f"{self.paths[shard]}:{self.entries(shard)[number].key}"
 
