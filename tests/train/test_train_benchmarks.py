@@ -1,4 +1,4 @@
-"""The benchmarks of the trainer run, here on tiny sizes, and their reports say what was measured."""
+"""The benchmarks of the trainer run on tiny sizes, and their reports describe what was measured."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
 
 
 def test_steps_are_added_to_an_earlier_file(tmp_path):
-    """Other rows stay as they were, with the commit that they were measured at; ratios are those within one run."""
+    """Other rows keep their values and their commit. Ratios compare values of one run."""
     common = [*TINY, "--max-seconds", "9999", "--turns"]
     first = train_step.main([*common, "1", "--batches", "16,24", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())

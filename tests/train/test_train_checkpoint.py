@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path, d
 
 
 def rewrite(path, change, checksum=True):
-    """Change the state of a checkpoint; with `checksum`, as if it had been written so."""
+    """Change the state of a checkpoint. With `checksum`, the checksum is updated as well."""
     file = path / "state.json"
     state = json.loads(file.read_text())
     change(state)
@@ -107,7 +107,7 @@ def rewrite(path, change, checksum=True):
 
 
 def flips(text):
-    """All texts that differ from one in a single bit."""
+    """Yield all texts that differ from `text` in a single bit."""
     for place in range(len(text)):
         for bit in range(8):
             yield text[:place] + bytes([text[place] ^ 1 << bit]) + text[place + 1 :]
@@ -183,7 +183,7 @@ DAMAGE = {
 @pytest.mark.parametrize("form", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_state_with_wrong_content_is_named_and_the_checkpoint_before_is_taken(tmp_path, damage, form):
-    """Also without a checksum (format 1), and with one that fits the wrong content."""
+    """Format 1 has no checksum. In format 2 the checksum matches the wrong content."""
     save(tmp_path, 3)
     newest = save(tmp_path, 9)
     if form == 1:
@@ -237,7 +237,7 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path):
 def test_pruning_does_not_count_a_damaged_checkpoint_ahead(tmp_path):
     for step in (2, 3, 5):
         save(tmp_path, step)
-    (tmp_path / step_name(5) / "state.json").write_text("{")  # so the run went on from step 2, and is at 3
+    (tmp_path / step_name(5) / "state.json").write_text("{")  # the run continued from step 2 and is at step 3
     prune(tmp_path, 1, best_step=None, step=3)
     checkpoint, _ = latest_checkpoint(tmp_path)
     assert checkpoint.step == 3

@@ -72,7 +72,7 @@ def test_a_far_choice_is_not_suggested():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["loop.precision=bfloat16"])
     assert "'bf16'" in str(caught.value)
-    assert "did you mean" not in str(caught.value)  # float32 is the nearest in letters, and the opposite
+    assert "did you mean" not in str(caught.value)  # float32 is the nearest name, but the opposite choice
 
 
 def test_help_lists_all_choices():
@@ -127,7 +127,7 @@ def test_any_override_is_applied_or_refused(key, value):
 
 
 def test_a_run_of_another_version_with_settings_refused_today_says_so():
-    """Not that the settings given now are wrong, which they are not."""
+    """The message must not blame the current settings, which are valid."""
     config = load_config(None, ["data.source=folder", "data.path=x", "model.name=clip-tiny", "output.folder=runs/old"])
     saved = to_dict(config)
     saved["loss"]["mask_same_id"] = True

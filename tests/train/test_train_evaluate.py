@@ -8,7 +8,7 @@ from tilewise.train.evaluate import Encoders, chance_recall, class_features, eva
 
 
 class LookUp(torch.nn.Module):
-    """A model whose image features are read off the pixels, and whose text features off a table of words."""
+    """A model with image features from the pixels and text features from a table of words."""
 
     def __init__(self, table):
         super().__init__()

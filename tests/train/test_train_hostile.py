@@ -41,7 +41,7 @@ def add(tar, name, data, **changes):
 
 
 def header(name, size, kind, extra=()):
-    """A tar header whose number fields may hold anything."""
+    """Return a tar header with arbitrary number fields."""
     block = bytearray(512)
     block[: len(name)] = name
     block[100:108], block[108:116], block[116:124], block[136:148] = b"0000644\0", b"0000000\0", b"0000000\0", b"0" * 12
@@ -88,7 +88,7 @@ def test_a_sparse_member_that_points_backwards_ends_the_shard(tmp_path):
 def test_sparse_members_are_refused_and_counted(tmp_path):
     write_pairs(tmp_path / "a.tar")
     data = (tmp_path / "a.tar").read_bytes()
-    more = bytearray(512)  # a block of further holes
+    more = bytearray(512)  # an extra block of the sparse map
     old = header(b"x.png", 512, b"S", [(482, b"\1"), (483, b"00000001000\0")]) + bytes(more) + b"x" * 512
     (tmp_path / "a.tar").write_bytes(old + data)
     with tarfile.open(tmp_path / "a.tar", "a", format=tarfile.PAX_FORMAT) as tar:
@@ -222,7 +222,7 @@ def test_special_files_are_skipped_and_do_not_block(tmp_path):
 
 def test_regular_files_have_a_size_limit(tmp_path):
     with (tmp_path / "large").open("wb") as file:
-        file.truncate(2**40)  # takes no room on the disk
+        file.truncate(2**40)  # a sparse file that takes no disk space
     with pytest.raises(TooLargeError):
         read_regular(tmp_path / "large", 2**20)
     with pytest.raises(NotRegularError):
@@ -255,7 +255,7 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded():
     with pytest.raises(RecordError, match="more than 89,478,485 pixels"):
         decode(data)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no warning is emitted on the way
+        warnings.simplefilter("error")  # and no warning is emitted
         with pytest.raises(RecordError, match="more than 89,478,485 pixels"):
             decode(data)
 
@@ -334,7 +334,7 @@ def test_an_evaluation_whose_read_blocks_can_be_given_up(monkeypatch):
     monkeypatch.setattr(workers, "BLOCKED_S", 0.2)
     pool, release = Workers(2), threading.Event()
     pool.give_up = lambda: True
-    assert pool.map(lambda x: x + 1, range(5)) == [1, 2, 3, 4, 5]  # calls that return are never given up
+    assert pool.map(lambda x: x + 1, range(5)) == [1, 2, 3, 4, 5]  # calls that return in time are never given up
     with pytest.raises(workers.CancelledError):
         pool.map(lambda x: release.wait(60), range(3))
     release.set()
@@ -351,7 +351,7 @@ def test_workers_raise_the_first_error_and_end_with_their_pool():
         pool.map(work, range(8))
     before = threading.active_count()
     del pool
-    gc.collect()  # the error refers to the pool
+    gc.collect()  # the traceback of the error refers to the pool
     end = time.monotonic() + 10
     while threading.active_count() > before - 3 and time.monotonic() < end:
         time.sleep(0.02)
