@@ -80,6 +80,17 @@ def test_a_device_that_does_not_exist_is_refused(run):
         invoke("search", run, "x", "--device", "gpu")
 
 
+def test_evaluate_and_search_take_a_checkpoint(run):
+    kept = [path.name for path in sorted((run / "checkpoints").glob("step-*"))]
+    last = int(kept[-1].removeprefix("step-"))
+    for which in ("last", last):
+        assert f"checkpoints/{kept[-1]}" in invoke("evaluate", run, "--checkpoint", which).output.replace("\n", "")
+    assert invoke("search", run, "heart", "--checkpoint", "last").exit_code == 0
+    for command in (("evaluate", run), ("search", run, "heart")):
+        with pytest.raises(CheckpointError, match="keeps no checkpoint '999'; there are best, last"):
+            invoke(*command, "--checkpoint", "999")
+
+
 def test_evaluate_prints_and_keeps_the_recalls(run):
     result = invoke("evaluate", run)
     assert result.output.startswith(f"checkpoint: {run / 'checkpoints' / 'step-0000000'}")
@@ -180,6 +191,7 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
     result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")
     assert "zero-shot over 3 classes" in result.output
+    assert "(chance 33.3 %)" in result.output
     assert "top-5" not in result.output
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert found["zero_shot"]["top1"] > 0.6

@@ -76,6 +76,8 @@ def test_zero_shot_ranks_classes_through_templates():
     found = evaluate_zero_shot(encoders(table), [images], labels, classes, ["a photo {}", "{}"])
     assert found["top1"] == 0.75
     assert found["top5"] == 1.0
+    assert found["top1_chance"] == 1 / 6
+    assert found["top5_chance"] == 5 / 6
     features = class_features(encoders(table), classes, ["a photo {}", "{}"])
     want = F.normalize(F.normalize(axis(0) + table["a"] + table["photo"], dim=0) + axis(0), dim=0)
     assert (features[0] - want).norm() < 1e-6

@@ -1,16 +1,19 @@
 """Pairs from tables and folders: reading, skipping, held-out pairs, refusals and ids."""
 
+import io
 import json
 import os
 
 import pytest
 import torch
+from rich.console import Console
 from tests.train.small_pictures import picture, stream
 
 from tilewise.errors import ConfigError, DataError
-from tilewise.train.config import DataConfig
+from tilewise.train.config import DataConfig, load_config
 from tilewise.train.data import Position, SkipLog, open_eval_pairs, open_source
 from tilewise.train.data.records import Draw
+from tilewise.train.loop import train
 
 
 def make_table(folder, kind):
@@ -137,6 +140,21 @@ def test_a_share_of_the_pairs_is_held_out_of_training(tmp_path, kind):
     assert open_eval_pairs(config, 8, SkipLog()).texts == held_out
     assert len(open_eval_pairs(config, 8, SkipLog(), config.path).texts) == 20  # of other pairs, all are used
     assert open_eval_pairs(DataConfig(**where), 8, SkipLog()) is None
+
+
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_an_id_column_without_a_mask_is_a_warning(tmp_path, mask):
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(picture((40 * i, 0, 0)))
+    (tmp_path / "t.csv").write_text("image,caption,sku\n" + "".join(f"{i}.png,cup {i},{i % 2}\n" for i in range(4)))
+    config = load_config(None, [
+        "data.source=table", f"data.path={tmp_path / 't.csv'}", "data.id_column=sku", f"loss.mask_same_id={mask}",
+        "model.name=clip-tiny", "loop.batch_size=4", "loop.chunk_size=4", "loop.steps=1", "loop.threads=1",
+        f"output.folder={tmp_path / 'run'}", "output.report=false", "output.tensorboard=false",
+    ])  # fmt: skip
+    shown = io.StringIO()
+    train(config, Console(file=shown, width=400))
+    assert ("warning: data.id_column='sku' is set" in shown.getvalue()) == (mask == "false")
 
 
 @pytest.mark.parametrize(

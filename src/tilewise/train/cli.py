@@ -23,6 +23,7 @@ app.add_typer(plan_app, name="plan")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings that override the file: section.key=value")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Which = Annotated[str, typer.Option(help="checkpoint to use: best, last, or a step that was kept")]
 
 
 def _console() -> Any:
@@ -118,13 +119,14 @@ def evaluate(
     ] = "",
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
     template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; may be repeated")] = None,
+    checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
     """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
     from tilewise.train.evaluate_run import evaluate_run
 
     columns = (image_column, text_column)
-    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns)
+    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
 
 
 @app.command()
@@ -135,13 +137,14 @@ def search(
     sheet: Annotated[Path | None, typer.Option(help="PNG file to write; default: search.png in the run folder")] = None,
     pairs: Annotated[str, typer.Option(help="search in other images: a folder, table or shards")] = "",
     images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
+    checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
     """Show the best held-out images, or other images, for some words, in the terminal and as a PNG sheet."""
     from tilewise.train.search import open_gallery, save_sheet, show_hits
 
     console = _console()
-    found = open_gallery(run, device, console, pairs, images).search(queries, top)
+    found = open_gallery(run, device, console, pairs, images, checkpoint).search(queries, top)
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
     _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
@@ -161,7 +164,7 @@ def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> 
 def export(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     folder: Annotated[Path, typer.Argument(help="folder to write; it must not exist, or must be empty")],
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step that was kept")] = "best",
+    checkpoint: Which = "best",
 ) -> None:
     """Write the model of a run as safetensors and JSON. transformers reads the towers that come from it."""
     from tilewise.train.inference import load_model

@@ -126,6 +126,8 @@ def evaluate_zero_shot(
 ) -> dict[str, float]:
     """Return the share of images whose class ranks first (``top1``) and among the first five (``top5``).
 
+    ``top1_chance`` and ``top5_chance`` are the values of a random order.
+
     Args:
         images: chunks of uint8 images, N in total.
         labels: (N,), indices into `classes`.
@@ -135,4 +137,6 @@ def evaluate_zero_shot(
     image = encoders.images(images)
     ranks = retrieval_ranks(image, class_features(encoders, classes, templates), labels.to(image.device))
     found = recall_at_k(ranks, (1, 5))
-    return {"top1": found[1], "top5": found[5], "classes": float(len(classes))}
+    count = len(classes)
+    chance = {"top1_chance": 1 / count, "top5_chance": min(1.0, 5 / count)}
+    return {"top1": found[1], "top5": found[5], "classes": float(count), **chance}

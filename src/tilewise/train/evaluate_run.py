@@ -25,12 +25,12 @@ from tilewise.train.progress import counted
 
 def evaluate_run(
     console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str,
-    columns: tuple[str, str] = ("", ""),
+    columns: tuple[str, str] = ("", ""), which: str = "best",
 ) -> dict[str, Any]:  # fmt: skip
     """Evaluate a run, show the result, and write it to evaluation.json."""
     import json
 
-    config, encoders, checkpoint = load_run(run, device)
+    config, encoders, checkpoint = load_run(run, device, which)
     console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
     result: dict[str, Any] = {"step": checkpoint.step}
     skips = SkipLog()
@@ -59,10 +59,10 @@ def evaluate_run(
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
         found = result["zero_shot"]
-        five = f", top-5 {100 * found['top5']:.1f} %" if found["classes"] > 5 else ""
-        console.print(
-            f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %{five}", highlight=False
-        )
+        count = found["classes"]
+        five = f", top-5 {100 * found['top5']:.1f} % (chance {500 / count:.1f} %)" if count > 5 else ""
+        one = f"top-1 {100 * found['top1']:.1f} % (chance {100 / count:.1f} %)"
+        console.print(f"zero-shot over {count:.0f} classes: {one}{five}", highlight=False)
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:

@@ -172,6 +172,11 @@ class Trainer:
             f"{self.state.pairs:,} pairs, {held_out} held-out images; {weights:,} weights on "
             f"{self.world.device}{ranks}; {self.steps:,} steps, {self.stream.steps_per_epoch:,} an epoch"
         )
+        if self.config.data.id_column and not self.config.loss.mask_same_id:
+            self._say(
+                f"warning: data.id_column={self.config.data.id_column!r} is set, but loss.mask_same_id is false, so "
+                "pairs with the same id are negatives of one another. To mask them, set loss.mask_same_id=true"
+            )
 
     def _take_folder(self, held: ExitStack) -> None:
         """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""

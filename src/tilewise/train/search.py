@@ -71,10 +71,11 @@ class Gallery:
 
 
 def open_gallery(
-    folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = ""
-) -> Gallery:
+    folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = "",
+    which: str = "best",
+) -> Gallery:  # fmt: skip
     """Encode the held-out images of a run, or the images at a path, for searching."""
-    config, encoders, _ = load_run(folder, device)
+    config, encoders, _ = load_run(folder, device, which)
     with counted(console, "reading images") as watch:
         pairs = open_pairs(config.data, encoders.model.pixels.size, path, image_root, SkipLog(), watch)
     if pairs is None:
