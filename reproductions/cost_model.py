@@ -111,7 +111,7 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
             link_s += hop_s(credit)
     agreements = 3 * machine.agreement_s if world > 1 else 0.0
     rows = -(-batch // world)
-    sent = forward_bytes(world, rows, d, loss.feature_bytes, credits=CREDIT_VECTOR_BYTES) + backward_bytes(
+    sent = forward_bytes(world, rows, d, loss.feature_bytes, accumulators=CREDIT_VECTOR_BYTES) + backward_bytes(
         world, rows, d, loss.feature_bytes, loss.gradient_bytes, vectors=BACKWARD_VECTOR_BYTES
     )
     return Prediction(

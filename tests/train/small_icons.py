@@ -1,4 +1,4 @@
-"""A few hundred of the icons that ship, as a file of their own, so that runs in tests start quickly."""
+"""Write a file with a few hundred of the icons that ship, so that runs in tests start quickly."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders with tiny weights and tokenizers, as `transformers` saves them."""
+"""Write folders with tiny weights and tokenizers in the format of `transformers`."""
 
 from pathlib import Path
 

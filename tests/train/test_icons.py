@@ -1,4 +1,4 @@
-"""The icons that ship: enough of them, none on both sides of the split, read safely, made the same way twice."""
+"""The icons that ship: their number, the split, safe reading, and a reproducible tool."""
 
 import hashlib
 import json
@@ -192,7 +192,7 @@ def test_a_changed_byte_is_refused_or_changes_nothing(small, tmp_path):
             icons = load_icons(spoilt)
         except DataError:
             refused += 1
-        else:  # a byte that means nothing, such as the date of a member
+        else:  # a byte without effect, such as the date of a member
             assert torch.equal(icons.images, LEVELS * 17)
             assert icons.captions == COLUMNS["caption"]
     assert refused > 0.7 * len(range(0, len(whole), 11))
@@ -271,7 +271,7 @@ def test_captions_are_cleaned():
 
 
 def drawing_of(text: str) -> np.ndarray | None:
-    """Stands in for the renderer: the picture depends on the text alone."""
+    """Replaces the renderer. The picture depends only on the text."""
     if not text:
         return None
     return np.random.default_rng(list(text.encode())).integers(0, 16, (4, 4)).astype(np.uint8)

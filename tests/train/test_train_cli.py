@@ -1,4 +1,4 @@
-"""The commands, on one small run: train, evaluate, search, the report, the demo's settings."""
+"""The commands on one small run: train, evaluate, search, the report, the settings of the demo."""
 
 import base64
 import io
@@ -41,7 +41,9 @@ def run(tmp_path_factory):
     result = invoke("train", folder / "c.toml", *SETTINGS, f"output.folder={folder / 'run'}", f"data.path={icons}")
     assert result.exit_code == 0, result.output
     shown = result.output.splitlines()
-    assert shown[1].startswith("model   embed_dim=16  width=32  ")  # what is no default, a line a section
+    assert shown[1].startswith(
+        "model   embed_dim=16  width=32  "
+    )  # settings that differ from the defaults, one line per section
     sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} weights on \S+; 4 steps, 6 an epoch"
     assert re.fullmatch(sizes, shown[4])
     assert shown[5] == f"all settings, defaults too: {folder / 'run' / 'config.toml'}"
@@ -78,13 +80,24 @@ def test_a_device_that_does_not_exist_is_refused(run):
         invoke("search", run, "x", "--device", "gpu")
 
 
+def test_evaluate_and_search_take_a_checkpoint(run):
+    kept = [path.name for path in sorted((run / "checkpoints").glob("step-*"))]
+    last = int(kept[-1].removeprefix("step-"))
+    for which in ("last", last):
+        assert f"checkpoints/{kept[-1]}" in invoke("evaluate", run, "--checkpoint", which).output.replace("\n", "")
+    assert invoke("search", run, "heart", "--checkpoint", "last").exit_code == 0
+    for command in (("evaluate", run), ("search", run, "heart")):
+        with pytest.raises(CheckpointError, match="keeps no checkpoint '999'; there are best, last"):
+            invoke(*command, "--checkpoint", "999")
+
+
 def test_evaluate_prints_and_keeps_the_recalls(run):
     result = invoke("evaluate", run)
     assert result.output.startswith(f"checkpoint: {run / 'checkpoints' / 'step-0000000'}")
     assert "text to image" in result.output
     kept = json.loads((run / "evaluation.json").read_text())
     last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
-    assert result.output.endswith(f"kept in {run / 'evaluation.json'}\n")
+    assert result.output.endswith(f"written to {run / 'evaluation.json'}\n")
     assert kept["retrieval"]["i2t_r10"] == pytest.approx(last["i2t_r10"], abs=0.05)
 
 
@@ -152,13 +165,13 @@ def test_what_is_no_run_is_named(tmp_path, run, command):
 def test_a_run_that_was_moved_does_not_begin_anew(tmp_path, run):
     moved, there = tmp_path / "moved", run / "config.toml"
     shutil.copytree(run, moved)
-    with pytest.raises(ConfigError, match=rf"holds a run.*add output\.folder={moved}"):
+    with pytest.raises(ConfigError, match=rf"is the folder of a run.*add output\.folder={moved}"):
         invoke("train", moved / "config.toml")
     assert invoke("train", moved / "config.toml", f"output.folder={moved}").exit_code == 0
-    assert invoke("train", moved / "config.toml").exit_code == 0  # its settings know the new place now
+    assert invoke("train", moved / "config.toml").exit_code == 0  # its settings now have the new folder
     assert invoke("train", there).exit_code == 0
     shutil.copy(there, tmp_path / "config.toml")
-    assert invoke("train", tmp_path / "config.toml").exit_code == 0  # settings outside of a run may name any
+    assert invoke("train", tmp_path / "config.toml").exit_code == 0  # settings outside a run folder may name any folder
 
 
 def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
@@ -178,15 +191,16 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
     result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")
     assert "zero-shot over 3 classes" in result.output
+    assert "(chance 33.3 %)" in result.output
     assert "top-5" not in result.output
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert found["zero_shot"]["top1"] > 0.6
     assert found["zero_shot"]["top5"] == 1.0
-    with pytest.raises(DataError, match=r"no held-out images to search in\. Give others with --pairs"):
+    with pytest.raises(DataError, match=r"no held-out images to search in\. Give other images with --pairs"):
         invoke("search", tmp_path / "run", "red")
     (tmp_path / "above").mkdir()
     (tmp_path / "classes").rename(tmp_path / "above" / "classes")
-    with pytest.raises(DataError, match="one sub-folder with images, 'classes', so every answer would be right"):
+    with pytest.raises(DataError, match="only one sub-folder, 'classes', so every answer would be right"):
         invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "above")
     (tmp_path / "above" / "classes").rename(tmp_path / "classes")
     result = invoke("search", tmp_path / "run", "red", "--top", "3", "--pairs", tmp_path / "classes")

@@ -38,6 +38,15 @@ def test_overrides_reach_their_section(tmp_path):
         ("loop.seed=99999999999999999999", ("loop.seed must be at most",)),
         ("loss.mask_same_id=1", ("true or false",)),
         ("optim.lr=0", ("greater than 0",)),
+        ("optim.lr=inf", ("optim.lr must be a finite number, got inf", "Give a number such as 0.001")),
+        ("optim.lr=nan", ("optim.lr must be greater than 0, got nan",)),
+        ("loss.initial_bias=-inf", ("loss.initial_bias must be a finite number, got -inf",)),
+        ("loop.batch_size=99999999999999999999", ("loop.batch_size must be below 2^63",)),
+        ("output.folder=", ("output.folder must name a folder for the run, got ''", "such as runs/run")),
+        ("output.folder=' '", ("output.folder must name a folder",)),
+        ('output.folder="a\\u0000b"', ("output.folder must be text without zero bytes",)),
+        ("model.image_size=10000000", ("model.image_size must be at most 4096, got 10000000",)),
+        ("model.width=10000000", ("model.width must be at most 65536",)),
         ("optim.betas=[0.9]", ("2 entries",)),
         ("optim.betas=0.9", ("a list",)),
         ("data.crop_scale=[0.9, 0.1]", ("low <= high",)),
@@ -63,7 +72,7 @@ def test_a_far_choice_is_not_suggested():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["loop.precision=bfloat16"])
     assert "'bf16'" in str(caught.value)
-    assert "did you mean" not in str(caught.value)  # float32 is the nearest in letters, and the opposite
+    assert "did you mean" not in str(caught.value)  # float32 is the nearest name, but the opposite choice
 
 
 def test_help_lists_all_choices():
@@ -118,7 +127,7 @@ def test_any_override_is_applied_or_refused(key, value):
 
 
 def test_a_run_of_another_version_with_settings_refused_today_says_so():
-    """Not that the settings given now are wrong, which they are not."""
+    """The message must not blame the current settings, which are valid."""
     config = load_config(None, ["data.source=folder", "data.path=x", "model.name=clip-tiny", "output.folder=runs/old"])
     saved = to_dict(config)
     saved["loss"]["mask_same_id"] = True

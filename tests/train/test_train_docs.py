@@ -1,4 +1,4 @@
-"""The examples and the words of the documentation are those of the code."""
+"""Examples, settings, commands and options in the documentation exist in the code."""
 
 import ast
 import re
@@ -46,7 +46,7 @@ def test_settings_in_the_documentation_exist():
 
 
 def words_of_the_code():
-    """All text in the training code: messages, help, docstrings."""
+    """Yield all text in the training code: messages, help, docstrings."""
     for path in sorted((ROOT / "src" / "tilewise" / "train").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -58,7 +58,7 @@ def unknown_names(texts):
     options = {
         name for command in COMMANDS for name in re.findall(r"--[a-z-]+", CliRunner().invoke(app, command).output)
     }
-    for where, text in texts:  # but for the report's style sheet, which has --names of its own
+    for where, text in texts:  # the style sheet of the report has --names that are not options
         for section, key in re.findall(r"(?<![\w./-])(data|model|loss|optim|loop|output)\.([a-z_]+)\b", text):
             if key not in values[section] and key not in FILES:
                 yield f"{where}: {section}.{key}"

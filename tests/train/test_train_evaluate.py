@@ -8,7 +8,7 @@ from tilewise.train.evaluate import Encoders, chance_recall, class_features, eva
 
 
 class LookUp(torch.nn.Module):
-    """A model whose image features are read off the pixels, and whose text features off a table of words."""
+    """A model with image features from the pixels and text features from a table of words."""
 
     def __init__(self, table):
         super().__init__()
@@ -76,6 +76,8 @@ def test_zero_shot_ranks_classes_through_templates():
     found = evaluate_zero_shot(encoders(table), [images], labels, classes, ["a photo {}", "{}"])
     assert found["top1"] == 0.75
     assert found["top5"] == 1.0
+    assert found["top1_chance"] == 1 / 6
+    assert found["top5_chance"] == 5 / 6
     features = class_features(encoders(table), classes, ["a photo {}", "{}"])
     want = F.normalize(F.normalize(axis(0) + table["a"] + table["photo"], dim=0) + axis(0), dim=0)
     assert (features[0] - want).norm() < 1e-6

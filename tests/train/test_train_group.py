@@ -1,4 +1,4 @@
-"""Several ranks: the loss curve is that of one process with the same global batch."""
+"""Several ranks have the loss curve of one process with the same global batch."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def train_alone(folder, overrides):
 
 
 def start_ranks(world, folder, overrides):
-    """The steps of a run on several ranks."""
+    """Return the training lines of a run on several ranks."""
     folder.mkdir(exist_ok=True)
     for returncode, output in run_ranks(world, folder, [f"output.folder={folder}", *overrides]):
         assert returncode == 0, output
@@ -40,7 +40,7 @@ def start_ranks(world, folder, overrides):
 
 
 def run_ranks(world, folder, overrides, program=("-m", "tilewise.train.cli")):
-    """The processes that torchrun would start, with its environment: exit codes and outputs."""
+    """Start processes with the environment of torchrun, and return their exit codes and outputs."""
     (folder / "start.toml").write_text("")
     command = [sys.executable, *program, "train", str(folder / "start.toml"), *SETTINGS, *overrides]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -125,7 +125,7 @@ print("held", sys.getrefcount(groups[0]) - 2)
 
 @pytest.mark.group
 def test_nothing_holds_the_group_of_a_run_that_has_ended(tmp_path):
-    """Its threads would abort the process while Python shuts down, now and then."""
+    """The threads of a process group sometimes abort the process while Python shuts down."""
     icons = f"data.path={write_small_icons(tmp_path / 'small.zip')}"
     for _, output in run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"], ("-c", HELD)):
         assert output.splitlines()[-1] == "held 0", output

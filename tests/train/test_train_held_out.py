@@ -1,4 +1,4 @@
-"""Held-out images are decoded once, on threads, and one can watch it."""
+"""Held-out images are decoded once, on threads, with progress."""
 
 import io
 import json
@@ -22,7 +22,7 @@ IMAGES = 18
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The threads on which held-out images were decoded."""
+    """Return the threads on which held-out images were decoded."""
     names = []
     original = module.decode
 
@@ -48,7 +48,7 @@ def test_a_run_with_evaluations_and_report_decodes_each_image_once(tmp_path, dec
     assert threading.main_thread().name not in decoded
     decoded.clear()
     train(settings(data, tmp_path / "b", *model, "output.report=false", "data.eval_memory_mib=0"))
-    assert len(decoded) == IMAGES * (1 + 2)  # without memory: once to try them, once for each evaluation
+    assert len(decoded) == IMAGES * (1 + 2)  # once at the start and once per evaluation
     assert evaluations(tmp_path / "a") == evaluations(tmp_path / "b")
 
 

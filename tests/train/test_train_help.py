@@ -1,4 +1,4 @@
-"""What answers at once imports neither torch nor what needs it; names of the package come when they are used."""
+"""Quick commands do not import torch or packages that need it. Names of the package are imported on first use."""
 
 import json
 import subprocess

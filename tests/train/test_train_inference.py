@@ -1,4 +1,4 @@
-"""The model taken out of a run: loaded in Python, and exported by command."""
+"""The model of a run is loaded in Python and exported by a command."""
 
 import subprocess
 import sys
@@ -71,7 +71,7 @@ def test_empty_and_wrong_inputs_are_answered(run):
         model.encode_image([3])
     with pytest.raises(ShapeError, match="give a list"):
         model.encode_image(Image.new("RGB", (8, 8)))
-    with pytest.raises(DataError, match="got int at place 1"):
+    with pytest.raises(DataError, match="got int at index 1"):
         model.encode_text(["a cat", 3])
     with pytest.raises(DataError, match=r"config\.toml: image cannot be decoded"):
         model.encode_image([run / "config.toml"])
@@ -105,7 +105,7 @@ def test_an_exported_run_gives_the_same_features(run, tmp_path):
     with pytest.raises(ConfigError, match=r"exported model: tilewise\.train\.load_model"):
         invoke("status", tmp_path / "out")
     again = invoke("export", tmp_path / "out", tmp_path / "again").output
-    assert f"exported {tmp_path / 'out'}, an exported model, to {tmp_path / 'again'}\n" in again  # no path is cut
+    assert f"exported {tmp_path / 'out'}, an exported model, to {tmp_path / 'again'}\n" in again  # no path is wrapped
     with pytest.raises(CheckpointError, match="exists already"):
         want.export(run.parent / "data")
 
@@ -129,7 +129,7 @@ def test_the_icon_model_reads_pictures_of_any_kind(tmp_path):
 def test_a_picture_of_a_kind_that_png_has_not(run, mode):
     model = load_model(run, device="cpu")
     picture = Image.new(mode, (9, 7), 0)
-    if mode in ("RGBa", "La"):  # nothing but transparency, which is white
+    if mode in ("RGBa", "La"):  # a fully transparent picture, which becomes white
         assert model.preprocess(picture).min() == 255
     assert model.preprocess(picture).shape == (3, model.pixels.size, model.pixels.size)
 

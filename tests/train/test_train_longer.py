@@ -1,4 +1,4 @@
-"""A run that ended goes on for longer: the learning rate of the added steps is said, kept, and survives a stop."""
+"""A finished run can be made longer. The learning rate of the added steps is chosen, saved, and survives a stop."""
 
 import shutil
 
@@ -67,15 +67,17 @@ def test_an_ended_run_goes_on_for_longer(small, tmp_path, how, monkeypatch):
 
 def test_another_length_without_a_word_on_the_learning_rate_is_refused(small):
     train(small("loop.steps=2"))
-    with pytest.raises(ConfigError, match=r"planned for 2 steps and has done 2; now it is to have 6.*optim\.extend="):
+    with pytest.raises(
+        ConfigError, match=r"planned for 2 steps and has done 2, and the settings ask for 6.*optim\.extend="
+    ):
         train(small("loop.steps=6"))
-    with pytest.raises(ConfigError, match=r"planned for 2 steps.*has done 2; now it is to have 12"):
+    with pytest.raises(ConfigError, match=r"planned for 2 steps.*has done 2, and the settings ask for 12"):
         train(small("loop.epochs=2"))
-    assert train(small("loop.epochs=0.34")).finished  # the same length in other words
+    assert train(small("loop.epochs=0.34")).finished  # the same length, given in epochs or steps
 
 
 def test_with_one_learning_rate_a_longer_run_equals_a_long_one(small, tmp_path):
-    """The added steps see the data that an uninterrupted run would see next."""
+    """The added steps use the data that an uninterrupted run would use next."""
     flat = ["optim.warmup_steps=0", "optim.final_lr_share=1.0"]
     train(small("loop.steps=6", *flat))
     whole = [line["loss"] for line in RunFolder(tmp_path / "run").read_metrics() if line["kind"] == "train"]
@@ -92,7 +94,8 @@ def test_a_run_of_an_earlier_version_has_the_plan_of_its_settings(small, tmp_pat
     train(small("loop.steps=2"))
     file = tmp_path / "run" / "checkpoints" / step_name(2) / "state.json"
     state = json.loads(file.read_text())
-    del state["plan"], state["pairs"], state["config"]["optim"]["extend"]
+    del state["plan"], state["pairs"], state["config"]["optim"]["extend"], state["checksum"]
+    state["format"] = 1
     file.write_text(json.dumps(state))
     with pytest.raises(ConfigError, match="planned for 2 steps"):
         train(small("loop.steps=4"))
@@ -101,7 +104,7 @@ def test_a_run_of_an_earlier_version_has_the_plan_of_its_settings(small, tmp_pat
 
 def test_lengths_that_make_no_sense_are_refused():
     plan = new_plan(8)
-    with pytest.raises(ConfigError, match="cannot be taken back; choose at least 5"):
+    with pytest.raises(ConfigError, match="cannot be undone; choose at least 5"):
         change_length(plan, 5, 4, OptimConfig(extend="stretch"))
     with pytest.raises(ConfigError, match="only stretch can shorten"):
         change_length(plan, 5, 6, OptimConfig(extend="restart"))

@@ -1,4 +1,4 @@
-"""Whole runs with a tiny model: they learn, stop, continue, and refuse what would spoil them."""
+"""Whole runs with a tiny model: they learn, stop and continue, and wrong input is refused."""
 
 import io
 import json
@@ -76,7 +76,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("after", [1, 2, 5, 7])
 def test_a_killed_run_continues_bitwise(tmp_path, whole_run, monkeypatch, after):
-    """Dies after some step (at 2: before anything is evaluated; at 5: between checkpoints), then starts again."""
+    """The run dies after a step (2: before an evaluation; 5: between checkpoints) and starts again."""
     config = small(tmp_path, "loop.steps=8")
     original = loop.Trainer._after_step
 
@@ -164,7 +164,7 @@ def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypa
 
 
 def test_skipped_records_are_counted_the_same_after_a_restart(tmp_path, monkeypatch):
-    """Shards with broken records, batches prepared ahead: what was prepared but not used must not count twice."""
+    """Broken records in batches that were prepared but not used must not be counted twice."""
     for shard in range(4):
         with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
             for i in range(12):
@@ -183,7 +183,7 @@ def test_skipped_records_are_counted_the_same_after_a_restart(tmp_path, monkeypa
     def die(self, log, bar, stopping):
         original(self, log, bar, stopping)
         if self.step == 3:
-            time.sleep(0.3)  # the batches ahead get made
+            time.sleep(0.3)  # time for the batches ahead to be made
             raise Killed
 
     monkeypatch.setattr(loop.Trainer, "_after_step", die)
@@ -259,7 +259,7 @@ def test_a_disk_that_fills_up_stops_safely(tmp_path, monkeypatch):
         train(config)
     monkeypatch.undo()
     kept = [p.name for p in list_checkpoints(tmp_path / "checkpoints")]
-    assert kept == [step_name(2), step_name(3)]  # the third was evaluated, and the best so far
+    assert kept == [step_name(2), step_name(3)]  # step 3 was evaluated and is the best so far
     assert train(config).finished
 
 
@@ -282,7 +282,7 @@ def test_a_run_that_waits_for_its_data_says_so(tmp_path, monkeypatch, data_s):
     train(small(tmp_path, "loop.steps=4", "data.prefetch=0"), Console(file=shown))
     assert ("\n75 % of the time was spent waiting for images\n" in shown.getvalue()) == (
         data_s > 0
-    )  # icons: no workers
+    )  # icons use no workers
     steps = [line for line in RunFolder(tmp_path).read_metrics() if line["kind"] == "train"]
     assert [(line["seconds"], line["data_seconds"]) for line in steps] == [(10.0 + data_s, data_s)] * 4
 
@@ -327,7 +327,7 @@ def test_kill_9_and_sigterm_in_a_real_process(tmp_path):
     assert code == 143, output
     assert "saved" in output
     reached = list_checkpoints(cut / "checkpoints")[-1].name
-    assert reached == step_name(lines(cut)[-1]["step"])  # saved at the very step it stopped
+    assert reached == step_name(lines(cut)[-1]["step"])  # saved at the step at which it stopped
     code, output = finish(start(cut, *often))
     assert code == 0, output
     assert lines(cut) == lines(whole)

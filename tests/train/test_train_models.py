@@ -35,7 +35,7 @@ def test_towers_give_unit_features_that_depend_on_their_input(overrides, channel
         parameter.grad = None
     (image @ torch.randn_like(text).T + text @ torch.randn_like(image).T).sum().backward()
     unused = [n for n, p in model.named_parameters() if p.grad is None and not n.startswith("scale")]
-    assert unused == []  # DDP would wait for them
+    assert unused == []  # DDP would block on unused parameters
 
 
 def test_padding_does_not_reach_the_features():
@@ -69,7 +69,7 @@ def test_weights_come_from_a_local_folder_of_safetensors_only(tmp_path):
 
     saved = CLIPModel(config)
     saved.save_pretrained(tmp_path)
-    # The folder has no tokenizer, so that is asked for by name, and its absence is a clear error.
+    # The folder has no tokenizer, so one must be named. The error says so.
     with pytest.raises(ConfigError, match="tokenizer"):
         model_of("model.name=clip-tiny", f"model.weights={tmp_path}")
     from tilewise.train.config import ModelConfig
@@ -148,7 +148,7 @@ def test_lit_from_local_folders_without_a_network(tmp_path):
 
 
 def test_weights_that_are_no_folder_of_transformers_are_named_at_once(tmp_path):
-    with pytest.raises(ConfigError, match="there is no folder"):  # and no hub is asked
+    with pytest.raises(ConfigError, match="there is no folder"):  # without a request to the hub
         model_of("model.name=clip-tiny", f"model.weights={tmp_path / 'none'}")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         model_of("model.name=clip-tiny", f"model.weights={tmp_path}")

@@ -19,7 +19,7 @@ from tilewise.train.optim import (
 
 
 def adafactor_by_the_book(weight, grads, lr, beta1, cap, decay):
-    """The docstring's equations, written once more."""
+    """An independent implementation of the equations in the docstring."""
     p, m = weight.double().clone(), torch.zeros_like(weight).bfloat16()
     rows = cols = second = 0.0
     for t, g in enumerate(grads, start=1):

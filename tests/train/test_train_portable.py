@@ -1,4 +1,4 @@
-"""A run folder alone is enough: it is evaluated, continued and exported where its weights folder never was."""
+"""A run folder is enough: it is evaluated, continued and exported without the initial weights."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def settings(data, folder, *overrides):
 
 @pytest.fixture(params=["clip", "lit"])
 def started(request, tmp_path):
-    """Settings of a run from pretrained weights, and the folder with those weights."""
+    """Return the settings of a run from pretrained weights, and the folder of those weights."""
     weights, data = tmp_path / "weights", write_colours(tmp_path / "data")
     weights.mkdir()
     if request.param == "clip":
@@ -80,7 +80,7 @@ def test_a_run_from_weights_is_evaluated_and_continued_without_them(started, tmp
 
 
 def test_a_run_that_never_saved_takes_its_settings_again(tmp_path):
-    """A first start that ended before a checkpoint leaves a description that must not bind the next one."""
+    """A run that ended before its first checkpoint leaves a description. The next start must not use it."""
     data = write_colours(tmp_path / "data")
     config = settings(data, tmp_path / "run", "model.name=clip-tiny", "loop.steps=1")
     run = RunFolder(tmp_path / "run")
@@ -104,7 +104,7 @@ def test_a_run_of_an_earlier_version_is_written_down_when_it_continues(started, 
 
 @pytest.mark.parametrize("started", ["lit"], indirect=True)
 def test_a_locked_run_of_an_earlier_version_says_why_it_does_not_open(started, tmp_path):
-    """It had a random projection behind the locked tower."""
+    """Earlier versions had a random projection after the locked tower."""
     make, _ = started
     train(make(tmp_path / "run"))
     run = RunFolder(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What is seen of a run in a terminal."""
+"""The output of a run in a terminal."""
 
 import io
 
@@ -33,7 +33,7 @@ def test_an_evaluation_is_seen_to_go_on(monkeypatch):
     assert "evaluating, image 512 of 25,000" in screen.getvalue()
     progress = RunProgress(Console(file=plain), steps=20, done=0)
     progress.evaluating(512, 25000)
-    assert plain.getvalue() == ""  # only now and then
+    assert plain.getvalue() == ""  # at most one line per interval
     monkeypatch.setattr(module, "LINE_EVERY_S", -1.0)
     progress.evaluating(1024, 25000)
     assert plain.getvalue() == "evaluating, image 1,024 of 25,000\n"
@@ -46,4 +46,4 @@ def test_a_run_that_waits_for_files_is_told_of_workers(tmp_path, monkeypatch):
     shown = io.StringIO()
     config = settings(write_colours(tmp_path / "data"), tmp_path / "run", "model.name=clip-tiny", "loop.steps=1")
     loop.train(config, Console(file=shown))
-    assert "% of the time was spent waiting for images. Give more data.workers than 2\n" in shown.getvalue()
+    assert "% of the time was spent waiting for images. Raise data.workers above 2\n" in shown.getvalue()

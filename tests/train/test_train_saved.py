@@ -1,4 +1,4 @@
-"""Models in folders: built again without the weights they came from, exported, and read by transformers."""
+"""Models in folders: built without their initial weights, exported, and read by transformers."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "out" / "tilewise.json").write_text(json.dumps({**about, "format": 9}))
     with pytest.raises(CheckpointError, match="format 9"):
         load_exported(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="has no model"):
         load_exported(tmp_path)
     (tmp_path / "out" / "tilewise.json").write_text(json.dumps({**about, "logit_scale": -1.0}))
     with pytest.raises(CheckpointError, match="cannot be built: ValueError"):
@@ -150,7 +150,7 @@ def test_a_tower_that_is_missing_is_not_asked_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.model_info", lambda name, **_: asked.append(name))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
-        load_exported(Path("out"))  # whose out/text could be a hub id
+        load_exported(Path("out"))  # out/text could be taken for a hub id
     assert not asked
 
 
@@ -205,7 +205,7 @@ def test_code_beside_a_tokenizer_is_neither_run_nor_asked_for(tmp_path, monkeypa
     "name, advice", [("clip-tiny", "Set weights"), ("vit-bert-tiny", "Set image_weights"), ("icon", "Choose a clip")]
 )
 def test_a_random_tower_is_not_locked(name, advice):
-    with pytest.raises(ConfigError, match=rf"model\.lock_image=true.*random numbers.*{advice}"):
+    with pytest.raises(ConfigError, match=rf"model\.lock_image=true.*random weights.*{advice}"):
         load_config(None, [*(FILES if name != "icon" else []), f"model.name={name}", "model.lock_image=true"])
 
 
@@ -240,7 +240,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capfd):
 
     monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     overrides = [*FILES, "model.name=clip-tiny", "model.weights=nobody/nothing-here"]
-    with pytest.raises(ConfigError, match=r"no such folder here, and as a hub id: the hub cannot be reached"):
+    with pytest.raises(ConfigError, match=r"it is not a local folder\. As a hub id: the hub cannot be reached"):
         build_model(load_config(None, overrides))
     assert asked == ["nobody/nothing-here"]
     said = capfd.readouterr()
@@ -269,5 +269,5 @@ def test_a_name_that_the_hub_does_not_know_is_refused(monkeypatch):
         raise huggingface_hub.errors.HFValidationError("not a name")
 
     monkeypatch.setattr(huggingface_hub, "model_info", not_a_name)
-    with pytest.raises(ConfigError, match=r"no folder 'nothing here' here.*the hub has no such model: not a name"):
+    with pytest.raises(ConfigError, match=r"no local folder 'nothing here'.*the hub has no such model: not a name"):
         build_model(load_config(None, [*FILES, "model.name=clip-tiny", "model.weights=nothing here"]))

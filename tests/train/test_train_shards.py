@@ -1,4 +1,4 @@
-"""Pairs from shards: all of them, in another order each epoch, shared by ranks; what is damaged is counted; ids."""
+"""Pairs from shards: complete, reshuffled each epoch, divided among ranks; damage is counted; ids."""
 
 import io
 import tarfile
@@ -66,7 +66,7 @@ def test_ranks_share_the_global_batch_of_one_process(tmp_path, world):
     parts = [
         stream(open_source(config, 8, SkipLog()), 7, rank=r, world=world).make(Position(), 0) for r in range(world)
     ]
-    assert torch.equal(torch.cat([p.images for p in parts]), alone.images)  # the same random crops, too
+    assert torch.equal(torch.cat([p.images for p in parts]), alone.images)  # the random crops are the same as well
     assert all(p.after == alone.after for p in parts)
 
 

@@ -1,4 +1,4 @@
-"""How a run ended can be told: finished, stopped and saved, failed, killed; also under torchrun, which ends with 1."""
+"""The status of a run: finished, stopped and saved, failed, killed. Also under torchrun, which always exits with 1."""
 
 import errno
 import fcntl
@@ -70,7 +70,7 @@ def test_finished_stopped_and_failed_are_told_apart(icons, tmp_path, monkeypatch
     monkeypatch.undo()
     assert train(config).finished
     assert status_of(tmp_path) == (0, "finished: 4 steps")
-    with pytest.raises(ConfigError):  # refused settings leave a run as it was
+    with pytest.raises(ConfigError):  # refused settings do not change the status
         train(load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=4", "loop.seed=3"]))
     assert status_of(tmp_path)[0] == 0
 
@@ -101,8 +101,8 @@ def test_what_an_earlier_process_wrote_is_not_taken_for_the_one_that_starts(tmp_
     if before is not None:
         write_status(tmp_path, Status(before, 0, 9))
         (tmp_path / "metrics.jsonl").write_text('{"step": 7, "kind": "train"}\n')
-    time.sleep(0.02)  # clocks of files are not that fine
-    with RunFolder(tmp_path).locked():  # it reads step 5, so step 7 is still to be done
+    time.sleep(0.02)  # file times have a coarse resolution
+    with RunFolder(tmp_path).locked():  # it loads step 5, so step 7 is not done yet
         assert status_of(tmp_path) == (3, f"starting; last checkpoint: {tmp_path / 'checkpoints' / step_name(5)}")
         write_status(tmp_path, Status("running", 5, 9))
         assert read_status(tmp_path).status == "running"
@@ -112,7 +112,7 @@ def test_a_run_that_continues_never_shows_a_step_that_it_has_not_done(icons, tmp
     config = load_config(None, [*SETTINGS, icons, f"output.folder={tmp_path}", "loop.steps=4"])
     assert train(config).finished
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "kind": "train"}\n')  # of a longer run that was killed before it saved
+        file.write('{"step": 9, "kind": "train"}\n')  # written by a longer run that was killed before it saved
     write = status.write_status
     seen = []
 
@@ -216,11 +216,11 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     assert status_of(run)[0] == 3
     if whom == "torchrun":
         process.send_signal(signal.SIGTERM)
-    else:  # the second, which does not write
+    else:  # the second rank, which does not write
         ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(ranks.split()[-1]), signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output  # whatever happened; so the folder has to tell
+    assert process.returncode == 1, output  # always 1, so only the folder has the status
     code, said = status_of(run)
     assert (code, said.split(" after")[0]) == (75, "stopped by signal 15"), output
     assert "done:" not in output

@@ -1,16 +1,19 @@
-"""Pairs from tables and folders: what is read, skipped, held out and refused; ids."""
+"""Pairs from tables and folders: reading, skipping, held-out pairs, refusals and ids."""
 
+import io
 import json
 import os
 
 import pytest
 import torch
+from rich.console import Console
 from tests.train.small_pictures import picture, stream
 
 from tilewise.errors import ConfigError, DataError
-from tilewise.train.config import DataConfig
+from tilewise.train.config import DataConfig, load_config
 from tilewise.train.data import Position, SkipLog, open_eval_pairs, open_source
 from tilewise.train.data.records import Draw
+from tilewise.train.loop import train
 
 
 def make_table(folder, kind):
@@ -133,10 +136,25 @@ def test_a_share_of_the_pairs_is_held_out_of_training(tmp_path, kind):
     trained = [source.read(i).captions[0] for i in range(len(source))]
     assert len(held_out) == 4
     assert sorted(trained + held_out) == [f"{i:02d}" for i in range(20)]
-    assert held_out != [f"{i:02d}" for i in range(4)]  # no matter how the pairs are sorted
+    assert held_out != [f"{i:02d}" for i in range(4)]  # whatever the order of the pairs
     assert open_eval_pairs(config, 8, SkipLog()).texts == held_out
-    assert len(open_eval_pairs(config, 8, SkipLog(), config.path).texts) == 20  # other pairs are taken whole
+    assert len(open_eval_pairs(config, 8, SkipLog(), config.path).texts) == 20  # of other pairs, all are used
     assert open_eval_pairs(DataConfig(**where), 8, SkipLog()) is None
+
+
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_an_id_column_without_a_mask_is_a_warning(tmp_path, mask):
+    for i in range(4):
+        (tmp_path / f"{i}.png").write_bytes(picture((40 * i, 0, 0)))
+    (tmp_path / "t.csv").write_text("image,caption,sku\n" + "".join(f"{i}.png,cup {i},{i % 2}\n" for i in range(4)))
+    config = load_config(None, [
+        "data.source=table", f"data.path={tmp_path / 't.csv'}", "data.id_column=sku", f"loss.mask_same_id={mask}",
+        "model.name=clip-tiny", "loop.batch_size=4", "loop.chunk_size=4", "loop.steps=1", "loop.threads=1",
+        f"output.folder={tmp_path / 'run'}", "output.report=false", "output.tensorboard=false",
+    ])  # fmt: skip
+    shown = io.StringIO()
+    train(config, Console(file=shown, width=400))
+    assert ("warning: data.id_column='sku' is set" in shown.getvalue()) == (mask == "false")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,7 @@ def test_a_share_of_the_pairs_is_held_out_of_training(tmp_path, kind):
     [{"source": "icons"}, {"source": "shards", "path": "x.tar"}, {"source": "folder", "path": "x", "eval_path": "y"}],
 )
 def test_a_share_is_refused_where_it_would_do_nothing(other):
-    with pytest.raises(ConfigError, match="set one of eval_share and eval_path"):
+    with pytest.raises(ConfigError, match="Set only one of eval_share and eval_path"):
         DataConfig(**other, eval_share=0.1)
 
 
@@ -174,7 +192,7 @@ def test_ids_of_a_table_mark_what_shows_the_same(tmp_path):
         config = DataConfig(source="table", path=str(tmp_path / name), id_column="product")
         rows = open_source(config, 8, SkipLog()).rows(torch.arange(4), Draw(0, 0, 0, 0, 4), SkipLog())
         assert rows.ids[0] == rows.ids[2]  # the first id of an image counts
-        assert len(rows.ids.unique()) == 3  # an empty one is its own
+        assert len(rows.ids.unique()) == 3  # an empty cell gets its own id
         assert rows.ids[3] == 3
     with pytest.raises(DataError, match=r"no column 'colour'.*data\.id_column"):
         open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), id_column="colour"), 8, SkipLog())
@@ -199,7 +217,7 @@ def test_masking_without_ids_is_refused(source):
     with pytest.raises(ConfigError, match=r"would have no effect.*set data\.id_column"):
         load_config(None, given_)
     if source == "folder":
-        with pytest.raises(ConfigError, match=r"data\.id_column is for source 'table'"):
+        with pytest.raises(ConfigError, match=r"data\.id_column needs source 'table'"):
             load_config(None, [*given_, "data.id_column=x"])
     else:
         assert load_config(None, [*given_, "data.id_column=x"]).loss.mask_same_id
@@ -207,7 +225,7 @@ def test_masking_without_ids_is_refused(source):
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "json"])
 def test_cells_of_any_kind_are_read_or_skipped_and_never_end_a_run(tmp_path, kind):
-    """Zero bytes and half characters in paths, numbers and bytes as captions, empty lists of them: all are one row."""
+    """Zero bytes and half characters in paths, numbers and bytes as captions, empty lists: each affects one row."""
     (tmp_path / "0.png").write_bytes(picture())
     (tmp_path / "7").write_bytes(picture())
     half = "" if kind == "parquet" else "\ud83d"  # Parquet holds none
@@ -238,7 +256,7 @@ def test_cells_of_any_kind_are_read_or_skipped_and_never_end_a_run(tmp_path, kin
     assert len(batch.ids) == (1 if kind == "parquet" else 2)  # 0.png and the one that is called 7
     assert len(batch.ids) + skips.total == len(source) == (2 if kind == "parquet" else 6)
     texts = [text for key in range(len(source)) for text in source.entries[key].captions]
-    "".join([*texts, *skips.examples]).encode()  # all of it can be written and tokenized
+    "".join([*texts, *skips.examples]).encode()  # all captions can be written and tokenized
     assert {"parquet": "of bytes"}.get(kind, "half a face") in " ".join(texts)
 
 
@@ -257,7 +275,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
 
 def test_names_and_captions_of_other_encodings(tmp_path):
     (tmp_path / "a.png").write_bytes(picture())
-    (tmp_path / "a.txt").write_bytes("\ufeffa boat".encode())  # some editors put a mark in front
+    (tmp_path / "a.txt").write_bytes("\ufeffa boat".encode())  # some editors write a byte order mark
     for name, data in [(b"caf\xe9.png", picture()), (b"br\xfccke.png", b"broken")]:
         (tmp_path / os.fsdecode(name)).write_bytes(data)
     skips = SkipLog()

@@ -57,7 +57,7 @@ class RankingCall:
     ) -> RankingCall:
         """Checked, by all ranks together: an error of one is an error of each."""
         positives, query_ids, gallery_ids = answers
-        with ring.telling():
+        with ring.propagate_errors():
             check_features(queries, gallery, over_group=ring.exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None
@@ -73,10 +73,10 @@ class RankingCall:
             "width": queries.shape[1],
             "type": str(queries.dtype).removeprefix("torch."),
             "device": queries.device.type,
-            "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
+            "options": " ".merge(f"{name}={value}" for name, value in vars(options).items()),
         }
         ring.meet(n, m, queries.device, told)
-        with ring.telling():
+        with ring.propagate_errors():
             if own:
                 positives = torch.arange(n, device=queries.device) + ring.col_start
             index = None if positives is None else check_index("positives", positives, queries, ring.all_cols)
@@ -114,8 +114,8 @@ class RankingCall:
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
-        credits = [Field("count", torch.int64)] if self.both else []
-        home = self.ring.visit(block, count, credits=credits, join=_add)
+        accumulators = [Field("count", torch.int64)] if self.both else []
+        home = self.ring.visit(block, count, accumulators=accumulators, merge=_add)
         index = torch.stack([answers.index for answers in rows]) if rows else counts
         ranks = torch.where(index < 0, -1, counts).T.contiguous()
         back = self.gallery.new_zeros(0, dtype=torch.int64)
@@ -148,12 +148,12 @@ class RankingCall:
         if self.own:  # no other rank's block has an answer
             found = find(ring.col_start, block) or {}
         else:
-            credits = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
-            found = ring.visit(block, find, credits=credits, join=_keep_best)
+            accumulators = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
+            found = ring.visit(block, find, accumulators=accumulators, merge=_keep_best)
         rows = [kernel.answers_of(which, score, scorer.side) for which, score in zip(index, scores, strict=True)]
         if self.ids is not None:
             rows = [_answers_of_best(mine, scorer)]
-        # A view of a buffer that held other credits too: the answers outlive it.
+        # A view of a buffer that held other accumulators too: the answers outlive it.
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
 

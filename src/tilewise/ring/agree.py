@@ -52,9 +52,6 @@ def propagate_errors(exchange: Exchange) -> Iterator[None]:
         raise
 
 
-telling = propagate_errors  # old name
-
-
 def disagreement(calls: list[dict[str, str]]) -> str:
     """Message that says which values differ and on which ranks.
 

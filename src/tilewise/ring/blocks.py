@@ -25,7 +25,6 @@ from tilewise.ring.schedule import held_block
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 Merge = Callable[[dict[str, Tensor], Tensors], object]  # (accumulators, changed in place; values to add)
-Join = Merge  # old name
 
 
 @dataclass(frozen=True)
@@ -147,19 +146,6 @@ def rotate_blocks(
         exchange.shift(sent, sum_layout.cut(own, sizes[rank])).wait()
     guard.check()
     return sum_layout.unpack(own, sizes[rank]) if sum_layout else {}
-
-
-def go_round(
-    exchange: Exchange,
-    sizes: Sequence[int],
-    cargo: Tensors,
-    work: Callable[[int, dict[str, Tensor]], Tensors | None],
-    *,
-    credits: Sequence[Field] = (),
-    join: Merge | None = None,
-) -> dict[str, Tensor]:
-    """Old name of `rotate_blocks`, with the old names of its arguments."""
-    return rotate_blocks(exchange, sizes, cargo, work, accumulators=credits, merge=join)
 
 
 class Guard:

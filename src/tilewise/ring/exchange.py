@@ -73,9 +73,6 @@ class SingleExchange:
         return None
 
 
-Alone = SingleExchange  # old name
-
-
 class GroupExchange:
     """Exchange over a process group: NCCL on GPUs, gloo on CPUs."""
 

@@ -59,7 +59,6 @@ def forward_bytes(
     *,
     vectors: int = 0,
     accumulators: int = 0,
-    credits: int = 0,  # old name of accumulators
 ) -> int:
     """Bytes that a rank sends in forward, with equal shards.
 
@@ -69,7 +68,7 @@ def forward_bytes(
     >>> forward_bytes(4, 1000, 512, 2) == 3 * 1000 * 512 * 2
     True
     """
-    accumulated = accumulator_hops(world) * (accumulators + credits)
+    accumulated = accumulator_hops(world) * accumulators
     return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
 
 
@@ -83,6 +82,3 @@ def backward_bytes(
     """
     accumulated = accumulator_hops(world) * width * gradient_bytes
     return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
-
-
-cargo_hops, credit_hops = payload_hops, accumulator_hops  # old names

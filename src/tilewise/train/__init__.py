@@ -17,7 +17,7 @@ __all__ = ["ImageTextModel", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # when it is used: the command line starts here, and need not wait for torch
+    if name in __all__:  # imported on first use, so that the command line starts without torch
         from tilewise.train import inference
 
         return getattr(inference, name)

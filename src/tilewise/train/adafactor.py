@@ -28,7 +28,7 @@ class Adafactor(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups.
-        lr: learning rate; nothing scales it with the size of a parameter.
+        lr: learning rate. It is not scaled with the size of a parameter.
         betas: decay of the first moment, and the cap of the second moment's decay.
         weight_decay: decoupled.
 
@@ -50,7 +50,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,8 +1,8 @@
 """The losses that tilewise is compared with: dense (CLIP) and local (OpenCLIP's local loss).
 
-Both build scores: b x b on every rank, or b / W x b in each direction. On every rank they return
-``W / N * (sum of the losses this rank stands for)``, as tilewise's own losses do, so that the average of
-gradients over ranks is the gradient of the global mean.
+Both store scores: b x b on every rank, or b / W x b in each direction. On every rank they return
+``W / N * (sum of this rank's losses)``, as the tilewise losses do. The average of the gradients over ranks is then
+the gradient of the global mean.
 
 Axes: n rows of this rank, b rows of all ranks, d features.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks, in the order of ranks; the gradient is summed over ranks."""
+    """Gather the rows of all ranks in the order of ranks. The gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows_nd: Tensor, sizes: list[int], group: Any) -> Tensor:

@@ -1,14 +1,15 @@
-"""Checkpoints that are whole or not there: safetensors and JSON, written aside and renamed.
+"""Checkpoints of safetensors and JSON. They are written under another name and renamed, so each is complete or absent.
 
-A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, perhaps
-``average.safetensors``, and ``state.json``, which names the other files with their sizes and CRC-32 sums.
-Nothing is ever unpickled.
+A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, optionally
+``average.safetensors``, and ``state.json``. ``state.json`` has the sizes and CRC-32 sums of the other files and a
+CRC-32 sum of its own content. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError
+from tilewise.train.saved_state import CHECKSUM, FORMAT, check_state, state_checksum
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     Tensors = Mapping[str, Tensor]
 
-FORMAT = 1
+STEP_NAME = re.compile(r"step-[0-9]{8,18}")
 LOCKED_HEAD = "image.body.project.weight"
 
 
@@ -36,11 +39,11 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self.state["step"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file, such as "model"; empty where there is none."""
+        """Return the tensors of one file, such as "model". The result is empty if there is no such file."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -54,7 +57,7 @@ class Checkpoint:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step.
+    """Return the folder name of a step.
 
     >>> step_name(100)
     'step-00000100'
@@ -63,13 +66,13 @@ def step_name(step: int) -> str:
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Path:
-    """Write a checkpoint so that at any moment it is either complete or absent.
+    """Write a checkpoint. At any moment it is either complete or absent.
 
     Args:
-        folder: holds the checkpoints of a run.
-        step: steps done.
-        tensors: file name (without suffix) to named tensors.
-        state: everything else, plain values.
+        folder: the folder of a run's checkpoints.
+        step: number of steps done.
+        tensors: maps a file name without suffix to named tensors.
+        state: all other values, as plain JSON values.
     """
     from safetensors.torch import save_file
 
@@ -84,24 +87,25 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
             save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
             _sync(file)
             files[file.name] = _facts(file)
-        document = {"format": FORMAT, **state, "step": step, "files": files}
+        document = {**state, "format": FORMAT, "step": step, "files": files}
+        document[CHECKSUM] = state_checksum(document)
         write_atomically(aside / "state.json", json.dumps(document, indent=1))
         _sync(aside)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # a damaged checkpoint of the same step
+            _remove(final)
         aside.rename(final)
         _sync(folder)
     except Exception as error:  # safetensors wraps a full disk in its own type
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched; "
-            "free some space or mend the folder, then start again with the same command"
+            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched. "
+            "Free some space or repair the folder, then start again with the same command"
         ) from error
     return final
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file in one move."""
+    """Replace a text file atomically."""
     aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -127,24 +131,27 @@ def _facts(file: Path) -> dict[str, int]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint, after checking that its files are those that were written."""
+    """Open a checkpoint, after checking that its files are those that were written."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        files = state["files"]
-        form = state["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint, or its state.json is damaged: {error}") from error
-    if form != FORMAT:
-        raise CheckpointError(f"{path} has format {form}, this tilewise reads {FORMAT}")
-    for name, facts in files.items():
+        state = parse_json(read_regular(path / "state.json", STATE_LIMIT).decode("utf-8"))
+        check_state(state, step_of(path))
+    except OSError as error:
+        raise CheckpointError(f"{path / 'state.json'} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / 'state.json'} is damaged: {error}") from error
+    for name, facts in state["files"].items():
         file = path / name
-        if not file.is_file() or _facts(file) != facts:
+        try:
+            same = file.is_file() and _facts(file) == facts
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        if not same:
             raise CheckpointError(f"{file} is missing or damaged (its size or checksum is not what was written)")
     return Checkpoint(path, state)
 
 
 def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """The weights of a checkpoint, into a model that has their names and shapes."""
+    """Load the weights of a checkpoint into a model with the same names and shapes."""
     weights = checkpoint.tensors("model")
     try:
         model.load_state_dict(weights)
@@ -152,19 +159,28 @@ def put_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         why = f"{error}"
         if LOCKED_HEAD in weights and LOCKED_HEAD not in model.state_dict():
             why = (
-                "an earlier version of tilewise put a projection of random numbers behind a locked image tower "
-                "(model.lock_image), this one has none. Train it again, in another output.folder"
+                "an earlier version of tilewise added a random projection to a locked image tower "
+                "(model.lock_image), and this version has none. Train it again in another output.folder"
             )
         raise CheckpointError(f"{checkpoint.path} does not fit the model of its run: {why}") from error
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder.
+
+    >>> step_of(Path("checkpoints/step-00000100"))
+    100
+    """
+    return int(path.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+    """Return the checkpoint folders, oldest first."""
+    return sorted((p for p in folder.glob("step-*") if STEP_NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with newer ones."""
+    """Return the newest checkpoint that is whole, and the problems of newer ones."""
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -177,21 +193,32 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
+    """Remove the leftovers of an interrupted save."""
     for path in folder.glob(".writing-*"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> None:
-    """Keep the last few checkpoints up to this step, and the best one; later ones are damaged and count for nothing."""
-    paths = [path for path in list_checkpoints(folder) if path.name <= step_name(step)]
+    """Keep the last few checkpoints up to this step, and the best one. Later ones are damaged and do not count."""
+    paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[:-keep_last]:
-        if best_step is None or path.name != step_name(best_step):
-            shutil.rmtree(path, ignore_errors=True)
+        if step_of(path) != best_step:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one move, so that no part of it is left under its name."""
+    aside = path.with_name(f".writing-removed-{path.name}-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        path.rename(aside)
+    except OSError:
+        aside = path
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
-    """Before training: the folder can be written to, and `count` checkpoints fit on its disk."""
+    """Check before training that the folder can be written to and that `count` checkpoints fit on its disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writing-probe-{os.getpid()}"

@@ -1,18 +1,19 @@
 """The command line: ``tilewise train | evaluate | search | export | status | demo | config | plan``.
 
-Heavy imports wait until a command needs them, so that ``tilewise --help`` is quick.
+Heavy imports are inside the commands that need them, so that ``tilewise --help`` is quick.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
-except ModuleNotFoundError as error:  # a plain install has the command, but not what it needs
+except ModuleNotFoundError as error:  # a plain install has the command, but not its dependencies
     sys.exit(f"tilewise: the command line needs {error.name}: pip install 'tilewise[train]'")
 
 from tilewise.train.plan_cli import plan_app
@@ -20,8 +21,9 @@ from tilewise.train.plan_cli import plan_app
 app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(plan_app, name="plan")
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings laid over the file: section.key=value")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings that override the file: section.key=value")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Which = Annotated[str, typer.Option(help="checkpoint to use: best, last, or a step that was kept")]
 
 
 def _console() -> Any:
@@ -31,7 +33,7 @@ def _console() -> Any:
 
 
 def _say(console: Any, line: str) -> None:
-    """A line as it is: a path that is longer than the terminal is not cut in pieces."""
+    """Print a line without wrapping, so that long paths stay in one piece."""
     console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -53,22 +55,22 @@ def options(
 
 
 def _is_first() -> bool:
-    """Under torchrun one rank speaks."""
+    """Return whether this is the first rank. Only that rank prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
-@app.command(context_settings={"ignore_unknown_options": True})  # --loop.steps=3 gets an answer of our own
+@app.command(context_settings={"ignore_unknown_options": True})  # --loop.steps=3 gets our own error message
 def train(
     config: Annotated[Path, typer.Argument(help="a TOML file; see `tilewise config`")], overrides: Overrides = None
 ) -> None:
-    """Train a run, or continue it where it was stopped. Under torchrun: on all ranks."""
+    """Train a run, or continue a run that was stopped. Start it with torchrun to use several ranks."""
     from tilewise.train.config import load_config
     from tilewise.train.settings import changed_settings
     from tilewise.train.status import check_free
 
     console = _console()
     settings = load_config(config, overrides or [])
-    if _is_first():  # before torch is imported: who starts a run sees at once that it starts
+    if _is_first():  # before torch is imported, so that the user sees at once that the run starts
         check_free(Path(settings.output.folder))
         for section, line in changed_settings(settings).items():
             _say(console, f"{section:<7} {line}")
@@ -82,7 +84,7 @@ def train(
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value")] = None) -> None:
-    """Train on the icons that ship with tilewise, and show what was learned."""
+    """Train on the icons that ship with tilewise, and show the results."""
     from tilewise.train.demo import run_demo
 
     console = _console()
@@ -93,7 +95,8 @@ def demo(overrides: Annotated[list[str] | None, typer.Argument(help="section.key
 def _leave(result: Any, console: Any, quiet: bool = False) -> None:
     if result.signal_number and not result.finished:
         if _is_first():
-            _say(console, f"stopped after step {result.step}; saved. The same command continues the run")
+            after = f"after step {result.step}; saved" if result.step else "before the first step"
+            _say(console, f"stopped {after}. The same command continues the run")
         raise typer.Exit(128 + result.signal_number)
     if not quiet:
         _say(console, f"done: {result.step} steps in {result.folder}")
@@ -107,35 +110,41 @@ def evaluate(
     pairs: Annotated[
         str, typer.Option(help="other held-out pairs: a folder, table, COCO captions file or shards")
     ] = "",
-    images: Annotated[str, typer.Option(help="folder that the image paths of `pairs` start from")] = "",
-    image_column: Annotated[str, typer.Option(help="of a table `pairs`; default: data.image_column of the run")] = "",
-    text_column: Annotated[str, typer.Option(help="of a table `pairs`; default: data.text_column of the run")] = "",
+    images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
+    image_column: Annotated[
+        str, typer.Option(help="image column of a table in `pairs`; default: data.image_column of the run")
+    ] = "",
+    text_column: Annotated[
+        str, typer.Option(help="caption column of a table in `pairs`; default: data.text_column of the run")
+    ] = "",
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
-    template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; repeat it")] = None,
+    template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; may be repeated")] = None,
+    checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
-    """Recall at 1, 5 and 10 in both directions; with --zero-shot also classification by class names."""
+    """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
     from tilewise.train.evaluate_run import evaluate_run
 
     columns = (image_column, text_column)
-    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns)
+    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
 
 
 @app.command()
 def search(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    queries: Annotated[list[str], typer.Argument(help="what to look for")],
-    top: Annotated[int, typer.Option(help="how many images", min=1)] = 10,
-    sheet: Annotated[Path | None, typer.Option(help="PNG to write; default: search.png in the run")] = None,
+    queries: Annotated[list[str], typer.Argument(help="words to search for")],
+    top: Annotated[int, typer.Option(help="number of images per query", min=1)] = 10,
+    sheet: Annotated[Path | None, typer.Option(help="PNG file to write; default: search.png in the run folder")] = None,
     pairs: Annotated[str, typer.Option(help="search in other images: a folder, table or shards")] = "",
-    images: Annotated[str, typer.Option(help="folder that the image paths of `pairs` start from")] = "",
+    images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
+    checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
-    """Show the best held-out images (or others) for some words, in the terminal and as a PNG sheet."""
+    """Show the best held-out images, or other images, for some words, in the terminal and as a PNG sheet."""
     from tilewise.train.search import open_gallery, save_sheet, show_hits
 
     console = _console()
-    found = open_gallery(run, device, console, pairs, images).search(queries, top)
+    found = open_gallery(run, device, console, pairs, images, checkpoint).search(queries, top)
     for query, hits in zip(queries, found, strict=True):
         show_hits(console, query, hits)
     _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
@@ -143,7 +152,7 @@ def search(
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> None:
-    """Tell whether a run has finished (exit code 0), stopped or was killed (75), failed (1) or is running (3)."""
+    """Show whether a run has finished (exit code 0), was stopped or killed (75), failed (1) or is running (3)."""
     from tilewise.train.status import read_status
 
     found = read_status(run)
@@ -154,10 +163,10 @@ def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    folder: Annotated[Path, typer.Argument(help="where to write; it must not exist, or be empty")],
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step that was kept")] = "best",
+    folder: Annotated[Path, typer.Argument(help="folder to write; it must not exist, or must be empty")],
+    checkpoint: Which = "best",
 ) -> None:
-    """Write a run's model as safetensors and JSON, which transformers reads where the towers are its own."""
+    """Write the model of a run as safetensors and JSON. transformers reads the towers that come from it."""
     from tilewise.train.inference import load_model
 
     console = _console()
@@ -179,11 +188,12 @@ def show_config(overrides: Overrides = None) -> None:
 
 
 def main() -> None:
-    """Entry point; an error that tilewise knows is shown as one message, without a traceback."""
+    """Entry point. Known errors are shown as one message, without a traceback."""
     from tilewise.errors import TilewiseError
     from tilewise.train.signals import end_on_signals
 
     end_on_signals()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged images are skipped and counted, not reported twice
     try:
         app()
     except TilewiseError as error:

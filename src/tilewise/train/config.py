@@ -1,4 +1,4 @@
-"""The configuration of a run: six small sections, checked when they are made, saved beside the run."""
+"""The configuration of a run: six small sections that are checked on creation and saved in the run folder."""
 # ruff: noqa: RUF009  (`setting` makes a dataclass field)
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LossName = Literal["tilewise", "dense", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the pairs come from and how an image is prepared."""
+    """The source of the pairs, and the preparation of images."""
 
     source: SourceName = setting(
         "icons", "icons (ship with tilewise), folder, table (CSV/TSV/JSONL/Parquet/COCO json) or shards"
@@ -26,51 +26,53 @@ class DataConfig:
     path: str = setting("", "a file, a folder, or shards as 'data/{00000..00041}.tar'; empty: the icons that ship")
     eval_path: str = setting("", "held-out pairs, same source; empty: the icons' test family, or no evaluation")
     eval_share: float = setting(
-        0.0, "share of a folder or table that is held out of training, where there is no eval_path", least=0, most=0.5
+        0.0, "share of a folder or table that is held out of training, if there is no eval_path", least=0, most=0.5
     )
-    image_root: str = setting("", "folder that relative image paths of a table start from; empty: the table's own")
+    image_root: str = setting("", "base folder of relative image paths in a table; empty: the table's own folder")
     image_column: str = setting("image", "column of a table that holds image paths (or image bytes, Parquet)")
     text_column: str = setting("caption", "column of a table that holds captions")
     id_column: str = setting(
-        "", "column of a table, or entry of a shard's .json, whose equal values mean the same thing (loss.mask_same_id)"
+        "", "column of a table, or entry of a shard's .json, that is the id of a pair (loss.mask_same_id)"
     )
-    records: int = setting(0, "pairs in the shards; 0 counts them from the tar headers before the start", least=0)
-    shuffle_shards: int = setting(16, "shards whose records are shuffled together", least=1)
+    records: int = setting(
+        0, "number of pairs in the shards; 0 counts them from the tar headers before the start", least=0
+    )
+    shuffle_shards: int = setting(16, "number of shards whose records are shuffled together", least=1)
     augment: Literal["auto", "none", "crop", "icon"] = setting(
         "auto",
-        "none (resize, centre crop), crop (RandomResizedCrop), icon (shift, turn, scale, stroke); auto by source",
+        "none (resize, centre crop), crop (RandomResizedCrop), icon (shift, rotate, scale, stroke); auto: by source",
     )
     crop_scale: tuple[float, float] = setting((0.08, 1.0), "area of a random crop, as a share", above=0, most=1)
     crop_ratio: tuple[float, float] = setting((0.75, 4 / 3), "width / height of a random crop", above=0)
     eval_memory_mib: int = setting(
-        1024, "memory for decoded held-out images; those beyond it are decoded for every evaluation", least=0
+        1024, "memory for decoded held-out images; the others are decoded for every evaluation", least=0
     )
-    workers: int = setting(2, "threads that read and decode images", least=1, most=256)
-    prefetch: int = setting(1, "batches that are prepared ahead", least=0, most=16)
+    workers: int = setting(2, "number of threads that read and decode images", least=1, most=256)
+    prefetch: int = setting(1, "number of batches that are prepared ahead", least=0, most=16)
 
     def __post_init__(self) -> None:
         check_section(self)
         if self.source != "icons" and not self.path:
-            raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise")
+            raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise. Set it")
         if self.eval_share and (self.eval_path or self.source not in ("folder", "table")):
             other = "eval_path" if self.eval_path else f"source={self.source!r}"
             raise ConfigError(
-                f"eval_share holds pairs of a folder or table out, got {self.eval_share} with {other}; set one of "
-                "eval_share and eval_path, and for shards name some of them in eval_path"
+                f"eval_share holds out pairs of a folder or table, got {self.eval_share} with {other}. Set only one of "
+                "eval_share and eval_path. For shards, name some of them in eval_path"
             )
         if self.id_column and self.source not in ("table", "shards"):
             raise ConfigError(
-                f"id_column is for source 'table' (a column) and 'shards' (an entry of .json), got {self.source!r}"
+                f"id_column needs source 'table' (a column) or 'shards' (an entry of .json), got {self.source!r}"
             )
         for name in ("crop_scale", "crop_ratio"):
             low, high = getattr(self, name)
             if low > high:
-                raise ConfigError(f"{name} is [low, high] with low <= high, got [{low}, {high}]")
+                raise ConfigError(f"{name} must be [low, high] with low <= high, got [{low}, {high}]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which two towers."""
+    """The two towers."""
 
     name: ModelName = setting("icon", "icon (the demo's), clip-*, or vit-bert (two separate towers)")
     weights: str = setting("", "safetensors weights of a clip-* model: a local folder or a hub id")
@@ -78,47 +80,47 @@ class ModelConfig:
     text_weights: str = setting("", "safetensors weights of vit-bert's text tower: a local folder or a hub id")
     tokenizer: str = setting("", "tokenizer folder or hub id; empty: the weights' own, else hashed words")
     lock_image: bool = setting(
-        False, "LiT: the pretrained image tower keeps its weights and runs once, without a graph or new projection"
+        False, "LiT: the pretrained image tower is frozen and runs once per step, without a graph or a new projection"
     )
-    embed_dim: int = setting(0, "width of the shared features; 0: the model's own", least=0)
-    image_size: int = setting(0, "pixels along a side; 0: the model's own", least=0)
-    width: int = setting(1024, "width of the demo model's image tower", least=8)
-    depth: int = setting(2, "residual blocks of the demo model's image tower", least=0)
-    text_buckets: int = setting(65536, "rows of the demo model's table of hashed words and word parts", least=64)
+    embed_dim: int = setting(0, "width of the shared features; 0: the model's own", least=0, most=65536)
+    image_size: int = setting(0, "pixels along a side; 0: the model's own", least=0, most=4096)
+    width: int = setting(1024, "width of the demo model's image tower", least=8, most=65536)
+    depth: int = setting(2, "residual blocks of the demo model's image tower", least=0, most=1000)
+    text_buckets: int = setting(
+        65536, "rows of the demo model's table of hashed words and word parts", least=64, most=2**30
+    )
     dropout: float = setting(0.0, "dropout of the demo model's towers", least=0, most=0.9)
 
     def __post_init__(self) -> None:
         check_section(self)
         if self.weights and not self.name.startswith("clip"):
             raise ConfigError(
-                f"weights is for clip-* models, got name={self.name!r}; see image_weights and text_weights"
+                f"weights needs a clip-* model, got name={self.name!r}; see image_weights and text_weights"
             )
         if (self.image_weights or self.text_weights) and not self.name.startswith("vit-bert"):
-            raise ConfigError(f"image_weights and text_weights are for vit-bert models, got name={self.name!r}")
+            raise ConfigError(f"image_weights and text_weights need a vit-bert model, got name={self.name!r}")
         if self.lock_image and not (self.weights or self.image_weights):
             missing = {"c": "weights", "v": "image_weights"}.get(self.name[0])
             advice = f"Set {missing}, or" if missing else "Choose a clip-* or vit-bert model with weights, or"
             raise ConfigError(
-                "lock_image=true keeps the image tower's weights as they are, but this tower starts from random "
-                f"numbers and would never learn. {advice} set lock_image=false"
+                "lock_image=true freezes the image tower, but this tower starts from random weights and would never "
+                f"learn. {advice} set lock_image=false"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is minimized, and through which implementation."""
+    """The loss and its implementation."""
 
     name: LossName = setting("tilewise", "tilewise, or the baselines dense (CLIP) and local (OpenCLIP's local loss)")
     kind: Literal["clip", "siglip"] = setting("clip", "softmax over both directions, or pairwise sigmoid")
     mask_same_id: bool = setting(
-        False, "pairs with the same id (icons: the same name; data.id_column) are no negatives"
+        False, "pairs with the same id (icons: the same name; else data.id_column) are no negatives of one another"
     )
-    initial_scale: float = setting(
-        1 / 0.07, "logit scale at the start; the weights of a clip-* model bring their own", above=0
-    )
+    initial_scale: float = setting(1 / 0.07, "initial logit scale; pretrained clip-* weights have their own", above=0)
     max_scale: float = setting(100.0, "the logit scale is clamped to [1, max_scale]", least=1)
-    initial_bias: float = setting(-10.0, "logit bias of the sigmoid loss at the start")
-    workspace_mib: int = setting(256, "the most scratch memory of the tilewise loss", least=1)
+    initial_bias: float = setting(-10.0, "initial logit bias of the sigmoid loss")
+    workspace_mib: int = setting(256, "maximum workspace of the tilewise loss", least=1)
     offload: bool = setting(False, "the batch stays in host memory; one chunk at a time is on the device")
 
     def __post_init__(self) -> None:
@@ -131,21 +133,21 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """How parameters move."""
+    """The optimizer and its schedule."""
 
     name: Literal["adamw", "adafactor"] = setting("adamw", "adamw, or the modified Adafactor of the papers")
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(1e-4, "decoupled weight decay (matrices only)", least=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "decay of the first and second moment", least=0, most=0.99999)
-    eps: float = setting(1e-8, "added to the root of the second moment (AdamW)", above=0)
-    warmup_steps: int = setting(0, "steps of linear warm-up", least=0)
+    eps: float = setting(1e-8, "added to the square root of the second moment (AdamW)", above=0)
+    warmup_steps: int = setting(0, "number of steps of linear warm-up", least=0)
     final_lr_share: float = setting(0.0, "learning rate at the end, as a share of the peak", least=0, most=1)
     extend: Literal["refuse", "restart", "stretch", "constant"] = setting(
         "refuse",
-        "learning rate where a run that exists gets another length: restart (warm-up and cosine again over the added "
-        "steps), stretch (the curve of the new length from now on), constant (the final one)",
+        "learning rate if the length of an existing run changes: restart (warm-up and cosine again over the added "
+        "steps), stretch (the curve of the new length from now on), constant (the final learning rate)",
     )
-    clip_norm: float = setting(1.0, "gradients are scaled down to this norm; 0 leaves them", least=0)
+    clip_norm: float = setting(1.0, "maximum norm of the gradients; 0: no clipping", least=0)
     ema_decay: float = setting(0.0, "decay of the averaged weights used for evaluation; 0: none", least=0, most=0.99999)
     scale_lr: float = setting(1.0, "learning rate of the logit scale, as a share of lr", least=0)
 
@@ -155,16 +157,16 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long, how large, how precise."""
+    """Length, batch size and precision."""
 
     batch_size: int = setting(4096, "pairs per step, over all ranks", least=2)
-    chunk_size: int = setting(1024, "pairs that an encoder sees at once", least=1)
+    chunk_size: int = setting(1024, "pairs that an encoder processes at once", least=1)
     epochs: float = setting(8.0, "passes over the data (a fraction is fine)", above=0, most=1e9)
-    steps: int = setting(0, "steps in all; 0 takes epochs", least=0)
+    steps: int = setting(0, "total number of steps; 0: use epochs", least=0)
     precision: Literal["float32", "bf16", "fp16"] = setting("float32", "autocast of the encoders")
-    seed: int = setting(0, "of the weights, the order and the augmentation", least=0, most=2**63 - 1)
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA where there is one")
-    threads: int = setting(0, "torch threads on the CPU; 0 leaves torch's own number", least=0)
+    seed: int = setting(0, "seed of the weights, the order and the augmentation", least=0, most=2**63 - 1)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto uses CUDA if it is available")
+    threads: int = setting(0, "number of torch threads on the CPU; 0: torch's default", least=0)
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -172,23 +174,28 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What is kept and shown. None of it changes what is learned."""
+    """What is saved and shown. No setting here changes the result of training."""
 
-    folder: str = setting("runs/run", "where the run lives; starting again with the same folder continues it")
+    folder: str = setting("runs/run", "folder of the run; starting again with the same folder continues the run")
     log_every: int = setting(1, "steps between lines in metrics.jsonl", least=1)
-    evaluate_every: int = setting(0, "steps between evaluations; 0: at the end only", least=0)
-    checkpoint_every: int = setting(100, "steps between checkpoints; one is always kept at the end", least=1)
-    keep_last: int = setting(2, "checkpoints kept beside the best one", least=1)
-    tensorboard: bool = setting(True, "write TensorBoard events as well")
+    evaluate_every: int = setting(0, "steps between evaluations; 0: only at the end", least=0)
+    checkpoint_every: int = setting(100, "steps between checkpoints; one is always written at the end", least=1)
+    keep_last: int = setting(2, "number of checkpoints to keep in addition to the best one", least=1)
+    tensorboard: bool = setting(True, "also write TensorBoard events")
     report: bool = setting(True, "write report.html at the end")
 
     def __post_init__(self) -> None:
         check_section(self)
+        if not self.folder.strip():
+            raise ConfigError(
+                f"folder must name a folder for the run, got {self.folder!r}. Give one, such as runs/run; a single "
+                "dot is the current folder"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that defines a run.
+    """All settings of a run.
 
     >>> RunConfig(loss=LossConfig(name="dense")).loop.batch_size
     4096
@@ -211,10 +218,10 @@ class RunConfig:
             table = "write the pairs as a table and " if self.data.source == "folder" else ""
             raise ConfigError(
                 f"loss.mask_same_id=true would have no effect: pairs of data.source={self.data.source!r} have no ids. "
-                f"To say which show the same thing, {table}set data.id_column, or set loss.mask_same_id=false"
+                f"To give them ids, {table}set data.id_column, or set loss.mask_same_id=false"
             )
         if self.data.augment == "icon" and self.data.source != "icons":
-            raise ConfigError("data.augment='icon' is for data.source='icons'; use 'crop' or 'none'")
+            raise ConfigError("data.augment='icon' needs data.source='icons'; use 'crop' or 'none'")
         if (self.model.name == "icon") != (self.data.source == "icons") and self.model.name == "icon":
             raise ConfigError(
                 "model.name='icon' reads 32-pixel grey icons (data.source='icons'); choose a clip-* or vit-bert model"
@@ -222,13 +229,13 @@ class RunConfig:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a TOML file (or the defaults), with ``section.key=value`` laid over it."""
+    """Load the configuration in a TOML file (or the defaults), and apply overrides ``section.key=value``."""
     values: dict[str, Any] = read_toml(path) if path is not None else {}
     return build(RunConfig, apply_overrides(values, overrides))
 
 
-# What may change when a run continues: where and how often things are written, who decodes, and where the same data
-# lies. Another length is the business of `tilewise.train.plan`.
+# Settings that may change when a run continues: output, decoding threads, and the location of the same data. A change
+# of length is handled by `tilewise.train.plan`.
 FREE_TO_CHANGE = (
     "output.", "data.workers", "data.prefetch", "data.path", "data.eval_path", "data.eval_memory_mib",
     "data.image_root", "loop.device", "loop.threads", "loop.steps", "loop.epochs", "optim.extend", "loss.workspace_mib",
@@ -236,13 +243,13 @@ FREE_TO_CHANGE = (
 
 
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse to continue a run whose settings would make it another run; settings it did not know have defaults."""
+    """Refuse to continue a run with settings that change its result. Settings unknown to it have their defaults."""
     try:
         before = to_dict(build(RunConfig, saved))
     except ConfigError as error:
         raise ConfigError(
-            f"the run in {config.output.folder} was started by another version, with settings that this one refuses: "
-            f"{error}. Choose another output.folder"
+            f"the run in {config.output.folder} was started by another version, with settings that this version "
+            f"refuses: {error}. Choose another output.folder"
         ) from error
     changed = [
         f"{name} was {old!r}, now {new!r}"
@@ -252,5 +259,5 @@ def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"the run in {config.output.folder} was started with other settings ({', '.join(changed)}). "
-            "Give the old ones, or choose another output.folder"
+            "Use the old settings, or choose another output.folder"
         )

@@ -1,4 +1,4 @@
-"""The demo: train on the icons that ship, show what was learned, say where the report is."""
+"""The demo: train on the icons that ship, show the results, and print the path of the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUDA_SETTINGS: dict[str, Any] = {
 
 
 def demo_config(overrides: list[str], *, cuda: bool) -> RunConfig:
-    """The settings of the demo on this kind of machine, with ``section.key=value`` laid over them."""
+    """Return the settings of the demo for this kind of machine, with overrides ``section.key=value`` applied."""
     values = {section: dict(keys) for section, keys in CPU_SETTINGS.items()}
     if cuda:
         for section, keys in CUDA_SETTINGS.items():
@@ -42,7 +42,7 @@ def demo_config(overrides: list[str], *, cuda: bool) -> RunConfig:
 
 
 def run_demo(console: Console, overrides: list[str]) -> RunResult:
-    """Train, then show recalls against chance, some searches, and the path of the report."""
+    """Train, then show recalls, some searches and the path of the report."""
     config = demo_config(overrides, cuda=torch.cuda.is_available())
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     console.print(
@@ -57,7 +57,7 @@ def run_demo(console: Console, overrides: list[str]) -> RunResult:
 
 
 def show_result(console: Console, result: RunResult) -> None:
-    """What a finished run has learned."""
+    """Show the results of a finished run."""
     console.print(recall_table(result.metrics))
     gallery = open_gallery(result.folder)
     found = gallery.search(QUERIES, top=10)

@@ -1,4 +1,4 @@
-"""The processes of a run: one, or those that ``torchrun`` started."""
+"""The processes of a run: a single one, or the ranks that ``torchrun`` started."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tilewise.errors import ConfigError, GroupError
 
 @dataclass(frozen=True)
 class World:
-    """This process among all.
+    """This process and the number of all processes.
 
     Args:
-        rank, size: place and number of processes.
-        device: where this process computes.
-        group: the process group; None for one process alone.
+        rank, size: rank of this process, and number of processes.
+        device: device of this process.
+        group: the process group; None for a single process.
     """
 
     rank: int
@@ -31,45 +31,45 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """The process that writes and prints."""
+        """Whether this is the process that writes and prints."""
         return self.rank == 0
 
     def total(self, *values: float) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """Return the sums over all ranks, in float64."""
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.group is not None:
             dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def largest(self, value: float) -> float:
-        """The largest over all ranks."""
+        """Return the maximum over all ranks."""
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.group is not None:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.item()
 
     def average_(self, tensor: Tensor) -> None:
-        """The mean over all ranks, in place."""
+        """Replace a tensor with its mean over all ranks, in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
             tensor /= self.size
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Block until every rank has reached this call."""
         if self.group is not None:
             dist.barrier(group=self.group)
 
     def close(self) -> None:
         """Leave the process group."""
         if self.group is not None and dist.is_initialized():
-            gc.collect()  # DDP, in cycles by now, would hold the group, and its threads abort a process at its end
+            gc.collect()  # DDP objects in reference cycles keep the group alive, and its threads abort the exit
             dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a setting: "auto" takes CUDA where there is one."""
+    """Return the device of a setting. "auto" uses CUDA if it is available."""
     if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"the device is auto, cpu or cuda, got {name!r}")
+        raise ConfigError(f"the device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
     if name == "cpu" or not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def join_world(device_name: str) -> World:
-    """The world that ``torchrun`` describes in the environment, or one process alone."""
+    """Join the ranks that ``torchrun`` describes in the environment. Without it, use a single process."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World(0, 1, choose_device(device_name))

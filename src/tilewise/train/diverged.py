@@ -1,4 +1,4 @@
-"""Why a loss or a gradient is no longer a finite number."""
+"""Find out why a loss or a gradient is no longer finite."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class DivergedError(TilewiseError, ArithmeticError):
 
 
 def likely_cause(model: TwoTowers, loss: float, lr: float, precision: str) -> str:
-    """The likely cause in words, from what the weights and the loss look like.
+    """Return the likely cause in words, judged by the weights and the loss.
 
     Args:
-        model: as it is now.
-        loss: of the step.
-        lr: of the step.
-        precision: of the encoders.
+        model: the current model.
+        loss: loss of the step.
+        lr: learning rate of the step.
+        precision: precision of the encoders.
     """
     bad = [name for name, p in model.named_parameters() if not p.detach().isfinite().all()]
     scale = float(model.scale().detach())

@@ -1,4 +1,4 @@
-"""Recall in both directions, and zero-shot classification; both rank without a score matrix.
+"""Recall in both directions, and zero-shot classification. Both rank without a stored score matrix.
 
 Axes: N images, T captions, c classes, d features.
 """
@@ -22,13 +22,13 @@ KS = (1, 5, 10)
 
 
 class Encoders:
-    """A model ready to encode without a graph, in chunks.
+    """A model that encodes in chunks, without a graph.
 
     Args:
-        model: both towers; left in evaluation mode.
-        device: where it is.
-        precision: of the encoders, as in training.
-        chunk_size: rows at once.
+        model: both towers. They are set to evaluation mode.
+        device: device of the model.
+        precision: precision of the encoders, as in training.
+        chunk_size: rows that are encoded at once.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Encoders:
 
     @torch.inference_mode()
     def images(self, chunks: Iterable[Tensor]) -> Tensor:
-        """Unit features (N, d)."""
+        """Return unit features (N, d)."""
         with self._autocast():
             return torch.cat([self.model.image(chunk.to(self.device)).float() for chunk in chunks])
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit features (T, d)."""
+        """Return unit features (T, d)."""
         parts = []
         with self._autocast():
             for start in range(0, len(texts), self.chunk_size):
@@ -62,10 +62,10 @@ class Encoders:
 def evaluate_retrieval(
     encoders: Encoders, pairs: EvalPairs, ks: Sequence[int] = KS, watch: Watch | None = None
 ) -> dict[str, float]:
-    """Recall at k from text to image (``t2i_r10``) and from image to text (``i2t_r10``), and what chance gives.
+    """Return recall at k from text to image (``t2i_r10``) and from image to text (``i2t_r10``), with chance levels.
 
-    Every image with the id of a caption is a right answer for it, and the other way round, so images with
-    several captions and captions of several images both count as they should.
+    An image and a caption with the same id are right answers for each other. An image can have several captions, and a
+    caption several images.
     """
     image = encoders.images(pairs.images.chunks(encoders.chunk_size, watch))
     text = encoders.texts(pairs.texts)
@@ -84,7 +84,7 @@ def evaluate_retrieval(
 
 
 def chance_recall(query_ids: Tensor, gallery_ids: Tensor, k: int) -> float:
-    """Recall at k of a random order: ``mean_i 1 - C(m - p_i, k) / C(m, k)`` with p_i right answers among m.
+    """Return recall at k of a random order: ``mean_i 1 - C(m - p_i, k) / C(m, k)`` with p_i right answers among m.
 
     >>> chance_recall(torch.arange(100), torch.arange(100), 10)
     0.1
@@ -101,14 +101,14 @@ def chance_recall(query_ids: Tensor, gallery_ids: Tensor, k: int) -> float:
 
 
 def check_templates(templates: Sequence[str]) -> None:
-    """A template without a place for the class is refused."""
+    """Refuse templates without a place for the class."""
     wrong = [t for t in templates if "{}" not in t]
     if wrong:
-        raise RangeError(f"a template has {{}} where the class goes, got {wrong[0]!r}")
+        raise RangeError(f"a template must have {{}} in the place of the class, got {wrong[0]!r}")
 
 
 def class_features(encoders: Encoders, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """The mean feature of a class over templates such as "a photo of a {}": unit rows (c, d)."""
+    """Return the mean feature of each class over templates such as "a photo of a {}": unit rows (c, d)."""
     if not classes or not templates:
         raise RangeError(f"zero-shot needs classes and templates, got {len(classes)} and {len(templates)}")
     check_templates(templates)
@@ -124,15 +124,19 @@ def evaluate_zero_shot(
     classes: Sequence[str],
     templates: Sequence[str] = ("{}",),
 ) -> dict[str, float]:
-    """Share of images whose class is the first, and among the first five: ``top1``, ``top5``.
+    """Return the share of images whose class ranks first (``top1``) and among the first five (``top5``).
+
+    ``top1_chance`` and ``top5_chance`` are the values of a random order.
 
     Args:
-        images: chunks of uint8 images, N in all.
+        images: chunks of uint8 images, N in total.
         labels: (N,), indices into `classes`.
-        classes: names.
+        classes: names of the classes.
         templates: sentences with {} in the place of the name.
     """
     image = encoders.images(images)
     ranks = retrieval_ranks(image, class_features(encoders, classes, templates), labels.to(image.device))
     found = recall_at_k(ranks, (1, 5))
-    return {"top1": found[1], "top5": found[5], "classes": float(len(classes))}
+    count = len(classes)
+    chance = {"top1_chance": 1 / count, "top5_chance": min(1.0, 5 / count)}
+    return {"top1": found[1], "top5": found[5], "classes": float(count), **chance}

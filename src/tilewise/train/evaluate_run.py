@@ -1,4 +1,4 @@
-"""``tilewise evaluate``: the numbers of a finished run, on its own held-out pairs or on others."""
+"""``tilewise evaluate``: evaluate a run on its own held-out pairs or on others."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tilewise.train.progress import counted
 
 def evaluate_run(
     console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str,
-    columns: tuple[str, str] = ("", ""),
+    columns: tuple[str, str] = ("", ""), which: str = "best",
 ) -> dict[str, Any]:  # fmt: skip
-    """Evaluate a run, show the result, and keep it in evaluation.json."""
+    """Evaluate a run, show the result, and write it to evaluation.json."""
     import json
 
-    config, encoders, checkpoint = load_run(run, device)
+    config, encoders, checkpoint = load_run(run, device, which)
     console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
     result: dict[str, Any] = {"step": checkpoint.step}
     skips = SkipLog()
@@ -48,7 +48,7 @@ def evaluate_run(
         with counted(console, "reading held-out images") as watch:
             held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips, watch)
     except DataError as error:
-        if classes is None or pairs:  # classes need none of the run's own pairs, which may lie elsewhere by now
+        if classes is None or pairs:  # zero-shot needs none of the run's own pairs, which may have moved
             raise
         console.print(f"no recall: {error}", highlight=False, soft_wrap=True)
     if held_out is not None:
@@ -59,24 +59,24 @@ def evaluate_run(
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
         found = result["zero_shot"]
-        five = f", top-5 {100 * found['top5']:.1f} %" if found["classes"] > 5 else ""
-        console.print(
-            f"zero-shot over {found['classes']:.0f} classes: top-1 {100 * found['top1']:.1f} %{five}", highlight=False
-        )
+        count = found["classes"]
+        five = f", top-5 {100 * found['top5']:.1f} % (chance {500 / count:.1f} %)" if count > 5 else ""
+        one = f"top-1 {100 * found['top1']:.1f} % (chance {100 / count:.1f} %)"
+        console.print(f"zero-shot over {count:.0f} classes: {one}{five}", highlight=False)
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:
         console.print(f"{skips.summary()}. First: {skips.examples[0]}", highlight=False, markup=False)
     try:
         write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
-    except OSError as error:  # the run of somebody else, perhaps; the numbers are on the screen
-        raise DataError(f"cannot keep the numbers in {run / 'evaluation.json'}: {error.strerror or error}") from error
-    console.print(f"kept in {run / 'evaluation.json'}", highlight=False, soft_wrap=True)
+    except OSError as error:  # for example the run of another user; the numbers are on the screen
+        raise DataError(f"cannot write the numbers to {run / 'evaluation.json'}: {error.strerror or error}") from error
+    console.print(f"written to {run / 'evaluation.json'}", highlight=False, soft_wrap=True)
     return result
 
 
 def recall_table(metrics: dict[str, float]) -> Table:
-    """Recalls in both directions beside what chance gives."""
+    """Return a table of recalls in both directions, compared with chance."""
     table = Table(title="held-out recall, and how many times chance")
     table.add_column("direction")
     for k in KS:
@@ -93,7 +93,7 @@ def recall_table(metrics: dict[str, float]) -> Table:
 def open_pairs(
     config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog, watch: Watch | None = None
 ) -> EvalPairs | None:
-    """The run's own held-out pairs, or those at a path, whose kind is told by its name."""
+    """Open the held-out pairs of the run, or those at a path. The name of the path determines its kind."""
     if not path:
         return open_eval_pairs(config, size, skips, watch=watch)
     config = dataclasses.replace(config, id_column="", eval_share=0.0)  # of the run's own pairs
@@ -107,7 +107,7 @@ def open_pairs(
 
 
 class Classes(NamedTuple):
-    """Usable images, the class of each, and what the classes are called."""
+    """Usable images, the class of each, and the names of the classes."""
 
     images: EvalImages
     labels: Tensor
@@ -118,7 +118,7 @@ def open_classes(
     encoders: Encoders, folder: Path, templates: list[str], skips: SkipLog, config: DataConfig,
     watch: Watch | None = None,
 ) -> Classes:  # fmt: skip
-    """The images in one sub-folder per class, named after it; refused before anything is encoded."""
+    """Open images in one sub-folder per class. Problems are found before anything is encoded."""
     check_templates(templates)
     classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     entries: list[Entry] = []
@@ -130,13 +130,13 @@ def open_classes(
     if not entries:
         came = "holds no images in sub-folders" if folder.is_dir() else "is not a folder"
         came = came if folder.exists() else "does not exist"
-        raise DataError(f"{folder} {came}; zero-shot wants a folder with one sub-folder per class")
+        raise DataError(f"{folder} {came}; zero-shot needs a folder with one sub-folder per class")
     if encoders.model.pixels.channels != 3:
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
     if len(classes) < 2:
         raise DataError(
-            f"{folder} has one sub-folder with images, {classes[0].name!r}, so every answer would be right. Give the "
-            "folder above those of the classes"
+            f"{folder} has only one sub-folder, {classes[0].name!r}, so every answer would be right. Give the folder "
+            "that contains the folders of the classes"
         )
     source = FileSource(entries, Preparation(encoders.model.pixels.size), config.workers)
     images = try_images(source, skips, config.eval_memory_mib, watch)
@@ -149,6 +149,6 @@ def open_classes(
 def classify(
     encoders: Encoders, classes: Classes, templates: list[str], watch: Watch | None = None
 ) -> dict[str, float]:
-    """Zero-shot classification."""
+    """Classify images by the names of their classes."""
     chunks = classes.images.chunks(encoders.chunk_size, watch)
     return evaluate_zero_shot(encoders, chunks, classes.labels, classes.names, templates)

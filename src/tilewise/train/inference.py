@@ -1,4 +1,4 @@
-"""Take the model out of a run: encode images and captions in Python, or export it."""
+"""Use the model of a run: encode images and captions in Python, or export it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from tilewise.train.distributed import choose_device
 from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, export_model, load_exported
 from tilewise.train.models.saved import ABOUT
+from tilewise.train.untrusted import IMAGE_LIMIT, read_regular
 
 
 class ImageTextModel:
-    """Both towers of a run, ready to encode.
+    """Both towers of a run, for encoding.
 
     Args:
         encoders: the model on its device, without a graph.
-        origin: where it came from, in words.
+        origin: a description of where the model came from.
 
     Attributes:
         image_tower, text_tower: ``nn.Module`` in evaluation mode: uint8 images (n, channels, size, size) and tokens to
             unit features (n, d).
-        tokenizer: a list of captions to named tensors, the keywords of `text_tower`.
-        pixels: what the image tower reads: its size, channels, mean and standard deviation.
-        logit_scale, logit_bias: of the loss; scores are ``scale * image @ text.T + bias``. The bias is 0 but for
-            the sigmoid loss.
-        device: where features are made.
-        origin: where the model came from, in words.
+        tokenizer: turns a list of captions into named tensors, the keywords of `text_tower`.
+        pixels: the input of the image tower: its size, channels, mean and standard deviation.
+        logit_scale, logit_bias: scores are ``scale * image @ text.T + bias``. The bias is 0 except for the sigmoid
+            loss.
+        device: device of the features.
+        origin: a description of where the model came from.
     """
 
     def __init__(self, encoders: Encoders, origin: str) -> None:
@@ -45,7 +46,7 @@ class ImageTextModel:
         self.logit_bias = 0.0 if bias is None else float(bias.detach())
 
     def preprocess(self, image: Any) -> Tensor:
-        """A picture as the image tower reads it: uint8 (channels, size, size), the centre square, resized.
+        """Return the resized centre square of a picture, the input of the image tower: uint8 (channels, size, size).
 
         Args:
             image: a path, the bytes of an image file, or a Pillow image. Transparency is laid on white.
@@ -55,32 +56,32 @@ class ImageTextModel:
         name = str(image) if isinstance(image, str | Path) else "the given image"
         if isinstance(image, str | Path):
             try:
-                image = Path(image).read_bytes()
+                image = read_regular(image, IMAGE_LIMIT)
             except OSError as error:
                 raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
         if not isinstance(image, bytes | Image):
-            raise DataError(f"an image is a path, bytes or a Pillow image, got {type(image).__name__}")
+            raise DataError(f"an image must be a path, bytes or a Pillow image, got {type(image).__name__}")
         try:
             picture = decode(image) if isinstance(image, bytes) else on_white(image)
         except DataError as error:
-            raise DataError(f"{name}: {error}. Is it a whole image file of a kind that Pillow reads?") from error
+            raise DataError(f"{name}: {error}. Is it a complete image file in a format that Pillow reads?") from error
         made = to_tensor(picture, centre_box(*picture.size), self.pixels.size)
         if self.pixels.channels == 1:
             made = made.float().mean(0, keepdim=True).round().to(torch.uint8)
         return made
 
     def encode_image(self, images: Tensor | Iterable[Any]) -> Tensor:
-        """Unit features (n, d), float32, on the model's device.
+        """Return unit features (n, d), float32, on the model's device.
 
         Args:
-            images: uint8 (n, channels, size, size), or pictures as `preprocess` takes them; these are read in chunks.
+            images: uint8 (n, channels, size, size), or pictures that `preprocess` accepts. Pictures are read in chunks.
         """
         size = self._encoders.chunk_size
         if isinstance(images, Tensor):
             wanted = (self.pixels.channels, self.pixels.size, self.pixels.size)
             if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != wanted:
                 raise ShapeError(
-                    f"images are uint8 of shape (n, {', '.join(map(str, wanted))}), got {images.dtype} of shape "
+                    f"images must be uint8 of shape (n, {', '.join(map(str, wanted))}), got {images.dtype} of shape "
                     f"{tuple(images.shape)}. Give paths or Pillow images, or use preprocess; values are 0 to 255"
                 )
             return self._encoders.images(images.split(size)).clone() if len(images) else self._nothing()
@@ -93,28 +94,28 @@ class ImageTextModel:
         return self._encoders.images(torch.stack([self.preprocess(p) for p in chunk]) for chunk in chunks).clone()
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
-        """Unit features (n, d), float32, on the model's device."""
+        """Return unit features (n, d), float32, on the model's device."""
         if isinstance(texts, str):
             raise ShapeError("encode_text takes several captions; give a list, such as [caption]")
         captions = list(texts)
         wrong = next((i for i, caption in enumerate(captions) if not isinstance(caption, str)), None)
         if wrong is not None:
-            raise DataError(f"a caption is text, got {type(captions[wrong]).__name__} at place {wrong}. Use str()")
+            raise DataError(f"a caption must be text, got {type(captions[wrong]).__name__} at index {wrong}. Use str()")
         return self._encoders.texts(captions).clone() if captions else self._nothing()
 
     def _nothing(self) -> Tensor:
-        return self._encoders.texts([""])[:0].clone()  # a clone is no inference tensor: a probe may learn on it
+        return self._encoders.texts([""])[:0].clone()  # a clone is no inference tensor, so autograd can use it
 
     def export(self, folder: str | Path) -> Path:
-        """Write the model as safetensors and JSON; `load_model` reads it, and `transformers` reads its own towers."""
+        """Write the model as safetensors and JSON. `load_model` reads it; `transformers` reads the towers it knows."""
         target = Path(folder)
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise CheckpointError(f"{target} exists already. Choose a folder that does not, or an empty one")
+            raise CheckpointError(f"{target} exists already. Choose a folder that does not exist, or an empty one")
         export_model(self._model, target)
         return target
 
     def readers(self, folder: Path) -> list[str]:
-        """How `transformers` reads the exported folder, line by line."""
+        """Return lines of Python with which `transformers` reads the exported folder."""
         if self._model.kind == "clip":
             lines = [f"transformers.CLIPModel.from_pretrained({str(folder)!r})"]
         elif self._model.kind == "vit-bert":
@@ -131,16 +132,16 @@ class ImageTextModel:
 def load_model(
     folder: str | Path, *, device: str = "auto", checkpoint: str | int = "best", chunk_size: int = 256
 ) -> ImageTextModel:
-    """The model of a run, or one that was exported, for inference.
+    """Load the model of a run, or an exported model, for inference.
 
-    Nothing else is needed: neither the weights that the run started from nor a network.
+    The folder is enough. The initial weights of the run and a network are not needed.
 
     Args:
-        folder: of a run (`output.folder`), or one that `ImageTextModel.export` or ``tilewise export`` wrote.
-        device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        checkpoint: of a run: "best" (by held-out recall; the last where nothing was evaluated), "last", or a step that
-            was kept. Averaged weights are taken where the run has them.
-        chunk_size: images or captions that a tower sees at once.
+        folder: the folder of a run (`output.folder`), or one that `ImageTextModel.export` or ``tilewise export`` wrote.
+        device: "auto" (CUDA if it is available), "cpu" or "cuda".
+        checkpoint: for a run: "best" (by held-out recall; the last one if nothing was evaluated), "last", or a step
+            that was kept. Averaged weights are used if the run has them.
+        chunk_size: images or captions that a tower processes at once.
     """
     if chunk_size < 1:
         raise RangeError(f"chunk_size must be at least 1, got {chunk_size}. It only limits memory; the default is 256")

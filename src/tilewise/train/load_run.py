@@ -1,4 +1,4 @@
-"""The model of a run, with the weights of one of its checkpoints."""
+"""Load the model of a run with the weights of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tilewise.train.checkpoint import (
     open_checkpoint,
     put_weights,
     step_name,
+    step_of,
 )
 from tilewise.train.config import RunConfig
 from tilewise.train.distributed import choose_device
@@ -25,7 +26,7 @@ from tilewise.train.run_folder import RunFolder
 def load_run(
     folder: str | Path, device: str = "auto", which: str | int = "best"
 ) -> tuple[RunConfig, Encoders, Checkpoint]:
-    """The model of a run at a checkpoint, the best unless told (averaged weights, where the run has them)."""
+    """Load the model of a run at a checkpoint, by default the best. Averaged weights are used if the run has them."""
     run = RunFolder(folder)
     config = run.read_config()
     checkpoint = choose_checkpoint(run, which)
@@ -35,7 +36,7 @@ def load_run(
 
 
 def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
-    """The best checkpoint (the last where nothing was evaluated), the "last", or that of a step."""
+    """Return the "best" checkpoint (the last one if nothing was evaluated), the "last" one, or that of a step."""
     latest, _ = latest_checkpoint(run.checkpoints)
     if latest is None:
         raise CheckpointError(f"{run.path} has no checkpoint yet; train it first: tilewise train {run.config_file}")
@@ -45,7 +46,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
         best = latest.state.get("best") or {}
         path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
         return open_checkpoint(path) if path.is_dir() else latest
-    kept = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(run.checkpoints)}
+    kept = {step_of(path): path for path in list_checkpoints(run.checkpoints)}
     if not str(which).isdigit() or int(which) not in kept:
         raise CheckpointError(
             f"{run.path} keeps no checkpoint {which!r}; there are best, last, {', '.join(map(str, kept))}"
@@ -54,7 +55,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
 
 
 def load_weights(model: TwoTowers, checkpoint: Checkpoint) -> TwoTowers:
-    """Put a checkpoint's weights into a model; averaged ones where there are some."""
+    """Load the weights of a checkpoint into a model. Averaged weights are used if there are any."""
     put_weights(model, checkpoint)
     average = checkpoint.tensors("average")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, when things are evaluated and saved, and how a run ends."""
+"""The training loop: one step, the schedule of evaluations and checkpoints, and the end of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.errors import ConfigError, GroupError, TilewiseError
+from tilewise.errors import ConfigError, DataError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
 from tilewise.train.config import LoopConfig, RunConfig, check_same_run
 from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
@@ -21,14 +22,14 @@ from tilewise.train.distributed import World, join_world
 from tilewise.train.diverged import DivergedError, likely_cause
 from tilewise.train.evaluate import Encoders, evaluate_retrieval
 from tilewise.train.memory import tensor_bytes
-from tilewise.train.models import describe_model
+from tilewise.train.models import TwoTowers, describe_model
 from tilewise.train.objective import Objective
 from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
 from tilewise.train.plan import change_length, new_plan, planned_rate, planned_steps
 from tilewise.train.progress import RunProgress, counted
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
-from tilewise.train.settings import build
+from tilewise.train.settings import build, to_dict
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import status_kept
 from tilewise.train.step_memory import memory_counted, memory_now
@@ -36,8 +37,9 @@ from tilewise.train.step_memory import memory_counted, memory_now
 if TYPE_CHECKING:
     from rich.console import Console
 
+NOTICES = 5  # damaged shards that are named; further ones are counted
 BEST_METRIC = "t2i_r10"
-SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run that long which waits so much for its data is told so
+SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class RunResult:
     """How a run ended.
 
     Args:
-        folder: where it is.
-        step: steps done.
-        finished: all steps are done.
-        signal_number: the signal that stopped it, or 0.
-        metrics: of the last evaluation.
+        folder: folder of the run.
+        step: number of steps done.
+        finished: whether all steps are done.
+        signal_number: the signal that stopped the run, or 0.
+        metrics: metrics of the last evaluation.
     """
 
     folder: Path
@@ -60,7 +62,7 @@ class RunResult:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The random state of a step (dropout) is a function of these, so that a run continues without it."""
+    """Return the seed of a step (dropout). It is a function of its arguments, so checkpoints need no random state."""
     return random.Random(f"step/{seed}/{step}/{rank}").getrandbits(62)
 
 
@@ -68,22 +70,24 @@ class Trainer:
     """A run from its configuration to its last checkpoint.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         world: the ranks.
-        console: for messages and the bar; None is quiet.
+        console: prints messages and the progress bar; None prints nothing.
     """
 
     def __init__(self, config: RunConfig, world: World, console: Console | None = None) -> None:
         self.config, self.world = config, world
         self.console = console if world.is_first else None
         self.signal_number = 0
-        self.seconds = self.waited = 0.0  # of all steps, and how much of it for data
+        self.saved_step = 0  # the step of the last checkpoint that was written or loaded
+        self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = self.folder.build_model(config).to(world.device)
+        self.model = self._build_model()
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
+        self._say_notices("training pairs", self.skips)
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
@@ -92,6 +96,7 @@ class Trainer:
         self.pairs = self._held_out(held_out) if world.is_first else None
         if held_out.total:
             self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
+            self._say_notices("held-out pairs", held_out)
         self.steps = self._length(config.loop)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -99,23 +104,38 @@ class Trainer:
         self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
 
+    def _build_model(self) -> TwoTowers:
+        try:
+            return self.folder.build_model(self.config).to(self.world.device)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, TilewiseError):
+                raise
+            sizes = ", ".join(
+                f"model.{name}={value}" for name, value in to_dict(self.config.model).items() if isinstance(value, int)
+            )
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the model {self.config.model.name!r} cannot be built on {self.world.device}: {why}. The sizes are "
+                f"{sizes}. Choose smaller ones"
+            ) from error
+
     def _held_out(self, skips: SkipLog) -> EvalPairs | None:
         with counted(self.console, "reading held-out images") as watch:
             return open_eval_pairs(self.config.data, self.model.pixels.size, skips, watch=watch)
 
     def _length(self, config: LoopConfig) -> int:
-        """Steps in all."""
+        """Return the total number of steps."""
         return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return self.state.step
 
     # -- a whole run ---------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """Train until the last step, a signal, or an error that keeps the last good checkpoint."""
+        """Train until the last step, a signal or an error. An error does not affect the last good checkpoint."""
         with ExitStack() as held:
             self._take_folder(held)
             self._introduce()
@@ -124,9 +144,12 @@ class Trainer:
                 self._write_down()
             with self._log() as log, self._status(), StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
+            if self.pairs is not None:
+                self.pairs.images.give_up_when(None)
             if self.skips.total:
                 first = "".join(f". First: {example}" for example in self.skips.examples[:1])
                 self._say(f"training pairs: {self.skips.summary()}{first}")
+                self._say_notices("training pairs", self.skips)
             self._judge_data()
             self.world.wait()
             return RunResult(
@@ -134,14 +157,14 @@ class Trainer:
             )
 
     def _judge_data(self) -> None:
-        """Say so, where a run has spent much of its time waiting for images."""
+        """Print a hint if the run has spent much of its time waiting for images."""
         if self.seconds > SLOW_DATA_S and self.waited > SLOW_DATA_SHARE * self.seconds:
             workers = self.config.data.workers
-            advice = "" if self.config.data.source == "icons" else f". Give more data.workers than {workers}"
+            advice = "" if self.config.data.source == "icons" else f". Raise data.workers above {workers}"
             self._say(f"{100 * self.waited / self.seconds:.0f} % of the time was spent waiting for images{advice}")
 
     def _introduce(self) -> None:
-        """The sizes that matter, before the first step takes its time."""
+        """Print the sizes of the run before the first step."""
         weights = sum(p.numel() for p in self.model.parameters())
         ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
         held_out = f"{len(self.pairs.images):,}" if self.pairs is not None else "no"
@@ -149,23 +172,28 @@ class Trainer:
             f"{self.state.pairs:,} pairs, {held_out} held-out images; {weights:,} weights on "
             f"{self.world.device}{ranks}; {self.steps:,} steps, {self.stream.steps_per_epoch:,} an epoch"
         )
+        if self.config.data.id_column and not self.config.loss.mask_same_id:
+            self._say(
+                f"warning: data.id_column={self.config.data.id_column!r} is set, but loss.mask_same_id is false, so "
+                "pairs with the same id are negatives of one another. To mask them, set loss.mask_same_id=true"
+            )
 
     def _take_folder(self, held: ExitStack) -> None:
-        """The first rank locks the folder and checks that it can be written; where it cannot, every rank stops."""
+        """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""
         problem: TilewiseError | None = None
         if self.world.is_first:
             copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
             room = copies * tensor_bytes(self.model.parameters()) + 2**20
             try:
                 held.enter_context(self.folder.locked())
-                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # and the best, and a new one
+                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # plus the best one and a new one
             except TilewiseError as error:
                 problem = error
         if self.world.total(float(problem is not None))[0]:
             raise problem or GroupError(f"rank {self.world.rank} stops: the first rank cannot use output.folder")
 
     def _write_down(self) -> None:
-        """The settings, and what it takes to build the model without the weights it started from."""
+        """Write the settings, and a description of the model that does not need its initial weights."""
         self.folder.save_config(self.config)
         self._say(f"all settings, defaults too: {self.folder.config_file}")
         if not (self.step and self.folder.model.is_dir()):
@@ -179,7 +207,11 @@ class Trainer:
     def _train(self, log: MetricsLog | None, stop: StopRequest, bar: RunProgress) -> None:
         before = time.perf_counter()
         stopping = False
-        for batch in self.stream.batches(self.state.position, self.step, self.steps):
+        # One process can stop between two steps. Several ranks must agree in a step; torchrun ends those that block.
+        give_up = stop.overdue if self.world.size == 1 else None
+        if self.pairs is not None:
+            self.pairs.images.give_up_when(stop.overdue)
+        for batch in self.stream.batches(self.state.position, self.step, self.steps, give_up):
             waited = time.perf_counter() - before
             line, stopping = self._step(batch, stop)
             seconds = time.perf_counter() - before
@@ -194,20 +226,33 @@ class Trainer:
                 log.write(self.step, "train", {**line, **speed})
             self._after_step(log, bar, stopping)
             bar.step(self.step, line, speed)
-            if stopping:  # every rank ends alike, whichever of them the signal reached
+            if stopping:  # all ranks stop, whichever of them received the signal
                 self.signal_number = int(self.world.largest(stop.signal_number))
                 break
-            before = time.perf_counter()  # an evaluation or a checkpoint is no part of the next step
+            before = time.perf_counter()  # evaluations and checkpoints are not part of the next step
+        if not stopping and self.step < self.steps:
+            self._give_up_reading(stop)
+
+    def _give_up_reading(self, stop: StopRequest) -> None:
+        """End a run that was asked to stop while a read of the data blocks: save after the last whole step."""
+        self.signal_number = stop.signal_number
+        self._say(f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it")
+        if self.step and self.saved_step != self.step:
+            self._save()
+
+    def _save(self) -> None:
+        self.state.save(self.folder.checkpoints, self.config)
+        self.saved_step = self.step
 
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
-        """Evaluate and save, where it is time to."""
+        """Evaluate and save if they are due."""
         output, last = self.config.output, self.step == self.steps
         if last or (output.evaluate_every and self.step % output.evaluate_every == 0):
             self._evaluate(log, bar)
         due = last or stopping or self.step % output.checkpoint_every == 0
-        best = self.state.best.get("step") == self.step  # known to the first rank, which evaluates
+        best = self.state.best.get("step") == self.step  # only the first rank evaluates and knows it
         if self.world.is_first and (due or best):
-            self.state.save(self.folder.checkpoints, self.config)
+            self._save()
         if due:
             self.world.wait()
 
@@ -247,7 +292,7 @@ class Trainer:
         return line, stops > 0
 
     def _check_finite(self, loss: float, norm: float, lr: float) -> None:
-        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # fp16: that step is left out
+        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # in fp16 this step is left out
         if math.isfinite(loss) and (math.isfinite(norm) or overflow):
             return
         kept, _ = latest_checkpoint(self.folder.checkpoints) if self.world.is_first else (None, [])
@@ -265,7 +310,13 @@ class Trainer:
             loop, state = self.config.loop, self.state
             with self.average.used() if self.average is not None else nullcontext():
                 encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
-                state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
+                try:
+                    state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
+                except CancelledError:
+                    raise DataError(
+                        "stopped by a signal while the held-out images could not be read: a read has not returned. "
+                        "The same command continues from the last checkpoint"
+                    ) from None
             assert log is not None
             log.write(self.step, "eval", state.metrics)
             bar.evaluated(state.metrics)
@@ -274,10 +325,15 @@ class Trainer:
         self.world.wait()
 
     def _continue(self) -> None:
-        """Take up the newest whole checkpoint, on every rank."""
+        """Load the newest whole checkpoint on every rank."""
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
-            self._say(f"ignored: {problem}")
+            self._say(f"ignored a damaged checkpoint: {problem}")
+        if checkpoint is not None and checkpoint.state["format"] == 1:
+            self._say(
+                f"{checkpoint.path} was written by an earlier version, without a checksum of its state.json. "
+                "Damage in that file may go unnoticed. New checkpoints have one"
+            )
         found = float(checkpoint.step) if checkpoint is not None else 0.0
         if self.world.total(found)[0] != found * self.world.size:
             raise GroupError(
@@ -288,6 +344,7 @@ class Trainer:
             return
         self._check_same_run(checkpoint)
         self.state.load(checkpoint)
+        self.saved_step = self.step
         if self.world.is_first:
             self.skips.restore(self.state.skips)
         before = planned_steps(self.state.plan)
@@ -301,11 +358,11 @@ class Trainer:
         pairs = saved.get("pairs", self.state.pairs)
         if pairs != self.state.pairs:
             raise ConfigError(
-                f"the run in {self.folder.path} was started on {pairs} training pairs, {self.config.data.path!r} has "
-                f"{self.state.pairs}, so its place in the data means nothing here. Give the same data, which may lie "
-                "elsewhere, or choose another output.folder"
+                f"the run in {self.folder.path} was started on {pairs} training pairs, and {self.config.data.path!r} "
+                f"has {self.state.pairs}, so the position in the data is not valid. Give the same data, which may be "
+                "in another place, or choose another output.folder"
             )
-        if "plan" not in saved:  # of an earlier version
+        if "plan" not in saved:  # written by an earlier version
             self.state.plan = new_plan(self._length(build(RunConfig, saved["config"]).loop))
 
     # -- small helpers -------------------------------------------------------------------------------------
@@ -316,6 +373,11 @@ class Trainer:
             yield None
             return
         log = MetricsLog(self.folder, self.step, self.config.output.tensorboard)
+        if log.damaged:
+            self._say(
+                f"{self.folder.metrics_file}: {len(log.damaged)} damaged lines were removed, the first was line "
+                f"{log.damaged[0]}. Weights and checkpoints are not affected"
+            )
         try:
             yield log
         finally:
@@ -329,13 +391,21 @@ class Trainer:
         finally:
             bar.close()
 
+    def _say_notices(self, what: str, skips: SkipLog) -> None:
+        """Print the sentences of a log that were not printed yet, at most `NOTICES` of them."""
+        new, skips.notices = skips.notices, []
+        for sentence in new[:NOTICES]:
+            self._say(f"{what}: {sentence}")
+        if len(new) > NOTICES:
+            self._say(f"{what}: more shards are damaged: {len(new) - NOTICES} or more")
+
     def _say(self, text: str) -> None:
         if self.console is not None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # paths stay whole
 
 
 def train(config: RunConfig, console: Console | None = None) -> RunResult:
-    """Train one run, alone or as one of the ranks that ``torchrun`` started; write the report at the end."""
+    """Train a run in one process, or as one of the ranks that ``torchrun`` started. Write the report at the end."""
     if config.loop.threads:
         torch.set_num_threads(config.loop.threads)
     world = join_world(config.loop.device)
@@ -346,7 +416,7 @@ def train(config: RunConfig, console: Console | None = None) -> RunResult:
 
 
 def _train(config: RunConfig, world: World, console: Console | None) -> RunResult:
-    """A function of its own: when the process group is left, the trainer is gone."""
+    """Train and write the report. The trainer is freed before the process group is destroyed."""
     trainer = Trainer(config, world, console)
     result = trainer.run()
     if result.finished and config.output.report and world.is_first:

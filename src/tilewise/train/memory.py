@@ -1,9 +1,8 @@
-"""Memory of a step, in the terms of the papers' equation 10.
+"""Memory of a step, as in equation 10 of the papers.
 
     M_peak = M_data + max(M_loss, M_backbone)
 
-On CUDA the parts are measured; on the CPU, where torch does not count, they are added up from the sizes of
-what is kept.
+On CUDA the parts are measured. On the CPU, where torch has no memory counters, they are the sums of the tensor sizes.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class MemoryUse:
     """Bytes of one step on one device.
 
     Args:
-        data: the batch, as far as it is on the device.
-        loss: features, their gradients and the loss's own scratch.
-        backbone: weights, gradients, optimizer state, activations of one chunk.
-        dense_loss: what the loss would take with stored scores.
-        measured: counted by the device's allocator rather than added up.
+        data: the part of the batch that is on the device.
+        loss: features, their gradients and the workspace of the loss.
+        backbone: weights, gradients, optimizer state and the activations of one chunk.
+        dense_loss: the memory of a loss that stores all scores.
+        measured: whether the device's allocator measured the numbers. Otherwise they are sums of tensor sizes.
     """
 
     data: int
@@ -76,7 +75,7 @@ def tiled_loss_bytes(rows: int, cols: int, width: int, workspace: int) -> int:
 
 
 def activation_bytes(run: Callable[[], Any]) -> int:
-    """Bytes that autograd keeps for backward while `run` builds its graph; each storage counts once."""
+    """Return the bytes that autograd saves for backward while `run` builds its graph. Each storage counts once."""
     seen: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ def weight_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 class CudaMemory:
     """Peaks of the parts of one step on a CUDA device.
 
-    Use `start` before the step, hand `watch` to the objective, and `finish` afterwards.
+    Call `start` before the step, pass `watch` to the objective, and call `finish` afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,12 +108,12 @@ class CudaMemory:
         self.loss = self.others = self._at_loss = 0
 
     def start(self) -> None:
-        """Begin to count."""
+        """Reset the counters."""
         self.loss = self.others = 0
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def watch(self, image: Tensor, text: Tensor) -> None:
-        """The encoders have run; from here to the gradients of the features, memory is the loss's."""
+        """Mark the end of the encoders. From here to the gradients of the features, the memory belongs to the loss."""
         self._turn("others")
         features = tensor_bytes((image, text))
         self._at_loss = torch.cuda.memory_allocated(self.device) - features
@@ -132,7 +131,7 @@ class CudaMemory:
 
     @property
     def peak(self) -> int:
-        """The most that was allocated on the device in the step."""
+        """Return the peak of allocated bytes on the device in the step."""
         return max(self.others, self._at_loss + self.loss)
 
     def _turn(self, part: str) -> None:
@@ -142,12 +141,12 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def finish(self, data: int, rows: int, cols: int, width: int) -> MemoryUse:
-        """The step is over."""
+        """Read the counters after the step."""
         self._turn("others")
         return MemoryUse(data, self.loss, self.others - data, dense_loss_bytes(rows, cols, width), True)
 
 
 def process_peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

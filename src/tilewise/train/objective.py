@@ -22,10 +22,10 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pair_loss(config: LossConfig, group: Any = None) -> PairLoss:
-    """The loss of a setting as ``loss(image, text, scale, bias, ids)``.
+    """Return the configured loss as ``loss(image, text, scale, bias, ids)``.
 
-    On every rank it returns a number whose mean over ranks is the global mean loss, and whose gradients,
-    averaged over ranks, are those of the global mean loss.
+    The mean of its values over ranks is the global mean loss. The mean of its gradients over ranks is the gradient of
+    the global mean loss.
     """
     options = tw.TileOptions(workspace_mib=config.workspace_mib)
 
@@ -61,7 +61,7 @@ class Objective:
 
     Args:
         config: of the run.
-        model: both towers; under a group they are wrapped in DDP here.
+        model: both towers. With several ranks they are wrapped in DDP here.
         world: the ranks.
     """
 
@@ -88,7 +88,7 @@ class Objective:
             return self.loss(image, text, self.scale(), self.scale.bias, ids)
 
     def step(self, batch: Batch) -> Tensor:
-        """Add this batch's gradients to ``.grad``; the loss of this rank, detached."""
+        """Add the gradients of a batch to ``.grad`` and return the detached loss of this rank."""
         device, precision = self.world.device, self.config.loop.precision
         images, tokens = batch.images, batch.tokens
         if not self.config.loss.offload:
@@ -102,7 +102,7 @@ class Objective:
 
 
 def in_group(tower: nn.Module, world: World) -> nn.Module:
-    """The tower in DDP, where there are several ranks and it learns."""
+    """Wrap a tower in DDP if there are several ranks and the tower is trained."""
     if world.group is None or not any(p.requires_grad for p in tower.parameters()):
         return tower
     devices = [world.device] if world.device.type == "cuda" else None
@@ -113,7 +113,7 @@ def in_group(tower: nn.Module, world: World) -> nn.Module:
 
 
 def average_scale_gradients(scale: Scale, world: World) -> None:
-    """The scale is used in the loss, outside DDP: average its gradient over ranks here."""
+    """Average the gradient of the scale over ranks. The scale is used in the loss, outside DDP."""
     for parameter in scale.parameters():
         if parameter.grad is not None:
             world.average_(parameter.grad)

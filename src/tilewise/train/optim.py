@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Linear warm-up to ``lr``, then half a cosine down to ``final_lr_share * lr``; steps count from 0.
+    """Return the learning rate of a step, counted from 0: linear warm-up, then half a cosine to the final share.
 
     >>> config = OptimConfig(lr=1.0, warmup_steps=2)
     >>> [round(learning_rate(step, 6, config), 3) for step in range(6)]
@@ -45,7 +45,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its share of this learning rate."""
+    """Set the learning rate of every group to its share of `lr`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_share"]
 
@@ -53,8 +53,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class AveragedWeights:
     """An exponential moving average of the trained weights.
 
-    After step t (from 1): ``average += (1 - min(decay, (1 + t) / (10 + t))) * (weight - average)``, so that the
-    first weights are soon forgotten.
+    After step t (from 1): ``average += (1 - min(decay, (1 + t) / (10 + t))) * (weight - average)``. The decay is
+    smaller in the first steps, so the initial weights lose their influence quickly.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -63,7 +63,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after this step."""
+        """Update the average with the weights after this step."""
         keep = min(self.decay, (1 + step) / (10 + step))
         weights = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         names = list(self.average)
@@ -71,7 +71,7 @@ class AveragedWeights:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights."""
+        """Context manager: inside it, the model has the averaged weights."""
         self._exchange()
         try:
             yield
@@ -98,7 +98,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave; entries named ``step`` stay on the CPU."""
+    """Restore the state that `optimizer_tensors` returned. Entries named ``step`` stay on the CPU."""
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in tensors.items():

@@ -1,4 +1,4 @@
-"""Pictures for people: a sheet of search results as PNG, and small pictures in the terminal."""
+"""A sheet of search results as PNG, and small pictures in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def to_pil(image: Tensor, side: int) -> Image.Image:
-    """uint8 (channels, s, s) as a square picture of `side` pixels."""
+    """Convert uint8 (channels, s, s) to a square picture of `side` pixels."""
     channels, height, width = image.shape
     grey = channels == 1
     rows = image[0] if grey else image.permute(1, 2, 0)
@@ -25,14 +25,14 @@ def to_pil(image: Tensor, side: int) -> Image.Image:
 
 
 def png_data_uri(image: Image.Image) -> str:
-    """A picture as text that an HTML page can hold."""
+    """Return a picture as a data URI for HTML pages."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def contact_sheet(titles: Sequence[str], rows: Sequence[Sequence[tuple[Tensor, str]]], side: int = 64) -> Image.Image:
-    """One row of captioned pictures per title."""
+    """Return a sheet with one row of captioned pictures per title."""
     gap, line = 12, 16
     columns = max((len(row) for row in rows), default=1)
     width = gap + columns * (side + gap)
@@ -56,7 +56,7 @@ def _fit(label: str, side: int) -> str:
 
 
 def terminal_picture(image: Tensor, columns: int = 16) -> list[Text]:
-    """A picture in half blocks: each character is two pixels, one above the other."""
+    """Return a picture in half blocks. Each character is two pixels, one above the other."""
     from rich.style import Style
     from rich.text import Text
 

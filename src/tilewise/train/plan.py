@@ -1,4 +1,4 @@
-"""The plan of a run: how many steps, and the learning rate of each, also where steps were added later."""
+"""The plan of a run: the number of steps and the learning rate of each, including steps that were added later."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tilewise.train.optim import learning_rate
 
 
 class Leg(NamedTuple):
-    """Steps ``first .. last - 1`` of a run, and the kind of their learning rate.
+    """Steps ``first .. last - 1`` of a run, and how their learning rate is computed.
 
     Args:
-        first: steps done before it.
-        last: steps done after it.
-        kind: "plan" and "stretch": the curve of a run of `last` steps; "restart": that of a run of ``last - first``
-            steps, warm-up included, from its beginning; "constant": the final learning rate.
+        first: number of steps before the leg.
+        last: number of steps at the end of the leg.
+        kind: "plan" and "stretch" use the curve of a run of `last` steps. "restart" uses the curve of a new run of
+            ``last - first`` steps, warm-up included. "constant" uses the final learning rate.
     """
 
     first: int
@@ -29,17 +29,17 @@ Plan = tuple[Leg, ...]
 
 
 def new_plan(steps: int) -> Plan:
-    """The plan of a run of so many steps."""
+    """Return the plan of a new run with `steps` steps."""
     return (Leg(0, steps, "plan"),)
 
 
 def planned_steps(plan: Plan) -> int:
-    """Steps in all."""
+    """Return the total number of steps."""
     return plan[-1].last
 
 
 def planned_rate(step: int, plan: Plan, config: OptimConfig) -> float:
-    """The learning rate of a step: that of the last leg which has begun.
+    """Return the learning rate of a step. The last leg that has begun determines it.
 
     >>> plan = (Leg(0, 2, "plan"), Leg(2, 4, "restart"))
     >>> [round(planned_rate(step, plan, OptimConfig(lr=1.0)), 3) for step in range(4)]
@@ -54,27 +54,27 @@ def planned_rate(step: int, plan: Plan, config: OptimConfig) -> float:
 
 
 def change_length(plan: Plan, done: int, steps: int, config: OptimConfig) -> Plan:
-    """The plan of a run that is to have `steps` steps from now on, as ``optim.extend`` says.
+    """Return the plan of a run whose length changes to `steps`, as ``optim.extend`` says.
 
     Args:
-        plan: so far.
-        done: steps done.
-        steps: wanted in all.
+        plan: the current plan.
+        done: the number of steps done.
+        steps: the new total number of steps.
         config: ``extend`` and the learning rate.
     """
     before = planned_steps(plan)
     if steps == before:
         return plan
-    what = f"the run was planned for {before} steps and has done {done}; now it is to have {steps}"
+    what = f"the run was planned for {before} steps and has done {done}, and the settings ask for {steps}"
     if config.extend == "refuse":
         raise ConfigError(
-            f"{what}. Its learning rate was made for {before}, so say what that of the other steps is: "
+            f"{what}. The learning-rate schedule was made for {before} steps. To change the length, also set "
             "optim.extend=restart (warm-up and cosine again over the added steps), stretch (the curve of the new "
             "length from here on) or constant (the final learning rate). Or give the old length, or choose another "
             "output.folder"
         )
     if steps < done:
-        raise ConfigError(f"{what}. Steps that are done cannot be taken back; choose at least {done}")
+        raise ConfigError(f"{what}. Steps that are done cannot be undone; choose at least {done}")
     if config.extend == "stretch":
         return (*[leg for leg in plan if leg.first < done], Leg(done, steps, "stretch"))
     if steps < before:
@@ -88,5 +88,5 @@ def change_length(plan: Plan, done: int, steps: int, config: OptimConfig) -> Pla
 
 
 def plan_of(saved: Sequence[Sequence[int | str]]) -> Plan:
-    """The plan that a checkpoint keeps as plain values."""
+    """Return the plan that a checkpoint stores as plain values."""
     return tuple(Leg(int(first), int(last), str(kind)) for first, last, kind in saved)

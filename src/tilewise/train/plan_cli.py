@@ -80,7 +80,7 @@ def lm(
 
 
 def chosen_shapes(model: str, sizes: dict[str, int], parameters: str) -> list[ModelShape]:
-    """The named model with the given sizes laid over it, one described by sizes alone, or all that are known."""
+    """Return the named model with the given sizes applied, a model described by sizes alone, or all known models."""
     from dataclasses import replace
 
     from tilewise.errors import ConfigError

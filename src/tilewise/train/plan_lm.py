@@ -1,7 +1,7 @@
-"""What a language model's logits cost in memory, and how large a batch fits without them: ``tilewise plan lm``.
+"""Memory of a language model's logits, and the largest batch with and without them: ``tilewise plan lm``.
 
-Counted as in table A3 of "Cut Your Losses in Large-Vocabulary Language Models", for fully sharded data parallelism
-over `gpus` devices (nothing is held twice), checkpointed activations and 16-bit AdamW::
+The numbers are computed as in table A3 of "Cut Your Losses in Large-Vocabulary Language Models", for fully sharded data
+parallelism over `gpus` devices (nothing is stored twice), checkpointed activations and 16-bit AdamW::
 
     logits       = 4 * tokens * vocabulary                    float32, once
     activations  = 2 * tokens * hidden * layers               one 16-bit hidden state for each layer
@@ -10,9 +10,9 @@ over `gpus` devices (nothing is held twice), checkpointed activations and 16-bit
     largest batch before = room / (4 * vocabulary + 2 * hidden * layers)
     largest batch after  = (room - gpus * workspace) / (2 * hidden * layers)
 
-A lower bound, and a fair one to compare by: a dense loss keeps its log-probabilities and their gradient beside the
-logits, and a checkpointed layer needs its own activations while it is computed again. The paper has no workspace;
-what tilewise keeps for each token (its statistics, about 40 bytes) is left out.
+These are lower bounds. A dense loss also keeps the log-probabilities and their gradient, and a checkpointed layer needs
+its own activations while it is recomputed. The paper has no workspace. The statistics that tilewise keeps for each
+token, about 40 bytes, are not counted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _check_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the count needs to know of a model.
+    """The sizes of a model that determine its memory.
 
     Args:
-        name: for the table.
+        name: the name in the table.
         vocabulary: classes of the head.
         hidden: features of a hidden state.
         layers: blocks, each of which keeps one hidden state.
@@ -61,8 +61,8 @@ def _shape(name: str, vocabulary: int, hidden: int, layers: int, parameters: int
     return ModelShape(name=name, vocabulary=vocabulary, hidden=hidden, layers=layers, parameters=parameters)
 
 
-# The rows of table A3, with the counts from which its figures follow: parameters as the published files hold them
-# (GPT 2 and GPT Neo with their buffers), the vocabulary as the tokenizer has it (the head may be padded).
+# The rows of table A3. The parameter counts are those of the published files (GPT 2 and GPT Neo with their buffers).
+# The vocabulary is that of the tokenizer (the head may be padded).
 PAPER_MODELS = (
     _shape("GPT 2", 50_257, 768, 12, 137_022_720),
     _shape("GPT Neo 1.3B", 50_257, 2048, 24, 1_365_907_456),
@@ -80,7 +80,7 @@ PAPER_MODELS = (
     _shape("Phi 3 Medium", 32_011, 5120, 40, 13_960_238_080),
     _shape("Qwen 1.5 7B", 151_646, 4096, 32, 7_721_324_544),
 )
-# Others of the paper's tables, and some that came after it.
+# Models of the paper's other tables, and later ones.
 MORE_MODELS = (
     _shape("Gemma 2 9B", 256_000, 3584, 42, 9_241_705_984),
     _shape("Gemma 3 1B", 262_144, 1152, 26, 999_885_952),
@@ -106,7 +106,7 @@ def find_model(name: str) -> ModelShape:
     near = [by_key[key].name for key in difflib.get_close_matches(_key(name), by_key, n=3)]
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(
-        f"no model {name!r} in the table. {meant}`tilewise plan lm` lists all; any other is described by "
+        f"no model {name!r} in the table. {meant}`tilewise plan lm` lists all; describe any other model with "
         "--vocab, --hidden, --layers and --parameters"
     )
 
@@ -120,12 +120,12 @@ class Cluster:
     """The devices that a model is trained on.
 
     Args:
-        gpus: how many.
-        memory_bytes: of each.
-        reserve_bytes: of each, for the libraries; the paper takes 5 GB of 80.
-        workspace_bytes: of each, what one call of tilewise may take: `TileOptions.workspace_mib`.
-        parameter_bytes: of each parameter with its gradient and the optimizer's state. 8: everything in 16 bits; 16:
-            AdamW with 32-bit weights and moments, 16-bit copies of weights and gradients.
+        gpus: number of devices.
+        memory_bytes: memory of one device.
+        reserve_bytes: memory of one device that is left to libraries. The paper uses 5 GB of 80.
+        workspace_bytes: workspace of tilewise on one device: `TileOptions.workspace_mib`.
+        parameter_bytes: bytes of one parameter with its gradient and optimizer state. 8: everything in 16 bits. 16:
+            AdamW with 32-bit weights and moments, and 16-bit copies of weights and gradients.
     """
 
     gpus: int = 16
@@ -169,7 +169,7 @@ class LmPlan:
 
     @property
     def gain(self) -> float:
-        """How many times the batch grows."""
+        """The factor by which the largest batch grows."""
         return self.after_tokens / self.before_tokens if self.before_tokens else math.inf
 
 
@@ -208,7 +208,7 @@ def plan_lm(shape: ModelShape, cluster: Cluster | None = None, tokens: int = 65_
 
 
 def whole_sequences(tokens: int, length: int, gpus: int) -> int:
-    """How many sequences of that length make up at most so many tokens, the same number on each GPU.
+    """Return how many sequences fit into a number of tokens, with the same number of sequences on each GPU.
 
     >>> whole_sequences(1_108_206, 8192, 16)
     128

@@ -1,4 +1,4 @@
-"""What is seen while a run goes on: a live bar in a terminal, now and then a line elsewhere."""
+"""Progress of a run: a live bar in a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-LINE_EVERY_S = 10.0  # where there is no terminal
+LINE_EVERY_S = 10.0  # seconds between lines if there is no terminal
 
 
 @contextmanager
 def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Something that is told how many of how many are done, and shows it: a bar, or now and then a line.
+    """Yield a function that takes the number of finished items and the total, and shows them.
 
     Args:
-        console: where; None shows nothing.
-        what: is being done.
+        console: output; None shows nothing.
+        what: description of the work.
     """
     if console is None:
         yield None
@@ -46,12 +46,12 @@ def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int],
 
 
 class RunProgress:
-    """The bar of a run.
+    """The progress bar of a run.
 
     Args:
-        console: where it is shown; None shows nothing.
-        steps: in all.
-        done: so far.
+        console: output; None shows nothing.
+        steps: total number of steps.
+        done: number of steps done so far.
     """
 
     def __init__(self, console: Console | None, steps: int, done: int) -> None:
@@ -65,7 +65,7 @@ class RunProgress:
             self._bar.start()
 
     def step(self, step: int, line: dict[str, Any], speed: dict[str, float]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         if self.console is None:
             return
         facts = (
@@ -81,7 +81,7 @@ class RunProgress:
             self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
 
     def evaluating(self, done: int, total: int) -> None:
-        """So many held-out images are encoded; the steps stand still until all are."""
+        """Show how many held-out images are encoded. No steps are done meanwhile."""
         facts = f"evaluating, image {done:,} of {total:,}"
         if self._bar is not None:
             self._bar.update(self._task, facts=facts)
@@ -90,12 +90,12 @@ class RunProgress:
             self.console.print(facts, highlight=False)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """An evaluation is done."""
+        """Show the result of an evaluation."""
         if "t2i_r10" in metrics:
             self.recall = f"  recall@10 {100 * metrics['t2i_r10']:.1f}%"
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -104,7 +104,7 @@ def _make_bar(console: Console) -> Progress:
     from rich import progress as rich
     from rich.table import Column
 
-    def whole() -> Column:  # in a narrow terminal the bar is short and the facts wrap, never the numbers
+    def whole() -> Column:  # in a narrow terminal the bar shrinks and the facts wrap, but the numbers stay whole
         return Column(no_wrap=True)
 
     return rich.Progress(

@@ -1,4 +1,4 @@
-"""The page of a run: what it learned, how it got there, what memory it took. One file, nothing else needed."""
+"""The report of a run in one self-contained HTML file: recalls, searches, curves and memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ ICON_QUERIES = (
     "user", "trash", "heart", "camera",
 )  # fmt: skip
 
+TRAIN_NUMBERS = ("loss", "scale", "grad_norm", "seconds", "rows")
+EVAL_NUMBERS = tuple(f"{side}_{what}{k}" for side in ("t2i", "i2t") for what in ("r", "chance") for k in KS)
+
 STYLE = """
 :root{color-scheme:light dark;--ink:#1f2937;--soft:#6b7280;--paper:#fff;--card:#f8fafc;--line:#e5e7eb}
 @media(prefers-color-scheme:dark){:root{--ink:#e5e7eb;--soft:#9ca3af;--paper:#111827;--card:#1f2937;--line:#374151}}
@@ -54,7 +57,7 @@ pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-rad
 def write_report(
     folder: str | Path, model: TwoTowers, average: AveragedWeights | None, device: torch.device, pairs: EvalPairs | None
 ) -> Path:
-    """Write report.html for a run whose model and held-out pairs are at hand."""
+    """Write report.html for a run whose model and held-out pairs are loaded."""
     run = RunFolder(folder)
     config = run.read_config()
     results: list[tuple[str, list[Hit]]] = []
@@ -71,7 +74,7 @@ def write_report(
 
 
 def report_queries(pairs: EvalPairs) -> list[str]:
-    """What to search for: well-known words for icons, captions of the set itself otherwise."""
+    """Return the queries of the report: fixed words for icons, otherwise captions of the set."""
     if pairs.icons is not None:
         return list(ICON_QUERIES)
     step = max(1, len(pairs.texts) // 8)
@@ -85,9 +88,9 @@ def render(
     memory: dict[str, Any],
     skipped: dict[str, int],
 ) -> str:
-    """The page as text."""
-    train = [line for line in metrics if line["kind"] == "train"]
-    evals = [line for line in metrics if line["kind"] == "eval"]
+    """Return the page as text."""
+    train = [line for line in metrics if line["kind"] == "train" and _has_numbers(line, TRAIN_NUMBERS)]
+    evals = [line for line in metrics if line["kind"] == "eval" and _has_numbers(line, EVAL_NUMBERS)]
     sections = [
         _headline(config, train, evals), _recalls(evals), _gallery(results), _curves(train, evals),
         _memory(config, memory), _skipped(skipped), _settings(config),
@@ -102,6 +105,10 @@ def render(
     )
 
 
+def _has_numbers(line: dict[str, Any], names: Sequence[str]) -> bool:
+    return all(isinstance(line.get(name), int | float) for name in names)
+
+
 def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
     name = html.escape(Path(config.output.folder).name)
     cards = []
@@ -112,7 +119,8 @@ def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequenc
         seconds = sum(line["seconds"] for line in train)
         pairs = sum(line["rows"] for line in train)
         cards.append((f"{config.loop.batch_size:,}", f"pairs per batch, {config.loop.chunk_size:,} per chunk"))
-        cards.append((f"{len(train):,}", f"logged steps, {seconds / 60:.1f} minutes, {pairs / seconds:,.0f} pairs/s"))
+        speed = pairs / max(seconds, 1e-9)
+        cards.append((f"{len(train):,}", f"logged steps, {seconds / 60:.1f} minutes, {speed:,.0f} pairs/s"))
     boxes = "".join(
         f'<div class="card"><div class="big">{big}</div><div class="soft">{small}</div></div>' for big, small in cards
     )
@@ -143,7 +151,7 @@ def _gallery(results: Sequence[tuple[str, Sequence[Hit]]]) -> str:
             for hit in hits
         )
         blocks.append(f'<div class="query"><b>{html.escape(query)}</b><div class="hits">{figures}</div></div>')
-    about = "The best images for some words, among held-out images that the model has never seen."
+    about = "The best images for some queries, among held-out images that the model was not trained on."
     return f'<h2>Searches</h2><p class="soft">{about}</p>{"".join(blocks)}'
 
 
@@ -184,11 +192,11 @@ def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
     how = (
         "measured on the device"
         if memory["measured"]
-        else "added up from the sizes of what is kept, with the loss's workspace at its limit"
+        else "sums of tensor sizes, with the workspace of the loss at its limit"
     )
     return (
         '<h2>Memory</h2><p class="soft">peak = data + max(loss, backbone). This run\'s figures are '
-        f"{how}; the dense ones count the four score matrices that a stored loss holds in backward.</p>"
+        f"{how}; those of the dense loss include the four score matrices that it stores in backward.</p>"
         '<div class="row wide"><div class="card"><table><tr><th>part</th><th>this run</th><th>dense loss</th></tr>'
         f'{table}</table></div><div class="card">{chart}</div></div>'
     )

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its configuration, its metrics, its TensorBoard events."""
+"""The folder of a run: lock, configuration, metrics and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_a
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
+from tilewise.train.untrusted import parse_json
 
 
 def why_no_run(path: Path) -> str:
-    """What a path is that should have been the folder of a run, and what to give instead."""
+    """Return a sentence that explains why a path is not the folder of a run, and what to give instead."""
     if not path.exists():
-        return f"{path} does not exist. Give the folder of a run: the output.folder that it was trained with"
+        return f"{path} does not exist. Give the folder of a run: its output.folder"
     if not path.is_dir():
         beside = f", which may be {path.parent}" if path.name in ("config.toml", "status.json") else ""
-        return f"{path} is a file, no run of tilewise. Give the folder of a run{beside}"
+        return f"{path} is a file, not a run of tilewise. Give the folder of a run{beside}"
     if (path / "tilewise.json").is_file():
         return f"{path} is no run of tilewise. It is an exported model: tilewise.train.load_model reads it"
     runs = sorted(str(found.parent) for found in path.glob("*/config.toml"))
@@ -33,20 +34,20 @@ def why_no_run(path: Path) -> str:
 
 
 def check_not_moved(config_file: Path, config: RunConfig, overrides: Sequence[str]) -> None:
-    """Refuse the settings inside of a run that name another folder: the run was moved, and would begin anew there.
+    """Refuse the settings of a run that was moved. They name the old folder, and the run would start anew there.
 
     Args:
-        config_file: that the settings came from.
+        config_file: file of the settings.
         config: the settings.
-        overrides: as they were given; one of output.folder says what is wanted.
+        overrides: overrides from the command line. One of output.folder makes the choice explicit.
     """
     home = config_file.parent
     if config_file.name != "config.toml" or any(given.startswith("output.folder=") for given in overrides):
         return
     if list_checkpoints(home / "checkpoints") and Path(config.output.folder).resolve() != home.resolve():
         raise ConfigError(
-            f"{home} holds a run, but its settings say output.folder={config.output.folder!r}, which is another folder "
-            f"from here. To continue the run, add output.folder={home}; to train another one, add the folder for it"
+            f"{home} is the folder of a run, but its settings have output.folder={config.output.folder!r}, which is "
+            f"another folder. To continue the run, add output.folder={home}. To train a new run, add its folder"
         )
 
 
@@ -66,20 +67,20 @@ class RunFolder:
         self.report = self.path / "report.html"
 
     def read_config(self) -> RunConfig:
-        """The configuration that the run was started with."""
+        """Return the configuration of the run."""
         if not self.config_file.is_file():
             raise ConfigError(why_no_run(self.path))
         return load_config(self.config_file)
 
     def save_config(self, config: RunConfig) -> None:
-        """Write the configuration beside the run."""
+        """Write the configuration to the run folder."""
         write_atomically(self.config_file, to_toml(config))
 
     def build_model(self, config: RunConfig) -> TwoTowers:
-        """The model of the run, on the CPU.
+        """Build the model of the run, on the CPU.
 
-        A run that has a checkpoint is built from what it wrote down, and its weights come from there: the folder or
-        hub id that it started from is not asked for again. A new run is built from its settings.
+        The model of a run with a checkpoint is built from its description in the run folder, and the weights come from
+        the checkpoint. The initial folder or hub id is not used again. A new run is built from its settings.
         """
         if not (self.model.is_dir() and list_checkpoints(self.checkpoints)):
             return build_model(config)
@@ -90,7 +91,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time; the lock goes with the process, however that ends."""
+        """Lock the folder for one process. The operating system releases the lock when the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -103,7 +104,7 @@ class RunFolder:
                 raise CheckpointError(
                     f"another process is training in {self.path}. Wait for it, or choose another output.folder"
                 )
-            os.utime(handle)  # `tilewise status` knows by it what an earlier process wrote
+            os.utime(handle)  # `tilewise status` compares this time with that of status.json
             clear_leftovers(self.path)
             clear_leftovers(self.checkpoints)
             yield
@@ -111,19 +112,41 @@ class RunFolder:
             os.close(handle)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl; a line cut short by a crash ends the list."""
+        """Return the lines of metrics.jsonl that are whole."""
+        return self.check_metrics()[0]
+
+    def check_metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the lines of metrics.jsonl that are whole, and the numbers of the damaged ones.
+
+        A last line without a line break was cut short by a crash. It is left out and is not called damaged.
+        """
+        if not self.metrics_file.is_file():
+            return [], []
         lines: list[dict[str, Any]] = []
-        if self.metrics_file.is_file():
-            for text in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except ValueError:
-                    break
-        return lines
+        damaged: list[int] = []
+        *whole, rest = self.metrics_file.read_bytes().split(b"\n")
+        for number, text in enumerate([*whole, rest], 1):
+            line = _metrics_line(text)
+            if line is not None:
+                lines.append(line)
+            elif number <= len(whole):
+                damaged.append(number)
+        return lines, damaged
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    """Return one line of metrics.jsonl, or None if it is damaged."""
+    try:
+        line = parse_json(text.decode("utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return None
+    return line if isinstance(line.get("step"), int) else None
 
 
 def _taken(handle: int) -> bool:
-    """Lock an open file; ``tilewise status`` holds it for a moment, so one refusal is not yet an answer."""
+    """Lock an open file. ``tilewise status`` holds the lock for a moment, so try more than once."""
     for pause_s in (0.05, 0.2, 0.0):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,19 +160,23 @@ class MetricsLog:
     """Appends to metrics.jsonl and to TensorBoard.
 
     Args:
-        folder: of the run.
-        step: steps done so far; later lines, left by a run that was stopped after its last checkpoint, go.
-        tensorboard: write events too.
+        folder: folder of the run.
+        step: number of steps done. Later lines, written after the last checkpoint, are removed.
+        tensorboard: also write events.
+
+    Attributes:
+        damaged: the numbers of the lines that were damaged, and are no longer in the file.
     """
 
     def __init__(self, folder: RunFolder, step: int, tensorboard: bool) -> None:
-        kept = [line for line in folder.read_metrics() if line["step"] <= step]
+        lines, self.damaged = folder.check_metrics()
+        kept = [line for line in lines if line["step"] <= step]
         write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = folder.metrics_file.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder.path / "tensorboard", step) if tensorboard else None
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """One line; numbers go to TensorBoard as ``kind/name``."""
+        """Write one line. Numbers are also written to TensorBoard as ``kind/name``."""
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
         if self._writer is not None:

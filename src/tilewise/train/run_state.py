@@ -1,4 +1,4 @@
-"""Everything of a run that changes while it goes on, to a checkpoint and back."""
+"""Save the state of a run to a checkpoint, and load it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class RunState:
     """The state of a run after `step` steps.
 
     The learning rate (given the plan), the order of the data, its augmentation and the random state of a step are
-    functions of the settings and the step, so they need no place here.
+    functions of the settings and the step. They are not part of the state.
 
     Args:
-        model, optimizer, average, scaler: what learns; the last two may be None.
-        step: steps done.
-        position: where the next batch starts.
+        model, optimizer, average, scaler: the trained objects. The last two may be None.
+        step: number of steps done.
+        position: position of the next batch.
         best: step and value of the best evaluation.
-        metrics: of the last evaluation.
-        skips: what was left out of the data, by reason, as far as this rank has seen it.
-        skipped: rows left out of all batches, over all ranks.
-        memory: of a step, once it was counted.
-        plan: the run's length and learning rates.
-        pairs: training pairs, which another copy of the data has as many of.
+        metrics: metrics of the last evaluation.
+        skips: skipped records by reason, as seen by this rank.
+        skipped: number of rows left out of all batches, over all ranks.
+        memory: memory of a step, once it was measured.
+        plan: length and learning rates of the run.
+        pairs: number of training pairs. Another copy of the data must have the same number.
     """
 
     model: TwoTowers
@@ -54,7 +54,7 @@ class RunState:
     pairs: int = 0
 
     def save(self, folder: Path, config: RunConfig) -> None:
-        """Write a checkpoint, and drop those that are no longer kept."""
+        """Write a checkpoint, and remove those that are no longer kept."""
         tensors = {"model": dict(self.model.state_dict()), "optimizer": optimizer_tensors(self.optimizer, self.model)}
         if self.average is not None:
             tensors["average"] = self.average.average
@@ -74,7 +74,7 @@ class RunState:
         prune(folder, config.output.keep_last, int(self.best["step"]) if self.best else None, self.step)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Take up a checkpoint."""
+        """Load a checkpoint."""
         rest = checkpoint.state
         put_weights(self.model, checkpoint)
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hit:
-    """An image that was found: its number in the gallery, its score, its caption, its picture."""
+    """A search result: number of the image in the gallery, score, caption and picture."""
 
     number: int
     score: float
@@ -32,12 +32,12 @@ class Hit:
 
 
 class Gallery:
-    """Images to search in, encoded once.
+    """Images to search in. They are encoded once.
 
     Args:
         encoders: the model.
         pairs: the images with their captions.
-        watch: is told how many images have been encoded.
+        watch: is called with the number of images encoded so far.
     """
 
     def __init__(self, encoders: Encoders, pairs: EvalPairs, watch: Watch | None = None) -> None:
@@ -48,11 +48,11 @@ class Gallery:
             self._caption.setdefault(owner, text)
 
     def search(self, queries: Sequence[str], top: int = 10) -> list[list[Hit]]:
-        """The best images for each query."""
+        """Return the best images for each query."""
         if top < 1:
             raise RangeError(f"top must be at least 1, got {top}")
         if not all(query.strip() for query in queries):
-            raise RangeError(f"a query is what an image shows, in words, got {list(queries)}. Leave the empty one out")
+            raise RangeError(f"a query must have words, got {list(queries)}. Leave the empty one out")
         text = self.encoders.texts(list(queries))
         results = []
         for row in text:  # one query at a time: (images,) scores
@@ -71,24 +71,25 @@ class Gallery:
 
 
 def open_gallery(
-    folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = ""
-) -> Gallery:
-    """The held-out images of a run, or those at a path, ready to be searched."""
-    config, encoders, _ = load_run(folder, device)
+    folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = "",
+    which: str = "best",
+) -> Gallery:  # fmt: skip
+    """Encode the held-out images of a run, or the images at a path, for searching."""
+    config, encoders, _ = load_run(folder, device, which)
     with counted(console, "reading images") as watch:
         pairs = open_pairs(config.data, encoders.model.pixels.size, path, image_root, SkipLog(), watch)
     if pairs is None:
-        raise DataError("this run has no held-out images to search in. Give others with --pairs")
+        raise DataError("this run has no held-out images to search in. Give other images with --pairs")
     with counted(console, "encoding images") as watch:
         return Gallery(encoders, pairs, watch)
 
 
 def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 5) -> None:
-    """A query and its best images in the terminal."""
+    """Print a query and its best images."""
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(query, style="bold"))  # words may hold brackets, which are markup to rich
+    console.print(Text(query, style="bold"))  # brackets in a query are markup to rich
     if not console.is_terminal:
         for hit in hits:
             console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False, markup=False)
@@ -102,7 +103,7 @@ def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 
 
 
 def save_sheet(path: str | Path, queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> Path:
-    """Queries and their best images as one PNG."""
+    """Write queries and their best images as one PNG."""
     rows = [[(hit.image, hit.label) for hit in hits] for hits in results]
     target = Path(path)
     try:

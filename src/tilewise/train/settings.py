@@ -1,8 +1,8 @@
-"""Checked settings: dataclass fields with types, limits and help; files of TOML; `key=value` overrides.
+"""Checked settings: dataclass fields with types, limits and help; TOML files; `key=value` overrides.
 
-Nothing here knows what is being trained. A section is a frozen dataclass whose fields were made with
-`setting`; `check_section` in its ``__post_init__`` refuses wrong types and values, `build` makes nested
-sections from plain dictionaries, and `to_toml` writes them back with their help as comments.
+This module is independent of what is trained. A section is a frozen dataclass whose fields are created with `setting`.
+`check_section` in its ``__post_init__`` refuses wrong types and values. `build` creates nested sections from plain
+dictionaries, and `to_toml` writes them with their help as comments.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ def check_section(section: Any) -> None:
     """Refuse a field of the wrong type, outside its limits, or not among its choices."""
     hints = get_type_hints(type(section))
     for field in dataclasses.fields(section):
-        if not field.metadata:  # a nested section, which has checked itself
+        if not field.metadata:  # a nested section, which is checked already
             continue
         value = _convert(getattr(section, field.name), hints[field.name], field.name)
         _check_limits(value, field)
@@ -42,7 +43,7 @@ def check_section(section: Any) -> None:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """The value as its type wants it: whole numbers become floats, lists become tuples; the rest is refused."""
+    """Convert a value to its type: whole numbers to floats, lists to tuples. Other mismatches are refused."""
     origin = get_origin(hint)
     if origin is Literal:
         if value not in get_args(hint):
@@ -73,6 +74,8 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
     least, most, above = (field.metadata[key] for key in ("least", "most", "above"))
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{field.name} must be text without zero bytes, got {value!r}")
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and not number >= least:
             raise ConfigError(f"{field.name} must be at least {least}, got {number}")
@@ -80,10 +83,20 @@ def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
             raise ConfigError(f"{field.name} must be at most {most}, got {number}")
         if above is not None and not number > above:
             raise ConfigError(f"{field.name} must be greater than {above}, got {number}")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(
+                f"{field.name} must be a finite number, got {number}. Give a number such as {_example(field)}"
+            )
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise ConfigError(f"{field.name} must be below 2^63, got a number of {number.bit_length()} bits")
+
+
+def _example(field: dataclasses.Field[Any]) -> str:
+    return str(field.default if not isinstance(field.default, tuple) else list(field.default))
 
 
 def build(cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-    """A section (and the sections inside it) from a nested dictionary; unknown keys are refused."""
+    """Create a section and its nested sections from a dictionary. Unknown keys are refused."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}
@@ -113,19 +126,21 @@ def _did_you_mean(given: Any, known: Iterable[Any], cutoff: float = 0.6) -> str:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as a nested dictionary."""
+    """Read a TOML file as a nested dictionary."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         inside = Path(path) / "config.toml"
         advice = f"Give {inside}" if inside.is_file() else "Give a TOML file; `tilewise config` prints one"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}. {advice}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, or a path with a zero byte
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: nested too deeply") from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested dictionary with ``section.key=value`` laid over it; values are read as TOML, else as text.
+    """Apply overrides ``section.key=value`` to a nested dictionary. A value that is not TOML is text.
 
     >>> apply_overrides({"loss": {"name": "dense"}}, ["loss.name=tilewise", "loop.steps=3"])
     {'loss': {'name': 'tilewise'}, 'loop': {'steps': 3}}
@@ -134,7 +149,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or not dotted.strip() or dotted.startswith("-"):
-            raise ConfigError(f"an override is written section.key=value, without dashes or spaces, got {override!r}")
+            raise ConfigError(f"an override must be section.key=value, without dashes or spaces, got {override!r}")
         *sections, key = dotted.strip().split(".")
         place = result
         for section in sections:
@@ -148,7 +163,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
 def _parse(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML: plain text
         return text
 
 
@@ -175,10 +190,10 @@ def to_toml(section: Any, *, help: bool = False) -> str:
 
 
 def changed_settings(section: Any) -> dict[str, str]:
-    """What differs from the defaults, as one line for each section that has some.
+    """Return the settings that differ from the defaults, as one line per section.
 
     Args:
-        section: holds sections, as for `to_toml`.
+        section: a section of sections, as for `to_toml`.
     """
     lines: dict[str, str] = {}
     for part in dataclasses.fields(section):
@@ -204,7 +219,7 @@ def _toml_value(value: Any) -> str:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted names whose values differ between two nested dictionaries, with both values.
+    """Return the dotted names whose values differ between two nested dictionaries, with both values.
 
     >>> differences({"loss": {"name": "dense", "kind": "clip"}}, {"loss": {"name": "local", "kind": "clip"}})
     {'loss.name': ('dense', 'local')}

@@ -1,4 +1,4 @@
-"""How a run stands: ``status.json``, which also tells a run that saved and stopped from one that crashed."""
+"""The status of a run in ``status.json``. It distinguishes a run that was stopped and saved from one that crashed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.checkpoint import list_checkpoints, write_atomically
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 FILE = "status.json"
 # sysexits.h calls 75 a temporary failure: try again later.
@@ -20,17 +21,18 @@ EXIT_CODES = {"finished": 0, "failed": 1, "starting": 3, "running": 3, "stopped"
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands.
+    """The status of a run.
 
     Args:
-        status: "running", "finished" (all steps done), "stopped" (by a signal, and saved), "failed" (by an error); and,
-            when it is read, "killed": it says running, but no process holds the run; "starting": a process holds it,
-            and has not said yet that it is running.
-        step: steps done; of a run that is running or was killed, those of the last line in metrics.jsonl.
-        steps: planned.
-        signal: that stopped it, or 0.
-        error: that it failed with.
-        checkpoint: when it is read, the last one, which the run would continue from; empty where there is none.
+        status: "running", "finished" (all steps done), "stopped" (by a signal, and saved) or "failed" (by an error).
+            `read_status` also returns "killed" (the file says running, but no process holds the lock) and "starting" (a
+            process holds the lock and has not written the file yet).
+        step: number of steps done. For a running or killed run it is that of the last line in metrics.jsonl.
+        steps: number of planned steps.
+        signal: the signal that stopped the run, or 0.
+        error: the error of a failed run.
+        checkpoint: the last checkpoint when the status is read, from which the run would continue. Empty if there is
+            none.
     """
 
     status: str
@@ -42,11 +44,11 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """What ``tilewise status`` ends with."""
+        """Exit code of ``tilewise status``."""
         return EXIT_CODES[self.status]
 
     def sentence(self) -> str:
-        """For people.
+        """Return the status as a sentence.
 
         >>> Status("stopped", 20, 100, signal=15).sentence()
         'stopped by signal 15 after step 20 of 100, and saved. The same command continues it'
@@ -60,14 +62,16 @@ class Status:
             "finished": f"finished: {self.step} steps",
             "starting": f"starting{last}",
             "running": f"running, {place}{last}",
-            "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it",
+            "stopped": f"stopped by signal {self.signal} {place}, and saved. The same command continues it"
+            if self.step
+            else f"stopped by signal {self.signal} before the first step. The same command begins it anew",
             "killed": f"killed while it was running, {place}. {again}",
             "failed": f"failed {place}: {self.error.rstrip('.')}{last}",
         }[self.status]
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Keep it beside the run."""
+    """Write the status to the run folder."""
     try:
         write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n")
     except OSError as error:
@@ -75,25 +79,24 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path) -> Status:
-    """How the run in a folder stands."""
+    """Return the status of the run in a folder."""
     try:
         lock, kept = folder / ".lock", list_checkpoints(folder / "checkpoints")
         checkpoint = str(kept[-1]) if kept else ""
         held = _is_held(lock)
         if held and _is_older(folder / FILE, lock):
             return Status("starting", 0, 0, checkpoint=checkpoint)
-        status = Status(**json.loads((folder / FILE).read_text(encoding="utf-8")))
-        if status.status not in EXIT_CODES:
-            raise ValueError(f"status {status.status!r}")
+        status = Status(**parse_json(read_regular(folder / FILE, STATE_LIMIT).decode("utf-8")))
+        _check(status)
     except (FileNotFoundError, NotADirectoryError) as error:
         from tilewise.train.run_folder import why_no_run
 
         if (folder / "config.toml").is_file():
-            raise ConfigError(f"{folder} has no {FILE}, so it cannot be told how its run stands. Train it") from error
+            raise ConfigError(f"{folder} has no {FILE}, so the status of its run is unknown. Train it") from error
         raise ConfigError(why_no_run(folder)) from error
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"cannot read {folder / FILE}: {error}. It is written anew when the run is trained again"
+            f"cannot read {folder / FILE}: {error}. It is written again when the run continues"
         ) from error
     if status.status == "running":
         step = max(status.step, _last_logged(folder / "metrics.jsonl"))
@@ -101,8 +104,18 @@ def read_status(folder: Path) -> Status:
     return replace(status, checkpoint=checkpoint)
 
 
+def _check(status: Status) -> None:
+    if not isinstance(status.status, str) or status.status not in EXIT_CODES:
+        raise ValueError(f"status {status.status!r}")
+    for name in ("step", "steps", "signal"):
+        if not isinstance(getattr(status, name), int):
+            raise ValueError(f"{name} is not a whole number")
+    if not isinstance(status.error, str):
+        raise ValueError("error is not text")
+
+
 def _is_older(file: Path, lock: Path) -> bool:
-    """Whether a file is missing, or was written before the lock was taken."""
+    """Return whether a file is missing, or was written before the lock was taken."""
     try:
         return file.stat().st_mtime_ns < lock.stat().st_mtime_ns
     except FileNotFoundError:
@@ -110,24 +123,24 @@ def _is_older(file: Path, lock: Path) -> bool:
 
 
 def _last_logged(metrics: Path) -> int:
-    """The step of the last whole line, or 0."""
+    """Return the step of the last whole line, or 0."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - 16384))
             lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return int(parse_json(lines[-1])["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError):
         return 0
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder in which another process trains, before anything is read for a run that cannot be."""
+    """Refuse a folder in which another process trains, before any data is read."""
     if _is_held(folder / ".lock"):
         raise CheckpointError(f"another process is training in {folder}. Wait for it, or choose another output.folder")
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process on this machine trains here."""
+    """Return whether a process on this machine holds the lock."""
     try:
         handle = os.open(lock, os.O_RDONLY)
     except OSError:
@@ -143,19 +156,19 @@ def _is_held(lock: Path) -> bool:
 
 @contextmanager
 def status_kept(folder: Path, now: Callable[[], tuple[int, int]], signal: Callable[[], int]) -> Iterator[None]:
-    """Around the training of a run: running inside; finished, stopped or failed afterwards.
+    """Write the status of a run: running inside the block, then finished, stopped or failed.
 
     Args:
-        folder: of the run.
-        now: steps done and planned.
-        signal: that stopped it, or 0.
+        folder: folder of the run.
+        now: returns the number of steps done and planned.
+        signal: returns the signal that stopped the run, or 0.
     """
     write_status(folder, Status("running", *now()))
     try:
         yield
     except BaseException as error:
         text = str(error).strip() or type(error).__name__
-        with suppress(CheckpointError):  # a full disk, perhaps: what the run failed with says more
+        with suppress(CheckpointError):  # for example a full disk; the error of the run is more important
             write_status(folder, Status("failed", *now(), error=text))
         raise
     step, steps = now()

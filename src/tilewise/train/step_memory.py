@@ -1,4 +1,4 @@
-"""Counts the memory of one step of a run."""
+"""Measure the memory of one step of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tilewise.train.run_state import RunState
 
 @contextmanager
 def memory_counted(state: RunState, objective: Objective, config: RunConfig, batch: Batch) -> Iterator[None]:
-    """Around a step: fills ``state.memory`` once, in the second step, when the optimizer's state is there."""
+    """Wrap a step. Fills ``state.memory`` once, in the second step, when the optimizer has its state."""
     if state.memory is not None or state.step == 0:
         yield
         return
@@ -43,7 +43,7 @@ def memory_counted(state: RunState, objective: Objective, config: RunConfig, bat
 
 
 def added_up(state: RunState, config: RunConfig, batch: Batch, rows: int, cols: int, width: int) -> MemoryUse:
-    """The parts of equation 10 from the sizes of what is kept, for the CPU."""
+    """Return the parts of equation 10 as sums of tensor sizes, for the CPU."""
     chunk = slice(0, config.loop.chunk_size)
     tokens = {name: value[chunk] for name, value in batch.tokens.items()}
     activations = max(
@@ -64,5 +64,5 @@ def _width(state: RunState, batch: Batch, device: torch.device) -> int:
 
 
 def memory_now(device: torch.device) -> int:
-    """The most that the device (on the CPU: the process) has held so far."""
+    """Return the peak memory of the device so far. On the CPU it is that of the process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_peak_bytes()

@@ -16,8 +16,6 @@ from tilewise.integrations.transformers.head_input import HeadInput
 from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, Term
 from tilewise.integrations.transformers.no_logits import NO_LOGITS, LazyLogitsError, NoLogits
 
-UnbuiltLogits, UnbuiltLogitsError = LazyLogits, LazyLogitsError  # old names
-
 __all__ = [
     "NO_LOGITS",
     "HeadInput",
@@ -27,7 +25,5 @@ __all__ = [
     "LossSettings",
     "NoLogits",
     "Term",
-    "UnbuiltLogits",
-    "UnbuiltLogitsError",
     "use_linear_cross_entropy",
 ]

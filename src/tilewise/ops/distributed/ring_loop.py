@@ -1,6 +1,6 @@
-"""Rows and columns that are spread over a group, for loops of their own: the ring without the one op.
+"""A loop over the blocks of a group, for computations that are no operator, such as ranks.
 
-Without a group everything is here, and the same loop sees one block.
+Without a group there is one block, and the same loop runs once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tilewise.errors import GroupError
 from tilewise.kernels.registry import choose_scorer
-from tilewise.ring.agree import agree, telling
-from tilewise.ring.blocks import Field, Join, Tensors, go_round
-from tilewise.ring.exchange import Alone, Exchange, find_exchange
+from tilewise.ring.agree import agree, propagate_errors
+from tilewise.ring.blocks import Field, Merge, Tensors, rotate_blocks
+from tilewise.ring.exchange import Exchange, SingleExchange, find_exchange
 from tilewise.ring.shards import Shards
 
 __all__ = ["Field", "RingLoop", "choose_scorer"]
@@ -26,13 +26,13 @@ class RingLoop:
     """A group whose ranks hold rows that stay and blocks of columns that travel."""
 
     def __init__(self, group_name: str) -> None:
-        self.exchange: Exchange = find_exchange(group_name) if group_name else Alone()
+        self.exchange: Exchange = find_exchange(group_name) if group_name else SingleExchange()
         self.shards = Shards(self.exchange.rank, (0,) * self.exchange.world, (0,) * self.exchange.world)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """What this rank refuses, the others hear instead of waiting for it."""
-        with telling(self.exchange):
+    def propagate_errors(self) -> Iterator[None]:
+        """Propagates a validation error of this rank to the other ranks, so that all of them raise."""
+        with propagate_errors(self.exchange):
             yield
 
     def meet(self, rows: int, cols: int, device: torch.device, call: Mapping[str, object]) -> None:
@@ -57,11 +57,11 @@ class RingLoop:
         return self.shards.all_cols
 
     def visit(
-        self, block: Tensors, work: Work, *, credits: Sequence[Field] = (), join: Join | None = None
+        self, block: Tensors, work: Work, *, accumulators: Sequence[Field] = (), merge: Merge | None = None
     ) -> dict[str, Tensor]:
-        """``work(global index of its first column, block)`` for every rank's block; see `go_round`."""
+        """``work(global index of its first column, block)`` for every rank's block; see `rotate_blocks`."""
 
         def at_home(owner: int, tensors: dict[str, Tensor]) -> Tensors | None:
             return work(self.shards.col_start(owner), tensors)
 
-        return go_round(self.exchange, self.shards.cols, block, at_home, credits=credits, join=join)
+        return rotate_blocks(self.exchange, self.shards.cols, block, at_home, accumulators=accumulators, merge=merge)

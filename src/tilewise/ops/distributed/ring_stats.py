@@ -1,14 +1,14 @@
-"""The one op over a group: kernels x ring.
+"""Statistics and gradients over a group: a backend's kernels, block by block of the ring.
 
 Axes: n rows and m columns of this rank, d features, W ranks.
 
-Ring (each rank has its own rows and its own columns): rows stay, blocks of columns travel.
+Ring (each rank has its own rows and its own columns): rows stay, blocks of columns move.
 
     forward    rows:     stats_r = merge over blocks q of kernel.forward(rows_r, block_q)
-               columns:  each host adds its rows' share to the block's col_lse, which comes home
-    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every host and brings them home
+               columns:  every rank merges its rows' share into the block's column statistics, which return to their owner
+    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every rank and returns to its owner
 
-Where every rank has all rows and a slice of the columns (``spec.same_rows``), see `over_slices`.
+Where every rank has all rows and a shard of the columns (``spec.same_rows``), see `vocab_parallel`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
-from tilewise.ring.blocks import Field, go_round
+from tilewise.ring.blocks import Field, rotate_blocks
 from tilewise.ring.exchange import Exchange, find_exchange
 from tilewise.ring.shards import Shards
 
-CARGO = ("bias", "col_key", "col_skip", "col_shift", "col_weight")  # beside the features, in `Pair`
+PAYLOAD = ("bias", "col_key", "col_skip", "col_shift", "col_weight")  # beside the features, in `Pair`
 LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
 ROWS = ("row_key", "row_skip", "row_shift")
 TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
@@ -57,8 +57,8 @@ def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: s
         total = total.merge(stats.rows().rounded(torch.float64))
         return {name: getattr(stats, name).double() for name in of_columns} or None
 
-    credits = [Field(name, torch.float64) for name in of_columns]
-    home = go_round(exchange, shards.cols, _cargo(pair), work, credits=credits, join=_join_stats)
+    accumulators = [Field(name, torch.float64) for name in of_columns]
+    home = rotate_blocks(exchange, shards.cols, _payload(pair), work, accumulators=accumulators, merge=_merge_stats)
     return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
 
 
@@ -100,12 +100,12 @@ def ring_backward(
         owed = {"grad": grads.b, "bias": grads.bias}
         return None if how.symmetric else {name: value for name, value in owed.items() if value is not None}
 
-    credits = [Field("grad", travelling, pair.b.shape[1])] if cols_wanted else []
-    credits += [Field("bias", pair.stat_dtype)] if needs.bias else []
-    cargo = _cargo(pair)
+    accumulators = [Field("grad", travelling, pair.b.shape[1])] if cols_wanted else []
+    accumulators += [Field("bias", pair.stat_dtype)] if needs.bias else []
+    payload = _payload(pair)
     for name in of_columns:
-        cargo |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
-    home = go_round(exchange, shards.cols, cargo, work, credits=credits, join=_join_sum)
+        payload |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
+    home = rotate_blocks(exchange, shards.cols, payload, work, accumulators=accumulators, merge=_merge_sum)
     return sums.finish(needs, spec, home)
 
 
@@ -136,24 +136,24 @@ class _RowSums:
             a=None if grad_a is None else grad_a.to(pair.a.dtype),
             b=None if grad_b is None else grad_b.to(pair.b.dtype),
             scale=self.scale.to(pair.stat_dtype) if needs.scale else None,
-            # A view into a buffer that also held other credits; an operator's output owns its memory.
+            # A view into a buffer that also held other accumulators; an operator's output owns its memory.
             bias=home["bias"].clone() if needs.bias else None,
         )
 
 
 def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: TileOptions, needs: Needs) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
-    present = [name for name in (*ROWS, *CARGO) if getattr(pair, name) is not None]
+    present = [name for name in (*ROWS, *PAYLOAD) if getattr(pair, name) is not None]
     asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
     call = {
         "call": f"{phase} of a loss",
         "width": pair.a.shape[1],
         "type": str(pair.a.dtype).removeprefix("torch."),
-        "loss": " ".join(f"{name}={value}" for name, value in asked.items()) or "none",
-        "keys": " ".join(present) or "none",
-        "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
+        "loss": " ".merge(f"{name}={value}" for name, value in asked.items()) or "none",
+        "keys": " ".merge(present) or "none",
+        "options": " ".merge(f"{name}={value}" for name, value in vars(options).items()),
         "device": pair.a.device.type if exchange.refuses(pair.a.device) is None else "one that cannot travel",
-        "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
+        "requires_grad": " ".merge(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
     }
     if spec.same_rows:
         call["rows"] = pair.a.shape[0]
@@ -177,9 +177,9 @@ def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
     return dataclasses.replace(pair, row_key=key, row_start=shards.row_start, col_start=first)
 
 
-def _cargo(pair: Pair) -> dict[str, Tensor]:
+def _payload(pair: Pair) -> dict[str, Tensor]:
     """What a block of columns carries."""
-    named = {"features": pair.b, **{name: getattr(pair, name) for name in CARGO}}
+    named = {"features": pair.b, **{name: getattr(pair, name) for name in PAYLOAD}}
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -224,13 +224,13 @@ def _column_stats(spec: PairSpec) -> tuple[str, ...]:
     return tuple(stat.name for stat in wanted_stats(spec) if stat.of_columns)
 
 
-def _join_stats(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+def _merge_stats(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
     merged = Stats(**held).merge(Stats(**added))
     for name, value in held.items():
         value.copy_(getattr(merged, name))
 
 
-def _join_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
+def _merge_sum(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
     for name, value in held.items():
         if value.dtype == added[name].dtype:
             value.add_(added[name])

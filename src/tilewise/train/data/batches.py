@@ -1,4 +1,4 @@
-"""Batches in order, prepared ahead on a thread, each with the place to continue from."""
+"""Batches in order, prepared ahead on a thread. Each has the position from which the run continues."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.errors import ConfigError, DataError
 from tilewise.train.data.order import Order, Position
 from tilewise.train.data.records import Draw, SkipLog, Source
+from tilewise.train.data.workers import POLL_S
 
 Tokens = dict[str, Tensor]
 Tokenizer = Callable[[list[str]], Tokens]
@@ -24,11 +25,11 @@ class Batch:
 
     Args:
         images: uint8 (n, channels, size, size).
-        tokens: what the tokenizer made of the captions; every tensor has n rows.
-        ids: int64 (n,); equal for pairs that show the same thing.
-        skips: the state of this rank's `SkipLog` when the batch was made; later batches may be in the making.
-        after: where the next batch starts.
-        epoch: the epoch that this batch belongs to.
+        tokens: tokens of the captions. Every tensor has n rows.
+        ids: int64 (n,). Pairs that show the same thing have equal ids.
+        skips: the state of this rank's `SkipLog` when the batch was made. Later batches may be prepared already.
+        after: the position of the next batch.
+        epoch: the epoch of this batch.
     """
 
     images: Tensor
@@ -40,24 +41,25 @@ class Batch:
 
     @property
     def bytes(self) -> int:
-        """Memory of the batch: M_data of the papers' equation 10."""
+        """Size of the batch: M_data in equation 10 of the papers."""
         return sum(t.numel() * t.element_size() for t in (self.images, self.ids, *self.tokens.values()))
 
 
 class BatchStream:
-    """Endless batches from a position on.
+    """Batches from a position on.
 
-    The rows of a global batch do not depend on the number of ranks: rank r of W takes the r-th of W equal
-    parts. A record that cannot be used makes its batch one row shorter; the losses take uneven parts.
+    The rows of a global batch do not depend on the number of ranks: rank r of W takes the r-th of W equal parts. A
+        record
+    that cannot be used makes its batch one row shorter. The losses accept parts of different sizes.
 
     Args:
-        source: where pairs come from.
+        source: the source of pairs.
         tokenizer: captions to tensors.
-        seed: of order and augmentation.
+        seed: seed of order and augmentation.
         batch_size: rows over all ranks.
-        rank, world: this process among all.
-        skips: the log of what was left out.
-        prefetch: batches prepared ahead; 0 prepares each when it is asked for.
+        rank, world: rank of this process, and number of ranks.
+        skips: log of skipped records.
+        prefetch: number of batches prepared ahead. 0: each batch is prepared when it is needed.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class BatchStream:
         self.seed, self.batch_size, self.rank, self.world, self.prefetch = seed, batch_size, rank, world, prefetch
         if batch_size < world:
             raise ConfigError(
-                f"loop.batch_size is that of all ranks together, each of which needs a pair: at least {world}, "
+                f"loop.batch_size counts the pairs of all ranks, and each rank needs at least one: at least {world}, "
                 f"got {batch_size}"
             )
         if len(source) < batch_size:
@@ -88,11 +90,11 @@ class BatchStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in one epoch."""
+        """Number of full batches in one epoch."""
         return len(self.source) // self.batch_size
 
     def make(self, position: Position, step: int, unwanted: threading.Event | None = None) -> Batch:
-        """The batch of a step, which starts at this position; given up when it is `unwanted`."""
+        """Make the batch of a step from a position on. Raises ``CancelledError`` once `unwanted` is set."""
         keys, epoch, after = self.order.take(position, self.batch_size)
         first = self.rank * self.batch_size // self.world
         last = (self.rank + 1) * self.batch_size // self.world
@@ -105,44 +107,68 @@ class BatchStream:
             )
         return Batch(rows.images, self.tokenizer(rows.texts), rows.ids, self.skips.state(), after, epoch)
 
-    def batches(self, position: Position, step: int, last_step: int) -> Iterator[Batch]:
-        """Batches of steps ``step .. last_step - 1``, made on a thread of their own."""
-        if not self.prefetch:
-            for number in range(step, last_step):
-                batch = self.make(position, number)
-                position = batch.after
-                yield batch
-            return
-        ready: queue.Queue[Batch | BaseException] = queue.Queue(self.prefetch)
+    def batches(
+        self, position: Position, step: int, last_step: int, give_up: Callable[[], bool] | None = None
+    ) -> Iterator[Batch]:
+        """Yield the batches of steps ``step .. last_step - 1``. They are made on a thread of their own.
+
+        Args:
+            position: where the first batch starts.
+            step: the first step.
+            last_step: the step after the last one.
+            give_up: is called while the next batch is not ready. Once it returns true, the iteration ends, even if a
+                read blocks for ever.
+        """
+        ready: queue.Queue[Batch | BaseException] = queue.Queue(max(1, self.prefetch))
+        wanted = threading.Semaphore(0)
         stopped = threading.Event()
 
         def fill(position: Position) -> None:
             try:
                 for number in range(step, last_step):
+                    if not self.prefetch:
+                        wanted.acquire()  # nothing is prepared ahead
                     batch = self.make(position, number, stopped)
                     position = batch.after
                     if not _put(ready, batch, stopped):
                         return
-            except BaseException as error:  # handed to the reader, who raises it
+            except BaseException as error:  # passed to the main thread, which raises it
                 _put(ready, error, stopped)
 
         thread = threading.Thread(target=fill, args=(position,), daemon=True, name="tilewise-batches")
         thread.start()
         try:
             for _ in range(step, last_step):
-                item = ready.get()
+                wanted.release()
+                item = _get(ready, give_up)
+                if item is None:
+                    return
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             stopped.set()
-            thread.join()
+            wanted.release()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                if give_up is not None and give_up():  # a read blocks; the thread is a daemon
+                    break
+
+
+def _get(ready: queue.Queue[Batch | BaseException], give_up: Callable[[], bool] | None) -> Batch | BaseException | None:
+    """Return the next item, or None once `give_up` returns true."""
+    while True:
+        try:
+            return ready.get(timeout=POLL_S)
+        except queue.Empty:
+            if give_up is not None and give_up():
+                return None
 
 
 def _put(ready: queue.Queue[Batch | BaseException], item: Batch | BaseException, stopped: threading.Event) -> bool:
     while not stopped.is_set():
         try:
-            ready.put(item, timeout=0.1)
+            ready.put(item, timeout=POLL_S)
             return True
         except queue.Full:
             continue

@@ -1,8 +1,8 @@
-"""Sources made of image files: the shared part of reading, cropping and counting what is broken."""
+"""Reading, cropping and counting of broken records, shared by all sources of image files."""
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tilewise.train.data.images import centre_box, decode, random_box, to_tensor
 from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog
+from tilewise.train.data.workers import Workers
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image becomes a tensor: its size, and the random crop (None: the centre)."""
+    """How an image becomes a tensor: its size, and the limits of the random crop (None: the centre)."""
 
     size: int
     crop_scale: tuple[float, float] | None = None
@@ -23,21 +24,19 @@ class Preparation:
 
 
 class Reader(Protocol):
-    """Gives the record of a key."""
+    """Reads records by their keys."""
 
     def read(self, key: int) -> Record:
-        """The record, or `RecordError`."""
+        """Return the record of a key, or raise `RecordError`."""
 
     def describe(self, key: int) -> str:
-        """Where the record is, for messages."""
+        """Return the location of the record, for messages."""
 
 
-def prepare_rows(
-    reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: ThreadPoolExecutor
-) -> Rows:
-    """Read and decode these keys on the pool's threads; the rows keep the order of the keys.
+def prepare_rows(reader: Reader, keys: Tensor, how: Preparation, draw: Draw, skips: SkipLog, pool: Workers) -> Rows:
+    """Read and decode the records of these keys on the threads of the pool. The rows keep the order of the keys.
 
-    `CancelledError` once the batch is unwanted: a run that was told to stop need not decode another batch first.
+    Raises ``CancelledError`` once the batch is no longer needed, so that a run can stop without decoding it to the end.
     """
 
     def one(key: int) -> tuple[Tensor, str, int] | None:
@@ -58,7 +57,7 @@ def prepare_rows(
             skips.add(str(error), reader.describe(key))
             return None
 
-    made = list(pool.map(one, keys.tolist()))
+    made = pool.map(one, keys.tolist(), None if draw.unwanted is None else draw.unwanted.is_set)
     good = [row for row in made if row is not None]
     images = torch.stack([row[0] for row in good]) if good else torch.empty(0, 3, how.size, how.size, dtype=torch.uint8)
     ids = torch.tensor([row[2] for row in good], dtype=torch.int64)

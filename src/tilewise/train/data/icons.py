@@ -1,4 +1,4 @@
-"""The icons that ship, as a source: held in memory, augmented a whole batch at a time.
+"""The icons that ship as a source. They are in memory and are augmented one batch at a time.
 
 Axes: n icons of a batch, s rows and columns of a picture.
 """
@@ -16,11 +16,11 @@ from tilewise.train.icons import IconSet
 
 
 class IconSource:
-    """Icons in memory; the whole set is one window.
+    """Icons in memory. The whole set is one window.
 
     Args:
         icons: the set.
-        augment: move, turn, scale and thicken the drawings, and draw captions among name and tags.
+        augment: shift, rotate and scale the drawings, change their strokes, and draw captions from names and tags.
     """
 
     def __init__(self, icons: IconSet, augment: bool) -> None:
@@ -31,15 +31,15 @@ class IconSource:
         return len(self.icons)
 
     def window_count(self) -> int:
-        """One: everything is shuffled together."""
+        """Return 1: everything is shuffled together."""
         return 1
 
     def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
-        """All keys."""
+        """Return all keys."""
         return torch.arange(len(self.icons))
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
-        """Pictures (n, 1, s, s), one text each, and the ids of their names."""
+        """Return pictures (n, 1, s, s), one text for each, and the ids of their names."""
         images = self.icons.images[keys].unsqueeze(1)
         if not self.augment:
             return Rows(images, [self.icons.captions[k] for k in keys.tolist()], self.icons.name_ids[keys])
@@ -51,7 +51,7 @@ class IconSource:
 
 
 def drawn_text(icons: IconSet, key: int, rng: random.Random) -> str:
-    """The caption, the caption and some tags, or tags alone."""
+    """Return the caption, the caption with some tags, or tags alone."""
     caption, tags = icons.captions[key], icons.tags[key]
     kind = rng.random()
     if not tags or kind < 0.5:
@@ -61,7 +61,7 @@ def drawn_text(icons: IconSet, key: int, rng: random.Random) -> str:
 
 
 def augment_icons(images: Tensor, noise: Tensor) -> Tensor:
-    """Drawings moved, turned, scaled, with thinner or thicker strokes: uint8 (n, 1, s, s).
+    """Shift, rotate and scale drawings, and make strokes thinner or thicker: uint8 (n, 1, s, s).
 
     Args:
         images: uint8 (n, 1, s, s), dark on light.
@@ -83,7 +83,7 @@ def augment_icons(images: Tensor, noise: Tensor) -> Tensor:
 
 
 def _strokes(ink: Tensor, choice: Tensor) -> Tensor:
-    """A quarter of the drawings thickened, a quarter thinned, each by up to one pixel."""
+    """Thicken a quarter of the drawings and thin a quarter, each by up to one pixel."""
     thick = F.max_pool2d(ink, 3, stride=1, padding=1)
     thin = -F.max_pool2d(-ink, 3, stride=1, padding=1)
     amount = choice.view(-1, 1, 1, 1)

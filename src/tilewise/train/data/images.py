@@ -6,7 +6,7 @@ import functools
 import io
 import math
 import random
-import warnings
+import struct
 from typing import cast
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from tilewise.train.data.records import RecordError
 
 Box = tuple[int, int, int, int]
-# Pictures of pixels. Pillow knows more, and for some of them (EPS) it starts another program, on a file of a stranger.
+PIXEL_LIMIT = 89_478_485  # width times height; the limit from which Pillow warns of a decompression bomb
+# Pillow reads more formats. For some of them (EPS) it starts another program on an untrusted file.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
-TURNS = {  # by the number of the EXIF tag
+TURNS = {  # keys are values of the EXIF orientation tag
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -30,30 +31,56 @@ TURNS = {  # by the number of the EXIF tag
 
 
 def decode(data: bytes) -> Image.Image:
-    """Image bytes as RGB, as `on_white` makes it.
+    """Decode an image file to RGB with `on_white`.
 
-    A damaged file, one of no format in `FORMATS`, or one whose size is a decompression bomb, is a `RecordError`.
+    Raises `RecordError` for a damaged file, a format that is not in `FORMATS`, or more than `PIXEL_LIMIT` pixels.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", message="Palette images with Transparency")
-            return on_white(Image.open(io.BytesIO(data), formats=known_formats()))
+        image = open_image(data)
+        image.load()
+        _check_pixels(image)  # decoding can change the size, for example of an icon file
+        return on_white(image)
     except RecordError:
         raise
-    except Exception as error:  # of a damaged file, Pillow's readers raise whatever they stumble over
+    except Exception as error:  # Pillow's readers raise many types for damaged files
         raise RecordError(f"image cannot be decoded ({type(error).__name__})") from error
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Read the header of an image file. The pixels are decoded later, by ``load``.
+
+    ``Image.open`` reports a size above its limit through a warning, and a warning becomes an error only through
+    filters, which belong to the whole process. This function opens the file with the same readers and checks the size
+    itself, so it changes no global state and is safe on any thread.
+    """
+    for name in known_formats():
+        reader, accepts = Image.OPEN[name]
+        accepted = accepts is None or accepts(data[:16])
+        if not accepted or isinstance(accepted, str):  # text: the format is known, but this build cannot read it
+            continue
+        try:
+            image = reader(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, struct.error):  # not a file of this format
+            continue
+        _check_pixels(image)
+        return image
+    raise RecordError("image cannot be decoded (unknown format)")
+
+
+def _check_pixels(image: Image.Image) -> None:
+    if image.width * image.height > PIXEL_LIMIT:
+        raise RecordError(f"image cannot be decoded (more than {PIXEL_LIMIT:,} pixels)")
 
 
 @functools.cache
 def known_formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this build of Pillow can read."""
+    """Return the formats of `FORMATS` that this build of Pillow can read."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera says in the EXIF tag, as everybody has seen it; a damaged tag is passed over."""
+    """Rotate an image as its EXIF orientation tag says. A damaged tag is ignored."""
     try:
         turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
@@ -62,10 +89,10 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """An image of any mode as upright RGB: transparency is laid on white, and 16 bits of grey become 8.
+    """Convert an image of any mode to upright RGB. Transparency is laid on white, and 16-bit grey becomes 8-bit.
 
-    Pillow by itself cuts off what is above 255, which would make such pictures white. Where 32-bit numbers are not
-    those of 8 bits, their range is not known: a `RecordError`.
+    Pillow itself clips values above 255, which would make 16-bit pictures white. Raises `RecordError` for 32-bit values
+    outside 0 to 255, because their range is unknown.
     """
     image.load()
     image = upright(image)
@@ -74,8 +101,8 @@ def on_white(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         low, high = cast(tuple[float, float], image.getextrema())
         if low < 0 or high > 255:
-            raise RecordError("image has 32-bit numbers outside of 0 to 255")
-    if image.mode in ("RGBa", "La"):  # multiplied by their transparency already
+            raise RecordError("image has 32-bit numbers outside 0 to 255")
+    if image.mode in ("RGBa", "La"):  # premultiplied alpha
         image = image.convert({"RGBa": "RGBA", "La": "LA"}[image.mode])
     if "A" in image.getbands() or "transparency" in image.info:
         rgba = image.convert("RGBA")
@@ -86,10 +113,10 @@ def on_white(image: Image.Image) -> Image.Image:
 def random_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: random.Random
 ) -> Box:
-    """A random part of an image, as (left, top, right, bottom).
+    """Return a random crop as (left, top, right, bottom).
 
-    Its area is a uniform share of the whole, within `scale`; the logarithm of width / height is uniform
-    within `ratio`. Ten tries; then the largest centred part whose ratio is allowed.
+    Its area, as a share of the image, is uniform within `scale`. The logarithm of width / height is uniform within
+    `ratio`. After ten failed tries it is the largest centred crop with an allowed ratio.
 
     >>> random_box(100, 50, (1.0, 1.0), (2.0, 2.0), random.Random(0))
     (0, 0, 100, 50)
@@ -108,14 +135,14 @@ def random_box(
 
 
 def centre_box(width: int, height: int) -> Box:
-    """The largest centred square."""
+    """Return the largest centred square."""
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
 
 
 def to_tensor(image: Image.Image, box: Box, size: int) -> Tensor:
-    """The part of the image inside the box, resized: (3, size, size), uint8."""
+    """Return the part of the image inside the box, resized: uint8 (3, size, size)."""
     small = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     flat = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
     return flat.view(size, size, 3).permute(2, 0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""From settings to sources, and to the held-out pairs of an evaluation."""
+"""Open the source of training pairs and the held-out pairs that the settings name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Watch = Callable[[int, int], None]  # how many are done, of how many
 
 @functools.lru_cache(maxsize=2)
 def _icons(path: str) -> IconSet:
-    """An icon set; a run asks for it more than once."""
+    """Load an icon set. It is cached, because a run uses it more than once."""
     return load_icons(path or None)
 
 
 def open_source(config: DataConfig, image_size: int, skips: SkipLog, watch: Watch | None = None) -> Source:
-    """The training pairs; `watch` is told how many shards have been counted."""
+    """Open the training pairs. `watch` is called with the number of shards counted so far."""
     if config.source == "icons":
         icons = _icons(config.path).split("train")
         if image_size != icons.side:
@@ -51,7 +51,7 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog, watch: Watc
 
 
 def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
-    """Training and held-out entries of a folder or table: `eval_share` of them, whatever the seed of the run."""
+    """Return the training and held-out entries of a folder or table. The split does not depend on the seed."""
     columns = Columns(config.image_column, config.text_column, config.id_column)
     path = Path(config.path)
     entries = read_folder(path) if config.source == "folder" else read_table(path, config.image_root, columns)
@@ -64,14 +64,14 @@ def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
 
 @dataclass(frozen=True)
 class EvalPairs:
-    """Held-out images with their captions; ids say which caption belongs to which image.
+    """Held-out images with their captions. The ids say which caption belongs to which image.
 
     Args:
         images: chunks of uint8 (n, channels, size, size).
         image_ids: int64 (N,).
         texts: all captions.
-        text_ids: int64 (T,); a caption is right for every image with its id, and the other way round.
-        icons: the icon set behind the images, where there is one.
+        text_ids: int64 (T,). A caption and an image with the same id are right answers for each other.
+        icons: the icon set of the images, if they are icons.
     """
 
     images: EvalImages
@@ -82,23 +82,28 @@ class EvalPairs:
 
 
 class EvalImages:
-    """Images given in chunks, so that a large evaluation never holds them all.
+    """Images in chunks, so that a large evaluation never holds all of them.
 
     Args:
-        everything: all of them, where they are in memory anyway; or
-        source, keys: where the others are read from, again for every evaluation,
-        first: but for the first ones, which were kept when they were tried.
+        everything: all images, if they are in memory anyway.
+        source, keys: otherwise, the source and keys from which they are read for every evaluation.
+        first: decoded images of the first keys, which are not read again.
     """
 
     def __init__(self, everything: Tensor | None = None, source: FileSource | ShardSource | None = None,
                  keys: list[int] | None = None, first: list[Tensor] | None = None) -> None:  # fmt: skip
         self.everything, self.source, self.keys, self.first = everything, source, keys or [], first or []
 
+    def give_up_when(self, give_up: Callable[[], bool] | None) -> None:
+        """Raise ``CancelledError`` from `take` if a read blocks and `give_up` returns true. None: never."""
+        if self.source is not None:
+            self.source.pool.give_up = give_up
+
     def __len__(self) -> int:
         return len(self.keys) if self.everything is None else len(self.everything)
 
     def chunks(self, size: int, watch: Watch | None = None) -> Iterator[Tensor]:
-        """Consecutive chunks; `watch` is told how many have been taken."""
+        """Yield consecutive chunks. `watch` is called with the number of images so far."""
         for start in range(0, len(self), size):
             end = min(start + size, len(self))
             yield self.take(range(start, end))
@@ -106,7 +111,7 @@ class EvalImages:
                 watch(end, len(self))
 
     def take(self, numbers: range | list[int]) -> Tensor:
-        """The images with these numbers."""
+        """Return the images with these numbers."""
         if self.everything is not None:
             return self.everything[list(numbers)]
         assert self.source is not None
@@ -118,7 +123,7 @@ class EvalImages:
 
 
 def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]:
-    """A record and its image: the centre, uint8 (3, size, size)."""
+    """Read a record and decode the centre of its image: uint8 (3, size, size)."""
     record = source.read(key)
     image = decode(record.image)
     return record, to_tensor(image, centre_box(*image.size), source.how.size)
@@ -127,9 +132,9 @@ def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]
 def open_eval_pairs(
     config: DataConfig, image_size: int, skips: SkipLog, path: str = "", watch: Watch | None = None
 ) -> EvalPairs | None:
-    """The held-out pairs of a run (`path` overrides the configured ones); None where there are none.
+    """Open the held-out pairs of a run, or None if it has none. `path` overrides the setting.
 
-    Every image is decoded here, so that broken ones are known; `watch` is told how many have been.
+    Every image is decoded once, so that broken ones are found. `watch` is called with the number of images so far.
     """
     path = path or config.eval_path
     if config.source == "icons":
@@ -160,7 +165,7 @@ def open_eval_pairs(
 
 
 def pairs_of_icons(icons: IconSet) -> EvalPairs:
-    """Every icon with its caption; icons of the same name are all right answers."""
+    """Return every icon with its caption. All icons of the same name are right answers."""
     images = EvalImages(icons.images.unsqueeze(1))
     return EvalPairs(images, icons.name_ids, list(icons.captions), icons.name_ids, icons)
 
@@ -172,14 +177,14 @@ def try_images(
     source: FileSource | ShardSource, skips: SkipLog, keep_mib: int, watch: Watch | None = None,
     found: Callable[[Record, int], None] | None = None,
 ) -> EvalImages:  # fmt: skip
-    """The images that can be decoded, each read once on the source's threads; the others are logged.
+    """Return the images that can be decoded. Each is read once on the threads of the source; the others are logged.
 
     Args:
-        source: where they are.
-        skips: the log.
-        keep_mib: how much memory those that come first may take, so that they need not be decoded again.
-        watch: is told how many were tried.
-        found: is told each usable record and its place among them.
+        source: the source of the images.
+        skips: log of skipped records.
+        keep_mib: memory for decoded images. The first images are kept in it and are not decoded again.
+        watch: is called with the number of images tried so far.
+        found: is called with each usable record and its index.
     """
 
     def attempt(key: int) -> tuple[Record, Tensor] | RecordError:
@@ -214,7 +219,7 @@ def try_images(
 def pairs_of_files(
     source: FileSource | ShardSource, skips: SkipLog, keep_mib: int, watch: Watch | None = None
 ) -> EvalPairs:
-    """Every usable image with all of its captions."""
+    """Return every usable image with all of its captions."""
     texts: list[str] = []
     text_ids: list[int] = []
 

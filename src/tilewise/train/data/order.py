@@ -1,6 +1,6 @@
-"""Which pair comes when: a shuffled order that is a function of the seed, and places in it.
+"""The order of pairs: a shuffled order that is a function of the seed, and positions in it.
 
-Nothing is drawn while walking, so a run continues in mid-epoch from three numbers.
+The order has no other state, so a run continues in the middle of an epoch from three numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewise.train.data.records import Source
 
 @dataclass(frozen=True)
 class Position:
-    """The next pair to come: `offset` pairs into a window of an epoch."""
+    """The position of the next pair: `offset` pairs into a window of an epoch."""
 
     epoch: int = 0
     window: int = 0
@@ -30,11 +30,11 @@ class Position:
 
 
 class Order:
-    """Walks a source in batches; the tail of an epoch that does not fill a batch is left out.
+    """Iterates over a source in batches. The last pairs of an epoch that do not fill a batch are left out.
 
     Args:
-        source: what is walked.
-        seed: of the shuffling. The same seed gives the same order on any number of ranks.
+        source: the source.
+        seed: seed of the shuffling. The same seed gives the same order on any number of ranks.
     """
 
     def __init__(self, source: Source, seed: int) -> None:
@@ -44,7 +44,7 @@ class Order:
         self._keys = torch.empty(0, dtype=torch.int64)
 
     def take(self, position: Position, count: int) -> tuple[Tensor, int, Position]:
-        """Keys (count,) from this position on, the epoch they belong to, and the position after them."""
+        """Return the keys (count,) from a position on, their epoch, and the position after them."""
         start = position
         for _ in range(2):
             parts: list[Tensor] = []
@@ -73,7 +73,7 @@ class Order:
 
 
 def permutation(count: int, seed: str) -> Tensor:
-    """A permutation of ``range(count)`` that depends on the text `seed` alone.
+    """Return a permutation of ``range(count)`` that depends only on the text `seed`.
 
     >>> sorted(permutation(5, "a").tolist())
     [0, 1, 2, 3, 4]

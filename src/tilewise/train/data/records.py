@@ -1,4 +1,4 @@
-"""One pair, the sources that give pairs, and the log of those that could not be used."""
+"""One pair, the protocol of sources, and the log of skipped records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Record:
 
     Args:
         image: the encoded file (PNG, JPEG, ...) as bytes.
-        captions: one or several; training draws one of them.
+        captions: one or more. Training draws one of them.
         id: pairs with the same id show the same thing.
     """
 
@@ -30,7 +30,7 @@ class Record:
 
 
 def id_of(value: object) -> int:
-    """A 63-bit number for an id of any kind, the same on every rank and machine.
+    """Return a 63-bit hash of an id of any type. It is the same on every rank and machine.
 
     >>> id_of("shoe-7") == id_of("shoe-7") != id_of("shoe-8")
     True
@@ -41,7 +41,7 @@ def id_of(value: object) -> int:
 
 
 def plain_text(value: object) -> str:
-    """A caption or a path as text that tokenizers and terminals take: half a character becomes a question mark.
+    """Return a caption or path as valid text. Invalid characters become question marks.
 
     >>> plain_text("caf\\udce9 "), plain_text(b"a cup"), plain_text(7), plain_text(None)
     ('caf?', 'a cup', '7', '')
@@ -53,7 +53,7 @@ def plain_text(value: object) -> str:
 
 
 def captions_of(value: object) -> list[str]:
-    """The captions in a cell, which holds one or a list of them.
+    """Return the captions in a cell. A cell holds one caption or a list of captions.
 
     >>> captions_of(["a cup", " ", None]), captions_of("tea"), captions_of([])
     (['a cup'], ['tea'], [])
@@ -63,32 +63,32 @@ def captions_of(value: object) -> list[str]:
 
 
 class RecordError(DataError):
-    """This one record cannot be used; the run goes on without it."""
+    """One record cannot be used. The run continues without it."""
 
 
 class Source(Protocol):
-    """Pairs that can be read one by one, in windows that are shuffled as a whole.
+    """Pairs that can be read one by one. They are grouped in windows, and each window is shuffled as a whole.
 
-    A window is what fits in the hands at once: the whole set of a table, a few shards of a large one.
-    Keys are 64-bit numbers that mean something to the source alone.
+    The window of a table is the whole table. The window of a set of shards is a few of them. Keys are 64-bit numbers
+    whose meaning is private to the source.
     """
 
     def __len__(self) -> int:
-        """Pairs in one epoch."""
+        """Return the number of pairs in one epoch."""
 
     def window_count(self) -> int:
-        """Windows in one epoch."""
+        """Return the number of windows in one epoch."""
 
     def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
-        """Keys (m,) of one window, in the source's own order."""
+        """Return the keys (m,) of one window, not shuffled."""
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
-        """Images, captions and ids for these keys; what cannot be used is left out and logged."""
+        """Return images, captions and ids for these keys. Records that cannot be used are left out and logged."""
 
 
 @dataclass
 class Rows:
-    """Usable rows of a batch: uint8 images (n, channels, size, size), n captions, ids (n,), rows left out."""
+    """Usable rows of a batch: uint8 images (n, channels, size, size), n captions, ids (n,), and the rows left out."""
 
     images: Tensor
     texts: list[str]
@@ -98,15 +98,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where the random choices of a batch come from: the same whoever makes them, and in whatever order.
+    """The random choices of a batch. They do not depend on the rank, the thread or the order in which they are made.
 
     Args:
-        seed: of the run.
-        epoch: counted from 0.
-        step: counted from 0 over the whole run.
-        first_row: place of the first of these keys in the global batch.
+        seed: seed of the run.
+        epoch: epoch, counted from 0.
+        step: step, counted from 0 over the whole run.
+        first_row: index of the first of these keys in the global batch.
         rows: size of the global batch.
-        unwanted: set when nobody waits for the batch any longer.
+        unwanted: is set when the batch is no longer needed.
     """
 
     seed: int
@@ -117,20 +117,21 @@ class Draw:
     unwanted: threading.Event | None = None
 
     def for_key(self, key: int) -> random.Random:
-        """Random numbers for one record in this epoch."""
+        """Return a random generator for one record in this epoch."""
         return random.Random(f"{self.seed}/{self.epoch}/{key}")
 
     def for_batch(self, purpose: str) -> int:
-        """A seed for random numbers of the whole global batch."""
+        """Return a seed for random numbers of the whole global batch."""
         return random.Random(f"{self.seed}/{self.step}/{purpose}").getrandbits(62)
 
 
 class SkipLog:
-    """Counts what was skipped, by reason, and keeps a few examples."""
+    """Counts skipped records by reason and keeps a few examples."""
 
     def __init__(self, counts: dict[str, int] | None = None, examples: int = 20) -> None:
         self.counts: Counter[str] = Counter(counts or {})
         self.examples: list[str] = []
+        self.notices: list[str] = []  # sentences for the user; at most `examples` of them
         self._once: set[str] = set()
         self._most = examples
         self._lock = threading.Lock()
@@ -142,8 +143,14 @@ class SkipLog:
             if len(self.examples) < self._most:
                 self.examples.append(f"{plain_text(what)}: {reason}")
 
+    def notice(self, sentence: str) -> None:
+        """Keep a sentence that the user must see, for example that a shard ended early."""
+        with self._lock:
+            if len(self.notices) < self._most:
+                self.notices.append(plain_text(sentence))
+
     def first_time(self, what: str) -> bool:
-        """Whether `what` (a shard, say) is looked at for the first time, so that its faults count once."""
+        """Return whether `what`, for example a shard, is seen for the first time. Its faults then count once."""
         with self._lock:
             new = what not in self._once
             self._once.add(what)
@@ -151,11 +158,11 @@ class SkipLog:
 
     @property
     def total(self) -> int:
-        """How many were skipped."""
+        """Number of skipped records."""
         return sum(self.counts.values())
 
     def summary(self) -> str:
-        """One line for people.
+        """Return the counts as one line.
 
         >>> log = SkipLog()
         >>> log.add("no caption", "a.png"); log.add("no caption", "b.png")
@@ -170,6 +177,6 @@ class SkipLog:
             return {"counts": dict(self.counts), "once": sorted(self._once)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as `state` says, whatever was counted since."""
+        """Restore the counts of a checkpoint. Later counts are dropped."""
         with self._lock:
             self.counts, self._once = Counter(state["counts"]), set(state["once"])

@@ -1,21 +1,18 @@
 """WebDataset tar shards (the LAION layout), read by seeking.
 
-A shard holds, for each key, an image file and its caption (``000012.jpg``, ``000012.txt``; or the
-``caption`` of ``000012.json``). Its headers are read once, in the moment the shard is wanted; then every
-rank reads only the bytes of its own rows, and a run continues in mid-epoch without reading what came before.
+For each key, a shard has an image file and its caption: ``000012.jpg`` and ``000012.txt``, or ``caption`` in
+``000012.json``. The headers of a shard are read once, when the shard is first used. Every rank then reads only the
+bytes of its own rows, and a run continues in the middle of an epoch without reading earlier records.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
-import tarfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +23,11 @@ from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.order import permutation
 from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
 from tilewise.train.data.table import IMAGE_SUFFIXES
+from tilewise.train.data.tar import Member, TarDamage, TarEndedEarly, scan_tar
+from tilewise.train.data.workers import Workers
+from tilewise.train.untrusted import IMAGE_LIMIT, TEXT_LIMIT, parse_json
 
 SHARD = 2**32  # a key is shard * SHARD + record
-
-
-@dataclass(frozen=True)
-class Member:
-    """Bytes of one file inside a shard."""
-
-    start: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class Entry:
 
 
 def expand_shards(pattern: str) -> list[str]:
-    """Shard paths of a pattern with ``{00000..00041}``, ``{a,b}`` and ``*``; several patterns joined by ``::``.
+    """Expand a pattern with ``{00000..00041}``, ``{a,b}`` and ``*`` to paths. ``::`` joins several patterns.
 
     >>> expand_shards("x-{08..10}.tar")
     ['x-08.tar', 'x-09.tar', 'x-10.tar']
@@ -75,21 +67,21 @@ def _braces(text: str) -> list[str]:
 
 
 def index_shard(path: str, skips: SkipLog) -> list[Entry]:
-    """The pairs of a shard from its headers; a damaged tail or an incomplete pair is logged, never fatal."""
+    """Return the pairs of a shard from its headers. Damage and incomplete pairs are logged and never raise."""
     files: OrderedDict[str, dict[str, Member]] = OrderedDict()
+    damage = reason = ""
     try:
-        size = os.path.getsize(path)
-        with tarfile.open(path, "r:") as tar:
-            for info in tar:
-                if info.size < 0:  # tarfile would go back to where it has been, for ever
-                    raise tarfile.ReadError("a negative size")
-                if not info.isfile() or info.offset_data + info.size > size:
-                    continue
-                folder, _, name = info.name.rpartition("/")
+        with open(path, "rb") as file:
+            for member in scan_tar(file.fileno(), os.fstat(file.fileno()).st_size, _logged(path, skips)):
+                folder, _, name = member.name.rpartition("/")
                 stem, _, suffix = name.partition(".")
-                files.setdefault(f"{folder}/{stem}", {})[f".{suffix.lower()}"] = Member(info.offset_data, info.size)
-    except (OSError, tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # the last two: of huge sizes
-        skips.add(f"shard is damaged ({type(error).__name__})", path)
+                files.setdefault(f"{folder}/{stem}", {})[f".{suffix.lower()}"] = member
+    except TarEndedEarly as error:
+        reason, damage = "shard ended early", f"ended early ({error})"
+    except TarDamage as error:
+        reason, damage = f"shard is damaged ({error})", f"is damaged ({error})"
+    except OSError as error:
+        reason = damage = f"shard cannot be read ({error.strerror or type(error).__name__})"
     entries = []
     for key, members in files.items():
         image = next((members[s] for s in IMAGE_SUFFIXES if s in members), None)
@@ -99,21 +91,31 @@ def index_shard(path: str, skips: SkipLog) -> list[Entry]:
             skips.add("no caption", f"{path}:{key.lstrip('/')} ({', '.join(sorted(members))})")
         else:
             entries.append(Entry(key, image, members.get(".txt"), members.get(".json")))
+    if reason:
+        skips.add(reason, path)
+        skips.notice(
+            f"{path} {damage}. {len(entries)} pairs were read from it; any pairs after that are missing. "
+            "Copy or download the shard again"
+        )
     return entries
 
 
+def _logged(path: str, skips: SkipLog) -> Callable[[str, str], None]:
+    return lambda reason, name: skips.add(reason, f"{path}:{name}")
+
+
 class ShardSource:
-    """Pairs in tar shards; a few shards at a time are shuffled together.
+    """Pairs in tar shards. A few shards at a time are shuffled together.
 
     Args:
-        paths: shards.
+        paths: paths of the shards.
         how: preparation of an image.
-        shuffle_shards: shards in one window.
-        records: pairs in all; 0 counts them from the headers of every shard.
-        workers: threads that decode.
-        skips: the run's log.
-        id_name: entry of a pair's .json whose equal values mean the same thing; empty: each pair has its own id.
-        watch: is told how many shards have been counted, of how many.
+        shuffle_shards: number of shards in one window.
+        records: total number of pairs. 0: count them from the headers of all shards.
+        workers: number of decoding threads.
+        skips: log of the run.
+        id_name: entry of the .json that is the id of a pair. Empty: each pair has its own id.
+        watch: is called with the number of shards counted and their total.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class ShardSource:
             raise DataError(f"data.path must name tar shards that exist; {what}")
         self.paths, self.how, self.shuffle_shards, self.skips = paths, how, shuffle_shards, skips
         self.id_name = id_name
-        self.pool = ThreadPoolExecutor(workers)
+        self.pool = Workers(workers)
         self._index: OrderedDict[int, list[Entry]] = OrderedDict()
         self._lock = threading.Lock()
         self._records = records or self._count(watch)
@@ -151,17 +153,17 @@ class ShardSource:
         return self._records
 
     def window_count(self) -> int:
-        """Groups of `shuffle_shards`."""
+        """Return the number of groups of `shuffle_shards` shards."""
         return -(-len(self.paths) // self.shuffle_shards)
 
     def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
-        """Keys of a group of shards; which shards meet changes with the epoch."""
+        """Return the keys of a group of shards. The grouping changes with the epoch."""
         order = permutation(len(self.paths), f"shards/{seed}/{epoch}")
         chosen = order[window * self.shuffle_shards : (window + 1) * self.shuffle_shards].tolist()
         return torch.cat([shard * SHARD + torch.arange(len(self.entries(shard))) for shard in chosen])
 
     def entries(self, shard: int) -> list[Entry]:
-        """The index of a shard; a few windows are kept, and what is broken is logged once."""
+        """Return the index of a shard. The indices of a few windows are cached, and damage is logged once."""
         with self._lock:
             if shard not in self._index:
                 log = self.skips if self.skips.first_time(self.paths[shard]) else SkipLog()
@@ -172,20 +174,20 @@ class ShardSource:
             return self._index[shard]
 
     def all_keys(self) -> list[int]:
-        """Every key, in the order of the shards."""
+        """Return all keys in the order of the shards."""
         return [shard * SHARD + i for shard in range(len(self.paths)) for i in range(len(self.entries(shard)))]
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
-        """The usable rows among these keys."""
+        """Return the usable rows of these keys."""
         return prepare_rows(self, keys, self.how, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
-        """One record by its offsets."""
+        """Read one record at its offsets."""
         shard, number = divmod(key, SHARD)
         entry = self.entries(shard)[number]
         try:
             with open(self.paths[shard], "rb") as file:
-                image = _bytes_at(file.fileno(), entry.image)
+                image = _bytes_at(file.fileno(), entry.image, IMAGE_LIMIT)
                 captions = _captions(file.fileno(), entry)
                 own = _id(file.fileno(), entry, self.id_name) if self.id_name else key
         except OSError as error:
@@ -195,12 +197,14 @@ class ShardSource:
         return Record(image, captions, own)
 
     def describe(self, key: int) -> str:
-        """Shard and key."""
+        """Return the shard and the key."""
         shard, number = divmod(key, SHARD)
         return f"{self.paths[shard]}:{self.entries(shard)[number].key}"
 
 
-def _bytes_at(file: int, member: Member) -> bytes:
+def _bytes_at(file: int, member: Member, limit: int) -> bytes:
+    if member.size > limit:
+        raise RecordError(f"larger than {limit // 2**20} MiB")
     data = os.pread(file, member.size, member.start)
     if len(data) != member.size:
         raise RecordError("shard ends inside a record")
@@ -209,19 +213,24 @@ def _bytes_at(file: int, member: Member) -> bytes:
 
 def _id(file: int, entry: Entry, name: str) -> int:
     try:
-        value = json.loads(_bytes_at(file, entry.json)).get(name) if entry.json is not None else None
+        value = parse_json(_bytes_at(file, entry.json, TEXT_LIMIT)).get(name) if entry.json is not None else None
     except (ValueError, AttributeError):
         value = None
     if value in (None, ""):
         raise RecordError(f"no {name!r} in its .json (data.id_column)")
-    return id_of(value)
+    try:
+        return id_of(value)
+    except RecursionError:
+        raise RecordError(f"{name!r} in its .json is nested too deeply (data.id_column)") from None
 
 
 def _captions(file: int, entry: Entry) -> tuple[str, ...]:
     try:
         if entry.text is not None:
-            return tuple(captions_of(_bytes_at(file, entry.text).decode("utf-8-sig")))
+            return tuple(captions_of(_bytes_at(file, entry.text, TEXT_LIMIT).decode("utf-8-sig")))
         assert entry.json is not None
-        return tuple(captions_of(json.loads(_bytes_at(file, entry.json)).get("caption")))
-    except (ValueError, AttributeError) as error:
+        return tuple(captions_of(parse_json(_bytes_at(file, entry.json, TEXT_LIMIT)).get("caption")))
+    except RecordError:
+        raise
+    except (ValueError, AttributeError, RecursionError) as error:
         raise RecordError(f"caption cannot be read ({type(error).__name__})") from error

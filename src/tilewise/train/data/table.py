@@ -1,11 +1,10 @@
-"""Folders, CSV, TSV, JSON lines, Parquet and COCO caption files as one list of (image, captions)."""
+"""Read folders, CSV, TSV, JSON lines, Parquet and COCO caption files as one list of (image, captions)."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,21 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
+from tilewise.train.data.workers import Workers
+from tilewise.train.untrusted import (
+    IMAGE_LIMIT,
+    TEXT_LIMIT,
+    NotRegularError,
+    TooLargeError,
+    parse_json,
+    read_regular,
+)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
 class Entry(NamedTuple):
-    """An image path (or its bytes), its captions, and its id where the data has ids."""
+    """An image path (or the image bytes), its captions, and its id if the data has ids."""
 
     image: str | bytes
     captions: list[str]
@@ -28,27 +36,29 @@ class Entry(NamedTuple):
 
 
 def read_folder(folder: Path) -> list[Entry]:
-    """Images below a folder; the caption is the text file beside an image, or else the image's own name."""
+    """Return the images below a folder. The captions are in the text file beside an image, or else its name."""
     if not folder.is_dir():
         came, advice = "does not exist", "Set data.path"
         if folder.exists():
             came, advice = "is not a folder", "For a table set data.source='table', for tar shards 'shards'"
-        raise DataError(f"{folder} {came}; data.source='folder' reads the images below one. {advice}")
+        raise DataError(f"{folder} {came}; data.source='folder' needs a folder of images. {advice}")
     entries: list[Entry] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
         beside = path.with_suffix(".txt")
         try:
-            lines = beside.read_text(encoding="utf-8-sig").splitlines() if beside.exists() else [words_of(path.stem)]
-        except (OSError, UnicodeDecodeError):
+            lines = read_regular(beside, TEXT_LIMIT).decode("utf-8-sig").splitlines()
+        except FileNotFoundError:
+            lines = [words_of(path.stem)]
+        except (OSError, ValueError):
             lines = []
         entries.append(Entry(str(path), captions_of(lines)))
     if not entries:
-        raise DataError(f"no images below {folder}; wanted files ending in {', '.join(IMAGE_SUFFIXES)}")
+        raise DataError(f"no images below {folder}; their names must end in {', '.join(IMAGE_SUFFIXES)}")
     return entries
 
 
 def words_of(stem: str) -> str:
-    """A file name as words.
+    """Return a file name as words.
 
     >>> words_of("red-car_01")
     'red car 01'
@@ -57,7 +67,7 @@ def words_of(stem: str) -> str:
 
 
 class Columns(NamedTuple):
-    """Which columns of a table hold what; without `id` every image has an id of its own."""
+    """Names of the columns of a table. Without `id`, every image has an id of its own."""
 
     image: str
     text: str
@@ -65,13 +75,13 @@ class Columns(NamedTuple):
 
 
 def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
-    """A table or COCO captions file; rows that share an image become one entry, with the first id."""
+    """Read a table or COCO captions file. Rows that share an image become one entry with the first id."""
     readers = {
         ".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows, ".json": _coco_rows,
     }  # fmt: skip
     if path.suffix.lower() not in readers:
         advice = ". It is a folder: set data.source='folder' to read the images below it" if path.is_dir() else ""
-        raise DataError(f"{path}: a table ends in one of {', '.join(readers)}{advice}")
+        raise DataError(f"{path}: the name of a table must end in one of {', '.join(readers)}{advice}")
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     root = Path(image_root) if image_root else path.parent
@@ -100,7 +110,7 @@ def _check_columns(path: Path, columns: Columns, there: Iterable[str]) -> None:
 
 
 def _csv_rows(path: Path, columns: Columns) -> Iterable[Row]:
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark in front
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets write a byte order mark
         rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
             _check_columns(path, columns, rows.fieldnames or [])
@@ -117,12 +127,12 @@ def _jsonl_rows(path: Path, columns: Columns) -> Iterable[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             if not isinstance(row, dict):
                 like = json.dumps({columns.image: "a.jpg", columns.text: "a red car"})
-                raise DataError(f"{path}, line {number} is no JSON object; wanted one on each line, such as {like}")
+                raise DataError(f"{path}, line {number} is no JSON object; every line must be one, such as {like}")
             if not checked:
                 _check_columns(path, columns, row)
                 checked = True
@@ -135,22 +145,23 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterable[Row]:
 
     try:
         file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
     except Exception as error:  # pyarrow raises its own types
         raise DataError(f"{path} is not a Parquet file: {error}") from error
-    _check_columns(path, columns, file.schema_arrow.names)
+    _check_columns(path, columns, names)
     try:
         for part in file.iter_batches(columns=sorted({name for name in columns if name})):
             held = {name: part[name].to_pylist() for name in part.schema.names}
             ids = held[columns.id] if columns.id else [None] * len(part)
             for image, text, number in zip(held[columns.image], held[columns.text], ids, strict=True):
                 yield image.get("bytes") or image.get("path") if isinstance(image, dict) else image, text, number
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
 def _coco_rows(path: Path, columns: Columns) -> Iterable[Row]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8-sig"))
         names = {image["id"]: image["file_name"] for image in content["images"]}
         pairs = [(names[a["image_id"]], a["caption"], a.get(columns.id)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -163,40 +174,40 @@ def _coco_rows(path: Path, columns: Columns) -> Iterable[Row]:
 
 
 class FileSource:
-    """Images in files (or in the table itself) with their captions; the whole set is one window.
+    """Images in files (or in the table itself) with their captions. The whole set is one window.
 
     Args:
-        entries: images and captions, as `read_folder` and `read_table` give them.
+        entries: images and captions from `read_folder` or `read_table`.
         how: preparation of an image.
-        workers: threads that decode.
+        workers: number of decoding threads.
     """
 
     def __init__(self, entries: list[Entry], how: Preparation, workers: int = 2) -> None:
         self.entries = entries
         self.how = how
-        self.pool = ThreadPoolExecutor(workers)
+        self.pool = Workers(workers)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def window_count(self) -> int:
-        """One: everything is shuffled together."""
+        """Return 1: everything is shuffled together."""
         return 1
 
     def window_keys(self, seed: int, epoch: int, window: int) -> Tensor:
-        """All keys."""
+        """Return all keys."""
         return torch.arange(len(self.entries))
 
     def all_keys(self) -> list[int]:
-        """Every key, in the source's own order."""
+        """Return all keys, not shuffled."""
         return list(range(len(self.entries)))
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
-        """The usable rows among these keys."""
+        """Return the usable rows of these keys."""
         return prepare_rows(self, keys, self.how, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
-        """One record from its file."""
+        """Read one record from its file."""
         image, captions, own = self.entries[key]
         own = key if own is None else own
         if not captions:
@@ -204,11 +215,15 @@ class FileSource:
         if isinstance(image, bytes):
             return Record(image, tuple(captions), own)
         try:
-            return Record(Path(image).read_bytes(), tuple(captions), own)
-        except (OSError, ValueError) as error:  # no path holds a zero byte or half a character
+            return Record(read_regular(image, IMAGE_LIMIT), tuple(captions), own)
+        except NotRegularError as error:
+            raise RecordError("image is not a regular file") from error
+        except TooLargeError as error:
+            raise RecordError(f"image is larger than {IMAGE_LIMIT // 2**20} MiB") from error
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte or half a character
             raise RecordError(f"image cannot be read ({type(error).__name__})") from error
 
     def describe(self, key: int) -> str:
-        """The path."""
+        """Return the path."""
         image = self.entries[key].image
         return image if isinstance(image, str) else f"row {key}"

@@ -1,4 +1,4 @@
-"""The icon set in memory: small grey images, their captions, and who drew them.
+"""The icon set in memory: small grey images, their captions and their families.
 
 Axes: N icons, S rows and S columns of a picture.
 """
@@ -23,7 +23,7 @@ SHIPPED = "icons.zip"
 
 @dataclass(frozen=True)
 class IconFamily:
-    """Icons drawn by one project, and the terms on which they may be used."""
+    """Icons of one project, and their licence."""
 
     key: str  # "lucide"
     title: str
@@ -36,19 +36,19 @@ class IconFamily:
 
 @dataclass(frozen=True, eq=False)
 class IconSet:
-    """Icons with their texts. Position i of every field belongs to icon i.
+    """Icons with their texts. Entry i of every field belongs to icon i.
 
     Attributes:
         images: uint8 (N, S, S), grey: 255 is paper, 0 is ink.
         captions: the name in words, without the style: "arrow left circle". The text to train with.
         names: the name in its family: "arrow-left-circle-bold".
         tags: further words from the family, such as synonyms; often empty.
-        families: the key of the family that the icon comes from.
-        styles: what the family calls this way of drawing: "", "bold", "filled", ...
-        name_ids: int64 (N,). Icons whose captions say the same share a number, in both splits: they are no
-            negatives of one another in training, and each is a right answer in evaluation.
+        families: the key of the icon's family.
+        styles: the family's name of the drawing style: "", "bold", "filled", ...
+        name_ids: int64 (N,). Icons with equivalent captions share a number, in both splits. They are no negatives of
+            one another in training, and each is a right answer in evaluation.
         about: the families by key, with their licences.
-        test_families: the families that are held out.
+        test_families: the held-out families.
     """
 
     images: Tensor
@@ -82,7 +82,7 @@ class IconSet:
         return {key: self.about[key].licence for key in dict.fromkeys(self.families)}
 
     def select(self, positions: Sequence[int] | Tensor) -> IconSet:
-        """The icons at these positions, in this order.
+        """Return the icons at these positions, in this order.
 
         >>> load_icons().select([0, 5]).images.shape
         torch.Size([2, 32, 32])
@@ -102,7 +102,7 @@ class IconSet:
         )
 
     def split(self, which: SplitName) -> IconSet:
-        """The icons to train with, or those of the held-out family. No picture is in both.
+        """Return the training icons, or those of the held-out family. No picture is in both.
 
         >>> icons = load_icons()
         >>> len(icons.split("train")) + len(icons.split("test")) == len(icons)
@@ -114,7 +114,7 @@ class IconSet:
         return self.select([i for i, f in enumerate(self.families) if (f in held_out) == (which == "test")])
 
     def texts(self, position: int) -> list[str]:
-        """Every text of one icon: its caption, then its tags.
+        """Return all texts of one icon: its caption, then its tags.
 
         >>> icons = load_icons()
         >>> icons.texts(icons.names.index("shopping-cart"))[0]
@@ -154,5 +154,5 @@ def _from_pack(pack: Pack, path: str | Path) -> IconSet:
             about={entry.key: entry for entry in entries},
             test_families=tuple(pack.manifest["test_families"]),
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"the table of {path} does not fit its manifest: {error!r}. Make the file again") from error

@@ -4,8 +4,8 @@
     table.xz        JSON: one list per column (family, style, name, caption, tags, name id)
     images.xz       N * S * S grey levels of 4 bits, two to a byte, the left pixel in the high half
 
-The members are stored, their dates are fixed and their order is given, so that the same icons always
-give the same bytes. Nothing is unpickled, and nothing is unpacked that is larger than announced.
+The members are stored with fixed dates in a fixed order, so that the same icons always give the same bytes. Nothing is
+unpickled, and nothing larger than announced is unpacked.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from tilewise.errors import DataError
 FORMAT = "tilewise-icons"
 VERSION = 1
 COLUMNS = ("family", "style", "name", "caption", "tags", "name_id")
-MOST_BYTES = 4 * 2**30  # of a member once unpacked; a set of 8 million icons
-_DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, EOFError, OSError, RuntimeError)
+MOST_BYTES = 4 * 2**30  # size limit of an unpacked member: 8 million icons
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-# Icons are rows of bytes: what helps is the byte before and the row before, not the alignment.
+# Icons are rows of bytes. The previous byte and row predict the next byte better than the alignment does.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """An icon set as it lies in the file. Axes of ``levels``: N icons, S rows, S columns."""
+    """The content of an icon file. Axes of ``levels``: N icons, S rows, S columns."""
 
     manifest: dict[str, Any]
     columns: dict[str, list[Any]]
@@ -51,8 +50,8 @@ def write_pack(
     Args:
         path: the file to write.
         levels: uint8 (N, S, S) with values 0 (black) to 15 (white); S is even.
-        columns: the lists named in ``COLUMNS``, N long.
-        about: what else the manifest says; must hold "families" and "test_families".
+        columns: the lists named in ``COLUMNS``, each of length N.
+        about: further entries of the manifest. "families" and "test_families" are required.
     """
     _check_columns(columns, len(levels))
     if levels.dtype != torch.uint8 or levels.ndim != 3 or levels.shape[1] != levels.shape[2]:
@@ -79,13 +78,15 @@ def write_pack(
 
 
 def read_pack(path: str | Path) -> Pack:
-    """Read an icon set, checking sizes and checksums. A file that is not whole raises ``DataError``."""
+    """Read an icon set and check sizes and checksums. A damaged file raises ``DataError``."""
+    if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+        raise DataError(f"{path} is not a regular file, and an icon set is one. Give a file or leave the path out")
     try:
         with zipfile.ZipFile(path) as file:
-            manifest = json.loads(file.read("manifest.json"))
+            manifest = json.loads(_member(file, "manifest.json"))
             _check_manifest(manifest, path)
             count, side = int(manifest["count"]), int(manifest["side"])
-            table, images = (_unpack(file.read(name), name, manifest) for name in ("table.xz", "images.xz"))
+            table, images = (_unpack(_member(file, name), name, manifest) for name in ("table.xz", "images.xz"))
         columns = json.loads(table)
     except IsADirectoryError as error:
         raise DataError(
@@ -95,7 +96,7 @@ def read_pack(path: str | Path) -> Pack:
         raise DataError(f"no icon set at {path}. Leave the path out to take the set that ships") from error
     except DataError:
         raise
-    except (*_DAMAGE, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # damaged files make zipfile, lzma and json raise many types
         raise DataError(
             f"{path} is not a whole icon set: {error}. Copy the file again, or make it with python -m tools.icons.make"
         ) from error
@@ -123,6 +124,13 @@ def _check_manifest(manifest: Any, path: str | Path) -> None:
             f"this release reads version {VERSION}. "
             "Make it again with python -m tools.icons.make"
         )
+
+
+def _member(file: zipfile.ZipFile, name: str) -> bytes:
+    size = file.getinfo(name).file_size
+    if size > MOST_BYTES:
+        raise DataError(f"{name} announces {size} bytes; at most {MOST_BYTES} are read")
+    return file.read(name)
 
 
 def _unpack(data: bytes, name: str, manifest: dict[str, Any]) -> bytearray:

@@ -1,4 +1,4 @@
-"""From settings to a model."""
+"""Build a model from its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ICON_EMBED_DIM = 128
 
 
 def build_model(config: RunConfig) -> TwoTowers:
-    """The model of a run on the CPU, its weights drawn from torch's current random state (or loaded)."""
+    """Build the model of a run on the CPU. Its weights are loaded, or drawn from torch's current random state."""
     settings = config.model
     bias = config.loss.initial_bias if config.loss.kind == "siglip" else None
     scale = Scale(config.loss.initial_scale, bias, config.loss.max_scale)
@@ -40,7 +40,7 @@ def build_model(config: RunConfig) -> TwoTowers:
 
 
 def build_icon_model(sizes: dict[str, Any], scale: Scale) -> TwoTowers:
-    """The demo's model.
+    """Build the model of the demo.
 
     Args:
         sizes: embed_dim, size (of an icon), width, depth, dropout, text_buckets.

@@ -1,4 +1,4 @@
-"""Where weights and tokenizers come from: a folder here, or the hub, which is asked once."""
+"""Find weights and tokenizers: in a local folder, or on the hub with a single request."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from tilewise.errors import ConfigError
 
-ANSWER_S = 10.0  # how long the hub may take to answer
+ANSWER_S = 10.0  # timeout of the request to the hub
 
 
 class Place(NamedTuple):
-    """What to give to `from_pretrained`: a name or path, and whether to stay away from the network.
+    """Arguments for `from_pretrained`: a name or path, and whether the network may be used.
 
     Args:
         name: a path or a hub id.
-        extra: keywords that go with it.
-        doubt: what is to be said if it fails, in front of the reason.
+        extra: further keywords.
+        doubt: text in front of the reason if loading fails.
     """
 
     name: str
@@ -25,35 +25,35 @@ class Place(NamedTuple):
 
 
 def find_place(name: str, wanted: str) -> Place:
-    """A folder, or a hub id that the hub knows; without a network what was downloaded before is taken.
+    """Return a local folder, or a hub id that exists. Without a network, earlier downloads are used.
 
-    `transformers` asks five times, with pauses and a warning each, for a name that does not exist. One question
-    before it tells as much.
+    `transformers` repeats its request five times, with pauses and warnings, for a name that does not exist. A single
+    request before it avoids this.
 
     Args:
-        name: as set.
-        wanted: what the folder would hold, for the message.
+        name: the value of the setting.
+        wanted: what the folder must contain, for the message.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return Place(str(folder), {}, "")
     if name.count("/") > 1 or name.startswith(("/", ".", "~")):  # no hub id
-        raise ConfigError(f"there is no folder {name!r}, wanted one with {wanted}")
+        raise ConfigError(f"there is no folder {name!r}; a folder with {wanted} is needed")
     from huggingface_hub import model_info
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    doubt = "there is no such folder here, and as a hub id: "
+    doubt = "it is not a local folder. As a hub id: "
     try:
         model_info(name, timeout=ANSWER_S)
     except GatedRepoError:
-        return Place(name, {}, doubt)  # it exists; whether it is open to us is seen when it is loaded
+        return Place(name, {}, doubt)  # it exists; loading it shows whether access is allowed
     except (RepositoryNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"there is no folder {name!r} here, wanted one with {wanted}; and the hub has no such model: {reason}"
+            f"there is no local folder {name!r} with {wanted}, and the hub has no such model: {reason}"
         ) from error
-    except HfHubHTTPError:  # it does answer; a mirror may not know this question
+    except HfHubHTTPError:  # the hub answers, but a mirror may not support this request
         return Place(name, {}, doubt)
-    except Exception:  # no network, a proxy, an outage: the types of whatever library sends the question
-        return Place(name, {"local_files_only": True}, f"{doubt}the hub cannot be reached, and of earlier downloads: ")
+    except Exception:  # no network, a proxy, an outage: the HTTP library has error types of its own
+        return Place(name, {"local_files_only": True}, f"{doubt}the hub cannot be reached. In earlier downloads: ")
     return Place(name, {}, doubt)

@@ -1,4 +1,4 @@
-"""The demo's model: edges and pixels of a 32-pixel icon into an MLP, bags of word parts into another.
+"""The model of the demo: an MLP over edges and pixels of a 32-pixel icon, and an MLP over bags of word parts.
 
 Axes: n icons, s rows and columns of a picture, k edge directions.
 """
@@ -15,11 +15,11 @@ DIRECTIONS = 8
 
 
 class IconFeatures(nn.Module):
-    """Fixed features of a drawing: how much ink runs in each direction, on grids of two sizes, and the ink itself.
+    """Fixed features of a drawing: the amount of ink in each direction, on grids of two sizes, and the ink itself.
 
-    The strength of direction k at a pixel is ``relu(gx cos t_k + gy sin t_k)`` with ``t_k = 2 pi k / 8``;
-    averaged over overlapping windows, it says little of where exactly a stroke lies or how thick it is, which is
-    what differs between families of icons.
+    The strength of direction k at a pixel is ``relu(gx cos t_k + gy sin t_k)`` with ``t_k = 2 pi k / 8``. Its average
+    over overlapping windows depends little on the exact position and width of a stroke, which differ between icon
+    families.
     """
 
     filters: Tensor

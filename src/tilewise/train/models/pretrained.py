@@ -31,7 +31,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Both towers of a model, and what they read."""
+    """The sizes of both towers and of their inputs."""
 
     image: Size
     text: Size
@@ -53,7 +53,7 @@ ARCHITECTURES = {
 
 
 class Towers(NamedTuple):
-    """Two towers, what the first reads, the logit scale of their weights, and their configurations by sub-folder."""
+    """Two towers, the input of the image tower, the pretrained logit scale, and the configurations by sub-folder."""
 
     image: ImageTower
     text: TextTower
@@ -63,15 +63,15 @@ class Towers(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Tokens that the text tower has a place for."""
+        """The maximum number of tokens of the text tower."""
         return int(self.text.body.model.config.max_position_embeddings)
 
 
 @contextmanager
 def _without_torchvision() -> Iterator[None]:
-    """Import `transformers` as if torchvision were absent, unless someone has imported it already.
+    """Import `transformers` as if torchvision were not installed, unless it is imported already.
 
-    Nothing here needs it, and a torchvision that does not fit the installed torch breaks the import.
+    Nothing here needs torchvision, and a version that does not fit the installed torch breaks the import.
     """
     hidden = "torchvision" not in sys.modules
     if hidden:
@@ -84,11 +84,11 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def transformers() -> Any:
-    """The library, imported when it is needed and without torchvision."""
+    """Return the library. It is imported on first use and without torchvision."""
     try:
         with _without_torchvision():
             import transformers as library
-            from transformers import (  # noqa: F401  loaded now, while torchvision is out of sight
+            from transformers import (  # noqa: F401  imported here, while torchvision is hidden
                 AutoTokenizer,
                 BertModel,
                 CLIPModel,
@@ -104,8 +104,8 @@ class Body(nn.Module):
 
     Args:
         model: the model.
-        pick: takes that vector (n, width) from the model's output.
-        project: the head behind it, where the model has none.
+        pick: returns that vector (n, width) from the model's output.
+        project: a projection after it, if the model itself has none.
     """
 
     def __init__(self, model: nn.Module, pick: Callable[[Any], Tensor], project: nn.Module | None = None) -> None:
@@ -120,7 +120,7 @@ class Body(nn.Module):
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the library's tables of missing tensors, its hints and its bars; every rank would print them."""
+    """Silence the tables, hints and progress bars of `transformers`. Every rank would print them."""
     logging = transformers().logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -133,20 +133,20 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-DAMAGED = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError)  # what damaged files end in
+DAMAGED = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError)  # errors that damaged files cause
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error; its type, where that says more."""
+    """Return the first line of an error, with its type if that is more informative."""
     line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return line if isinstance(error, OSError | ValueError | RuntimeError) and line else f"{type(error).__name__} {line}"
 
 
 def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
-    """Weights from a local folder or the hub; safetensors only, nothing is unpickled, every weight is found."""
+    """Load weights from a local folder or the hub. Only safetensors are read, and no weight may be missing."""
     place = find_place(weights, "config.json and model.safetensors")
     if Path(place.name).is_dir() and not (Path(place.name) / "config.json").is_file():
-        raise ConfigError(f"the folder {weights!r} has no config.json, so it holds no model as transformers saves one")
+        raise ConfigError(f"the folder {weights!r} has no config.json, so it is not a model saved by transformers")
     try:
         with quiet_transformers():  # its table of missing tensors; we say below what matters
             model, found = cls.from_pretrained(
@@ -162,7 +162,7 @@ def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
     if absent:
         raise ConfigError(
             f"weights {weights!r} lack {len(absent)} tensors that {cls.__name__} needs, such as {absent[0]}; "
-            "they would start from random numbers. Is it another kind of model?"
+            "they would start from random weights. Is it another kind of model?"
         )
     return model.float()  # weights may be stored in half precision; autocast rounds where it helps
 
@@ -205,7 +205,7 @@ def _pooled(output: Any) -> Tensor:
 
 
 def vit_bert_towers(config: ModelConfig, arch: Architecture) -> Towers:
-    """A ViT and a BERT, each with a linear projection to the shared features; a locked ViT has none (LiT)."""
+    """Return a ViT and a BERT, each with a linear projection. A locked ViT has no projection (LiT)."""
     hf = transformers()
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.image_weights:
@@ -231,7 +231,7 @@ def vit_bert_towers(config: ModelConfig, arch: Architecture) -> Towers:
 
 
 def join_vit_bert(vision: Any, text: Any, dim: int, project_image: bool) -> Towers:
-    """The towers of a ViTModel and a BertModel, with projections to `dim` features that are still random."""
+    """Return the towers of a ViTModel and a BertModel with random projections to `dim` features."""
     pixels = Pixels(vision.config.image_size, 3, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     image_head = nn.Linear(vision.config.hidden_size, dim, bias=False) if project_image else None
     text_head = nn.Linear(text.config.hidden_size, dim, bias=False)
@@ -245,7 +245,7 @@ def _first_token(output: Any) -> Tensor:
 
 
 class ModelTokenizer:
-    """A tokenizer of `transformers`, with captions cut or padded to one length.
+    """A tokenizer of `transformers`. Captions are cut or padded to one length.
 
     Args:
         tokenizer: of `transformers`.
@@ -267,12 +267,12 @@ class ModelTokenizer:
 
 
 def choose_tokenizer(config: ModelConfig, arch: Architecture, positions: int) -> Tokenizer:
-    """The tokenizer of the weights, or hashed words where a model starts from nothing.
+    """Return the tokenizer of the weights, or hashed words for a model without pretrained weights.
 
     Args:
-        config: of the model.
-        arch: its size.
-        positions: tokens that the text tower has a place for.
+        config: settings of the model.
+        arch: sizes of the model.
+        positions: maximum number of tokens of the text tower.
     """
     name = config.tokenizer or config.weights or config.text_weights
     if not name:
@@ -280,11 +280,11 @@ def choose_tokenizer(config: ModelConfig, arch: Architecture, positions: int) ->
     return load_tokenizer(name, min(arch.length, positions))
 
 
-HASHED = "hashed_words.json"  # beside the weights of a model that has no other tokenizer
+HASHED = "hashed_words.json"  # stored with the weights of a model that has no other tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer so that `load_tokenizer` finds it."""
+    """Write a tokenizer in a form that `load_tokenizer` reads."""
     if isinstance(tokenizer, ModelTokenizer):
         tokenizer.tokenizer.save_pretrained(folder)
     elif isinstance(tokenizer, HashedTokenizer):
@@ -293,18 +293,18 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load_tokenizer(name: str, length: int) -> Tokenizer:
-    """The tokenizer in a folder or on the hub; one that tells nothing apart is refused."""
+    """Load a tokenizer from a folder or the hub. One that gives the same tokens for all words is refused."""
     hf = transformers()
     place = find_place(name, "a tokenizer")
     try:
         if (Path(place.name) / HASHED).is_file():
             return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
         with quiet_transformers():
-            # Said, since transformers would otherwise ask whether to run code that comes with the files.
+            # Explicit, because transformers would otherwise prompt whether to run code from the repository.
             tokenizer = hf.AutoTokenizer.from_pretrained(place.name, trust_remote_code=False, **place.extra)
         tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
         reason = "it has no vocabulary"
-    except Exception as error:  # the library of tokenizers has no types of its own
+    except Exception as error:  # the tokenizers library has no error types of its own
         tells_apart, reason = False, place.doubt + _reason(error)
     if not tells_apart:
         raise ConfigError(f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id")

@@ -1,8 +1,9 @@
-"""Models in a folder: what it takes to build the towers again, and their weights where they are exported.
+"""Models in a folder: a description from which the towers can be built, and for an export also the weights.
 
-``tilewise.json`` says what the model is. Beside it lie the configurations and the tokenizer, as `transformers`
-saves them: CLIP's in the folder itself, those of a ViT and a BERT in ``image`` and ``text``. A run keeps such a folder
-without weights, which are in its checkpoints. An export adds them, as safetensors; nothing is ever unpickled.
+``tilewise.json`` describes the model. The folder also has the configurations and the tokenizer in the format of
+`transformers`: those of a CLIP model in the folder itself, those of a ViT and a BERT in ``image`` and ``text``. A run
+keeps such a folder without weights, which are in its checkpoints. An export adds the weights as safetensors. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from tilewise.errors import CheckpointError, TilewiseError
 from tilewise.train.models.build import build_icon_model
 from tilewise.train.models.towers import Pixels, Scale, TwoTowers
+from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 FORMAT = 1
 ABOUT = "tilewise.json"
@@ -28,12 +30,12 @@ TEXT = {"clip": "", "vit-bert": "text"}  # the sub-folder of the text tower and 
 
 
 def describe_model(model: TwoTowers, folder: Path) -> None:
-    """Write what it takes to build the model again, without its weights; the folder appears when it is whole."""
+    """Write the description of a model, without its weights. The folder appears only when it is complete."""
     _write_whole(folder, lambda aside: _write_description(model, aside), shutil.rmtree)
 
 
 def export_model(model: TwoTowers, folder: Path) -> None:
-    """Write the model with its weights; the folder appears when it is whole. One with files in it is left alone."""
+    """Write a model with its weights. The folder appears only when it is complete. A folder with files is untouched."""
 
     def write(aside: Path) -> None:
         _write_description(model, aside)
@@ -88,7 +90,7 @@ def _write_description(model: TwoTowers, folder: Path) -> None:
 
 
 def _preprocessing(pixels: Pixels) -> dict[str, Any]:
-    """The centre square, as the image processors of `transformers` are told."""
+    """Return the settings of an image processor of `transformers` that takes the centre square."""
     return {
         "image_processor_type": "CLIPImageProcessor", "do_convert_rgb": True, "do_resize": True, "resample": 3,
         "size": {"shortest_edge": pixels.size}, "do_center_crop": True,
@@ -127,29 +129,29 @@ def _plain(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What a folder says about its model."""
+    """Return the description of the model in a folder."""
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        about = parse_json(read_regular(folder / ABOUT, STATE_LIMIT).decode("utf-8"))
         form = about["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} holds no model of tilewise, or its {ABOUT} is damaged: {error}") from error
+        raise CheckpointError(f"{folder} has no model of tilewise, or its {ABOUT} is damaged: {error}") from error
     if form != FORMAT:
-        raise CheckpointError(f"{folder / ABOUT} has format {form}, this tilewise reads {FORMAT}")
+        raise CheckpointError(f"{folder / ABOUT} has format {form}, and this version reads {FORMAT}")
     return about
 
 
 def build_described(folder: Path) -> TwoTowers:
-    """The model that `describe_model` wrote down; its weights are random numbers."""
+    """Build the model that `describe_model` described, with random weights."""
     return _build(folder, with_weights=False)
 
 
 def load_exported(folder: Path) -> TwoTowers:
-    """The model that `export_model` wrote."""
+    """Load the model that `export_model` wrote."""
     return _build(folder, with_weights=True)
 
 
 def _build(folder: Path, with_weights: bool) -> TwoTowers:
-    folder = folder.absolute()  # a sub-folder that is missing must not look like a hub id
+    folder = folder.absolute()  # a missing sub-folder must not be taken for a hub id
     about = read_about(folder)
     try:
         scale = Scale(about["logit_scale"], about["logit_bias"], about["max_scale"])
@@ -159,9 +161,9 @@ def _build(folder: Path, with_weights: bool) -> TwoTowers:
                 model.load_state_dict(_tensors(folder / "model.safetensors"))
             return model
         return _build_transformers(folder, about, scale, with_weights)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
-        if isinstance(error, TilewiseError):
-            raise
+    except TilewiseError:
+        raise
+    except Exception as error:  # damaged settings make torch and transformers raise many types
         raise CheckpointError(f"the model in {folder} cannot be built: {type(error).__name__} {error}") from error
 
 

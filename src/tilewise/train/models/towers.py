@@ -17,7 +17,7 @@ Tokenizer = Callable[[list[str]], Tokens]
 
 @dataclass(frozen=True)
 class Pixels:
-    """What an image tower reads: uint8 (n, channels, size, size), shifted by `mean` and divided by `std`."""
+    """The input of an image tower: uint8 (n, channels, size, size), normalized with `mean` and `std`."""
 
     size: int
     channels: int
@@ -62,7 +62,7 @@ class TextTower(nn.Module):
 
 
 class Scale(nn.Module):
-    """The learnable logit scale, kept as its logarithm, and the bias of the sigmoid loss."""
+    """The learnable logit scale, stored as its logarithm, and the bias of the sigmoid loss."""
 
     def __init__(self, scale: float, bias: float | None, max_scale: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Scale(nn.Module):
 
     @torch.no_grad()
     def clamp(self) -> None:
-        """Bring the scale back into [1, max_scale], after a step of the optimizer."""
+        """Clamp the scale to [1, max_scale] after an optimizer step."""
         self.log_scale.clamp_(0.0, self.max_log)
 
 
@@ -87,11 +87,11 @@ class TwoTowers(nn.Module):
         image: images to unit features.
         text: tokens to unit features.
         scale: logit scale and bias.
-        pixels: what the image tower reads.
+        pixels: the input of the image tower.
         tokenizer: captions to tokens.
         kind: "icon", "clip" or "vit-bert".
-        configs: what else it takes to build the towers again: the demo model's sizes, or the configurations of
-            `transformers` by sub-folder.
+        configs: sizes of the demo model, or the configurations of `transformers` by sub-folder. They are needed to
+            build the towers again.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class TwoTowers(nn.Module):
         self.kind, self.configs = kind, configs
 
     def lock_image(self) -> None:
-        """LiT: the image tower keeps its weights."""
+        """Freeze the weights of the image tower (LiT)."""
         self.image.requires_grad_(False)
 
     def train(self, mode: bool = True) -> TwoTowers:
-        """Training mode; a locked image tower stays in evaluation mode, without dropout."""
+        """Set the training mode. A locked image tower stays in evaluation mode, without dropout."""
         super().train(mode)
         if not any(p.requires_grad for p in self.image.parameters()):
             self.image.eval()

@@ -15,7 +15,7 @@ WORD = re.compile(r"[^\W_]+")
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words and numbers, without those that only join others.
+    """Return the lower-case words and numbers of a caption, without function words.
 
     >>> words("Arrow-left_circle, 24h with the bell")
     ['arrow', 'left', 'circle', '24h', 'bell']
@@ -25,7 +25,7 @@ def words(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=200_000)
 def word_parts(word: str) -> tuple[str, ...]:
-    """The word itself, then its parts of three to five letters, with marks at both ends.
+    """Return the word and its parts of three to five letters. Marks show both ends of the word.
 
     >>> word_parts("cart")
     ('<cart>', '<ca', 'car', 'art', 'rt>', '<car', 'cart', 'art>', '<cart', 'cart>')
@@ -38,12 +38,12 @@ def word_parts(word: str) -> tuple[str, ...]:
 class PartsTokenizer:
     """Bags of hashed words and word parts, for the demo's text tower.
 
-    Words and their parts live in different halves of the table. Bucket 0 is padding.
+    Words and their parts use different halves of the table. Bucket 0 is padding.
 
     Args:
         buckets: rows of the table.
-        most_words: words of a caption that are read.
-        most_parts: parts that are read.
+        most_words: maximum number of words of a caption.
+        most_parts: maximum number of word parts.
     """
 
     def __init__(self, buckets: int, most_words: int = 12, most_parts: int = 48) -> None:
@@ -76,11 +76,11 @@ class PartsTokenizer:
 class HashedTokenizer:
     """Sequences of hashed words, for transformers that are trained without a tokenizer of their own.
 
-    Numbers: 0 padding, ``size - 2`` start, ``size - 1`` end (as CLIP's own), words in between.
+    Token numbers: 0 is padding, ``size - 2`` the start, ``size - 1`` the end (as in CLIP). Words are in between.
 
     Args:
         size: vocabulary.
-        length: tokens of a sequence.
+        length: number of tokens of a sequence.
     """
 
     def __init__(self, size: int, length: int) -> None:

@@ -1,0 +1,67 @@
+"""Read files and JSON that may be damaged or hostile.
+
+`read_regular` never blocks on a special file and never reads without a limit. `parse_json` never raises anything but
+``ValueError``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+IMAGE_LIMIT = 256 * 2**20  # bytes of one image file, or of one image in a shard
+TEXT_LIMIT = 16 * 2**20  # bytes of one file of captions, or of one .txt or .json in a shard
+STATE_LIMIT = 256 * 2**20  # bytes of one JSON file of a run
+
+
+class NotRegularError(OSError):
+    """The path names a FIFO, a device, a socket or a folder."""
+
+
+class TooLargeError(OSError):
+    """The file is larger than the limit."""
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: the file. Links are followed.
+        limit: the largest accepted size in bytes.
+
+    Raises:
+        NotRegularError: the path is a FIFO, a device, a socket or a folder. These are never read.
+        TooLargeError: the file is larger than `limit`.
+        OSError: any other failure to open or read the file.
+        ValueError: the path itself is invalid, for example because it contains a zero byte.
+    """
+    _check_regular(os.stat(path), limit)  # opening a device can have side effects, so look first
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO does not block open
+    with open(handle, "rb") as file:
+        _check_regular(os.fstat(handle), limit)
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise TooLargeError(f"larger than {limit} bytes")
+    return data
+
+
+def _check_regular(found: os.stat_result, limit: int) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise NotRegularError("not a regular file")
+    if found.st_size > limit:
+        raise TooLargeError(f"{found.st_size} bytes, more than the limit of {limit}")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Every kind of damage raises ``ValueError``, deep nesting included.
+
+    >>> parse_json('{"step": 3}')
+    {'step': 3}
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
