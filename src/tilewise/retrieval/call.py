@@ -73,7 +73,7 @@ class RankingCall:
             "width": queries.shape[1],
             "type": str(queries.dtype).removeprefix("torch."),
             "device": queries.device.type,
-            "options": " ".merge(f"{name}={value}" for name, value in vars(options).items()),
+            "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         }
         ring.meet(n, m, queries.device, told)
         with ring.propagate_errors():

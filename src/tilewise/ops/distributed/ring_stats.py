@@ -5,8 +5,8 @@ Axes: n rows and m columns of this rank, d features, W ranks.
 Ring (each rank has its own rows and its own columns): rows stay, blocks of columns move.
 
     forward    rows:     stats_r = merge over blocks q of kernel.forward(rows_r, block_q)
-               columns:  every rank merges its rows' share into the block's column statistics, which return to their owner
-    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every rank and returns to its owner
+               columns:  every rank merges its share into the block's column statistics, which return to their owner
+    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every rank, and returns
 
 Where every rank has all rows and a shard of the columns (``spec.same_rows``), see `vocab_parallel`.
 """
@@ -149,11 +149,11 @@ def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: 
         "call": f"{phase} of a loss",
         "width": pair.a.shape[1],
         "type": str(pair.a.dtype).removeprefix("torch."),
-        "loss": " ".merge(f"{name}={value}" for name, value in asked.items()) or "none",
-        "keys": " ".merge(present) or "none",
-        "options": " ".merge(f"{name}={value}" for name, value in vars(options).items()),
+        "loss": " ".join(f"{name}={value}" for name, value in asked.items()) or "none",
+        "keys": " ".join(present) or "none",
+        "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         "device": pair.a.device.type if exchange.refuses(pair.a.device) is None else "one that cannot travel",
-        "requires_grad": " ".merge(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
+        "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
     }
     if spec.same_rows:
         call["rows"] = pair.a.shape[0]
