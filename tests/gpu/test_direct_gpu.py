@@ -24,7 +24,7 @@ SERVED = [
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """However small a call is; and never by two passes, but for a softmax in float16."""
-    monkeypatch.setattr(kernels, "WORTH_IT", 0)
+    monkeypatch.setattr("tilewise.ops.route.WORTH_ONE_PASS", 0)
     monkeypatch.setattr(kernels, "two_passes", None)
 
 

@@ -67,20 +67,18 @@ def gradients_like(shape: PairShape, needs: Needs) -> list[tuple[tuple[int, ...]
     return [like if need else ((0,), stat) for need, like in zip(needs, sizes, strict=True)]
 
 
-def saved_gradients(grads: Grads, rows: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Gradients as the tensors that forward saves, those of the rows padded to ``rows``; empty for a missing one."""
-    nothing = like.new_empty(0, dtype=stat_dtype(like.dtype))
+def saved_gradients(grads: Grads, rows: int) -> tuple[Tensor | None, ...]:
+    """Gradients as the tensors that forward saves, those of the rows padded to ``rows``."""
     a = grads.a
     if a is not None and a.shape[0] < rows:
         a = torch.nn.functional.pad(a, (0, 0, 0, rows - a.shape[0]))
-    values = a, grads.b, grads.scale, grads.bias
-    return tuple(nothing.clone() if value is None else value for value in values)
+    return a, grads.b, grads.scale, grads.bias
 
 
-def gradients_of(saved: Sequence[Tensor], needs: Needs, rows: int) -> Grads:
+def gradients_of(saved: Sequence[Tensor | None], needs: Needs, rows: int) -> Grads:
     """The gradients that `saved_gradients` saved, of the first ``rows`` rows."""
     a, b, scale, bias = (value if need else None for value, need in zip(saved, needs, strict=True))
-    return Grads(a=None if a is None else a[:rows], b=b, scale=scale, bias=bias)
+    return Grads(a=a if a is None or a.shape[0] == rows else a[:rows], b=b, scale=scale, bias=bias)
 
 
 def no_rows(shape: PairShape, needs: Needs, device: torch.device) -> Grads:

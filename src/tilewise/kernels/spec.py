@@ -374,12 +374,12 @@ class OnePass(Protocol):
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, 0-d, and the tensors to save, with room for ``rows`` rows (at least those of the pair)."""
 
     def backward(
         self,
-        saved: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
         pair: Pair,
         grad_output: Tensor,
         needs: Needs,

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import NO_KEYS, PairKeys
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("image_features", "text_features")
+SPEC = PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
 def clip_loss(
@@ -55,16 +56,15 @@ def clip_loss(
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     shift = positive_shift(a, b, scale)
-    keys = PairKeys(row_shift=shift, col_shift=shift)
-    spec = PairSpec(row_lse=True, col_lse=True, positive="one")
+    keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
-        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name)
+        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name)
         assert stats.row_lse is not None
         assert stats.col_lse is not None
         assert stats.row_pos is not None
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
-        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
+        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=SPEC, options=options)
     if logit_bias is not None:
         loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a)
     return loss

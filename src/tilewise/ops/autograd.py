@@ -47,11 +47,12 @@ from tilewise.ops.call import (
     operator_schema,
 )
 from tilewise.ops.explain import is_explaining, note
-from tilewise.ops.rows import KeptRows
 from tilewise.ops.strategies import (
     Found,
+    OnePassFound,
     find_loss,
     find_stats,
+    found_again,
     loss_backward,
     route_of,
     saved_names,
@@ -222,7 +223,10 @@ class _PairLoss:
         way = route_of(call, scalar=True, eager=eager)
         if way.strategy == "one_pass":
             one = find_loss(call, way, eager=eager)
-            return Done((one.loss,), (), (one.saved, one.rows)) if eager else Done((one.loss,), tuple(one.saved))
+            if eager:
+                return Done((one.loss,), (), one)
+            nothing = one.loss.new_empty(0)
+            return Done((one.loss,), tuple(nothing.clone() if value is None else value for value in one.saved))
         found = find_stats(call, way, eager=eager)
         pair, weights, spec = call.pair(), call.weights(), call.settings.spec
         loss, grad = loss_of_stats(weights.full(pair), weights.square, found.stats, pair.row_shift, spec)
@@ -260,14 +264,13 @@ class _PairLoss:
     ) -> Grads | None:
         (grad_output,) = grads
         assert grad_output is not None
+        if isinstance(once, OnePassFound):
+            return loss_backward(call, once, grad_output, eager=True)
         way, spec = route_of(call, scalar=True, eager=eager), call.settings.spec
         if way.strategy == "one_pass":
-            if eager and once is None:
+            if eager:  # used up by an earlier backward
                 return None
-            if eager:
-                tensors, rows = once
-                return loss_backward(call, way, tensors, rows, grad_output, eager=True)
-            return loss_backward(call, way, saved[1:], KeptRows.find(call.pair(), spec), grad_output, eager=False)
+            return loss_backward(call, found_again(call, way, saved), grad_output, eager=False)
         names, gradients = saved_names(call), _loss_gradients(spec)
         saved = saved if eager else saved[1:]
         known, coming = saved[: len(names)], saved[len(names) : len(names) + len(gradients)]

@@ -85,10 +85,10 @@ class Call(NamedTuple):
     def shape(self) -> PairShape:
         """Sizes and types, also of fake tensors."""
         a, b = self.leaves[0], self.leaves[1]
-        keys = PairKeys(**dict(zip(KEYS, self.others, strict=False)))
-        skips = keys.row_skip is not None and keys.col_skip is not None
-        cols = a.shape[0] if b is None else b.shape[0]
-        return PairShape(a.shape[0], cols, a.shape[1], a.dtype, a.device, keys.row_key is not None, skips)
+        row_key, _, row_skip, col_skip = self.others[:4]
+        (rows, width), cols = a.shape, a.shape[0] if b is None else b.shape[0]
+        skips = row_skip is not None and col_skip is not None
+        return PairShape(rows, cols, width, a.dtype, a.device, row_key is not None, skips)
 
 
 def operator_schema(more: str = "") -> str:

@@ -87,10 +87,10 @@ def kept_rows(key: Tensor, step: int) -> KeptRows | None:
     None when all rows stay. With a step above 1 at least ``step`` rows stay.
     """
     ignored, rows = key < 0, key.shape[0]
-    count = int(HostScalar(ignored.sum(dtype=torch.int32))())
+    count = HostScalar(ignored.sum(dtype=torch.int32))
     if step == 1:
-        return KeptRows((~ignored).nonzero().squeeze(1), rows) if count else None
-    kept = max(-(-(rows - count) // step), 1) * step
-    if kept >= rows:
-        return None
-    return KeptRows(ignored.view(torch.uint8).argsort(stable=True)[:kept], rows)
+        return KeptRows((~ignored).nonzero().squeeze(1), rows) if count() else None
+    # Launched before the host waits for the count: the device sorts while the host continues.
+    order = ignored.view(torch.uint8).argsort(stable=True)
+    kept = max(-(-(rows - int(count())) // step), 1) * step
+    return KeptRows(order[:kept], rows) if kept < rows else None

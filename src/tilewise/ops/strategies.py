@@ -145,8 +145,10 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, r
 class OnePassFound(NamedTuple):
     """The result of `one_pass` in forward."""
 
+    way: Route
     loss: Tensor
-    saved: Sequence[Tensor]  # may be overwritten by backward
+    pair: Pair  # of the rows that count
+    saved: Sequence[Tensor | None]  # backward may overwrite it
     rows: KeptRows | None
 
 
@@ -162,28 +164,32 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
             weights = weights.rows(rows.index)
         if fewer.a.shape[0] == 0:
             like = [] if eager else one_pass.saved_like(call.shape, needs, spec, options)
-            saved = tuple(pair.a.new_zeros(size, dtype=dtype) for size, dtype in like)
-            return OnePassFound(torch.zeros_like(pair.scale), saved, rows)
+            nothing = tuple(pair.a.new_zeros(size, dtype=dtype) for size, dtype in like)
+            return OnePassFound(way, torch.zeros_like(pair.scale), fewer, nothing, rows)
         room = fewer.a.shape[0] if eager else pair.a.shape[0]
         loss, saved = one_pass.forward(fewer, weights, needs, spec, options, room)
-        return OnePassFound(loss, saved, rows)
+        return OnePassFound(way, loss, fewer, saved, rows)
 
 
-def loss_backward(
-    call: Call, way: Route, saved: Sequence[Tensor], rows: KeptRows | None, grad_output: Tensor, *, eager: bool
-) -> Grads:
+def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
     spec, options, _, needs, _ = call.settings
-    pair, one_pass = call.pair(), way.backend.one_pass
+    one_pass, pair, rows = found.way.backend.one_pass, found.pair, found.rows
     assert one_pass is not None
     with without_autocast(pair.a):
-        fewer = pair if rows is None else rows.of_pair(pair)
-        shape = fewer.shape if eager else pair.shape
-        if fewer.a.shape[0] == 0:
-            grads = no_rows(fewer.shape, needs, pair.a.device)
+        shape = pair.shape if eager else call.shape
+        if shape.rows == 0 or pair.a.shape[0] == 0:
+            grads = no_rows(pair.shape, needs, pair.a.device)
         else:
-            grads = one_pass.backward(saved, fewer, grad_output, needs, spec, options, shape, overwrite=eager)
+            grads = one_pass.backward(found.saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
         return grads if rows is None else rows.widen_grads(grads)
+
+
+def found_again(call: Call, way: Route, returned: Sequence[Tensor]) -> OnePassFound:
+    """What `find_loss` found, from the tensors that a registered operator returned."""
+    pair = call.pair()
+    rows = KeptRows.find(pair, call.settings.spec)
+    return OnePassFound(way, returned[0], pair if rows is None else rows.of_pair(pair), returned[1:], rows)
 
 
 def saved_names(call: Call) -> tuple[str, ...]:

@@ -79,16 +79,16 @@ class TorchOnePass:
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss and its gradients, block by block of rows."""
         fit = self.rows_that_fit(pair.shape, spec, options.workspace_bytes)
         with matmul_precision(options.precision), torch.no_grad():
             loss, grads = _Blocks(pair, weights, needs, spec, options, fit).run()
-        return loss, saved_gradients(grads, rows, pair.a)
+        return loss, saved_gradients(grads, rows)
 
     def backward(
         self,
-        saved: Sequence[Tensor],
+        saved: Sequence[Tensor | None],
         pair: Pair,
         grad_output: Tensor,
         needs: Needs,

@@ -9,6 +9,7 @@ classifier whose rows are one block, E is saved in their place (`exponentials`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,23 +65,23 @@ class TritonOnePass:
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and exponentials or gradients."""
         if spec.col_lse:
             assert weights.each is None
             assert weights.square is None
             with on_device(pair.a):
                 loss, grads = small_batch.loss_and_gradients(pair, weights.share, needs, spec, options)
-            return loss, saved_gradients(grads, rows, pair.a)
+            return loss, saved_gradients(grads, rows)
         if saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
             loss, made = exponentials(pair, weights, spec, options, rows)
             return loss, (made.e, made.factor, made.entry, made.column)
         loss, grads = loss_and_gradients(pair, weights, needs, spec, options)
-        return loss, saved_gradients(grads, rows, pair.a)
+        return loss, saved_gradients(grads, rows)
 
     def backward(
         self,
-        saved: Sequence[Tensor],
+        saved: Sequence[Any],
         pair: Pair,
         grad_output: Tensor,
         needs: Needs,
