@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tilewise.options import TileOptions
     from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClipLoss",
