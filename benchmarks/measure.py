@@ -181,6 +181,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _no_memory(text: str) -> bool:
+    """Whether torch says that the memory of the CPU is exhausted. Its builds use two wordings."""
+    return "can't allocate memory" in text or "DefaultCPUAllocator: not enough memory" in text
+
+
 def failure_of(error: Exception) -> Failure:
     """Out of memory is a result; anything else an error with its first line."""
     text = str(error).strip()
@@ -188,7 +193,7 @@ def failure_of(error: Exception) -> Failure:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _no_memory(text):
         return Failure("oom", line)
     return Failure("error", f"{type(error).__name__}: {line}")
 
@@ -237,7 +242,7 @@ def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 60
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    if done.returncode in (-9, 137) or "can't allocate memory" in done.stderr:
+    if done.returncode in (-9, 137) or _no_memory(done.stderr):
         raise MemoryError(f"{target} {arguments} ran out of memory")
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no output"]

@@ -1,5 +1,6 @@
 """What all tests share: one thread each, no hidden deadlines, and memory that shows when it is read unwritten."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
@@ -21,6 +22,14 @@ else:
 torch.set_num_threads(1)
 
 MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+
+
+def pytest_sessionstart():
+    """Triton 3.9's interpreter refuses masks that it has itself turned into int32: see `keep_masks_boolean`."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        from tests.kernels.quick_interpreter import keep_masks_boolean
+
+        keep_masks_boolean()
 
 
 @pytest.fixture

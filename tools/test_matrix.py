@@ -4,9 +4,9 @@
     python tools/test_matrix.py --full                 # all tests that need no GPU
     python tools/test_matrix.py --torch 2.14.1         # another version; repeat for several
 
-Every version gets an environment of its own below build/matrix, which later runs use again. The other packages have the
-versions of constraints.txt. Counts, versions and the names of failed tests are written to tests/results/matrix.json, one
-entry for each pair of torch and Python; the entries of other pairs stay.
+Every version gets an environment of its own below build/matrix, which later runs use again. The other packages have
+the versions of constraints.txt. Counts, versions and the names of failed tests are written to
+tests/results/matrix.json, one entry for each pair of torch and Python. The entries of other pairs stay.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def test(python: Path, folder: Path, marker: str, processes: int) -> dict[str, o
 
 def commit() -> str:
     """The commit that was tested; "+" behind it if the source was changed since."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     state = ["git", "status", "--porcelain", "--", "src", "tests", "pyproject.toml", ":!tests/results"]
     changed = subprocess.run(state, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return head.stdout.strip() + ("+" if changed else "")
