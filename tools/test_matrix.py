@@ -3,6 +3,7 @@
     make test-matrix                                   # the quick half of the tests, both versions
     python tools/test_matrix.py --full                 # all tests that need no GPU
     python tools/test_matrix.py --torch 2.14.1         # another version; repeat for several
+    python tools/test_matrix.py tests/kernels          # only these files or folders
 
 Every version gets an environment of its own below build/matrix, which later runs use again. The other packages have
 the versions of constraints.txt. Counts, versions and the names of failed tests are written to
@@ -83,12 +84,13 @@ def counts(report: Path) -> dict[str, object]:
     return {**numbers, "failed_tests": sorted(failed), "skip_reasons": dict(sorted(reasons.items()))}
 
 
-def test(python: Path, folder: Path, marker: str, processes: int) -> dict[str, object]:
+def test(python: Path, folder: Path, marker: str, paths: list[str], processes: int) -> dict[str, object]:
     """Run the tests and count them."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     start = time.monotonic()
-    command = [str(python), "-m", "pytest", "-q", "-m", marker, "-n", str(processes), f"--junitxml={report}"]
+    how = ["-q", "-m", marker, "-n", str(processes), f"--junitxml={report}"]
+    command = [str(python), "-m", "pytest", *how, *paths]
     print("+", *command, flush=True)
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     seconds = round(time.monotonic() - start)
@@ -123,6 +125,7 @@ def save(entry: dict[str, object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the tests with several versions of torch.")
+    parser.add_argument("paths", nargs="*", help="files or folders of tests (default: all)")
     parser.add_argument("--torch", action="append", help=f"a version of torch (default: {OLDEST} and {NEWEST})")
     parser.add_argument("--full", action="store_true", help="all tests that need no GPU, not only the quick half")
     parser.add_argument("--python", default=sys.executable, help="the Python that the environments are made with")
@@ -135,9 +138,9 @@ def main() -> None:
     for torch in options.torch or (OLDEST, NEWEST):
         folder = options.folder.resolve() / f"torch-{torch}-python-{short}"
         python, tested = environment(folder, torch, options.python), commit()
-        result = test(python, folder, marker, options.processes)
+        result = test(python, folder, marker, options.paths, options.processes)
         where = {"system": platform.system(), "machine": platform.machine()}
-        save({**versions(python), **where, "commit": tested, "tests": marker, **result})
+        save({**versions(python), **where, "commit": tested, "tests": marker, "paths": options.paths, **result})
         failed = failed or result["exit_code"] != 0
         print(f"torch {torch}: {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
     sys.exit(int(failed))
