@@ -1,6 +1,7 @@
 """Build the wheel and the sdist, check them, and try the wheel in an empty environment.
 
     make dist
+    python tools/check_release.py loop.steps=4     # a shorter demo; any settings of `tilewise demo`
 
 The trial takes the wheel alone, outside of the repository: it installs the train extra, measures what `import tilewise`
 adds to `import torch`, and runs `tilewise demo`. Any failure ends the program with a message.
@@ -62,7 +63,7 @@ def check_contents(wheel: Path) -> None:
         sys.exit(f"The wheel and src differ: {sorted(inside ^ wanted)}")
 
 
-def try_wheel(wheel: Path, version: str) -> None:
+def try_wheel(wheel: Path, version: str, settings: list[str]) -> None:
     """Install the wheel into an empty environment and use it there."""
     with tempfile.TemporaryDirectory(prefix="tilewise-release-") as name:
         folder = Path(name)
@@ -78,7 +79,7 @@ def try_wheel(wheel: Path, version: str) -> None:
             sys.exit(f"Wanted version {version} from {folder}, got {best['version']} from {best['file']}.")
         if best["wall_s"] > LONGEST_IMPORT_S:
             sys.exit(f"import tilewise takes longer than {LONGEST_IMPORT_S} s.")
-        run(folder / "venv" / "bin" / "tilewise", "demo", cwd=empty)
+        run(folder / "venv" / "bin" / "tilewise", "demo", *settings, cwd=empty)
 
 
 def measure_import(python: Path, cwd: Path) -> dict[str, object]:
@@ -91,7 +92,7 @@ def main() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     wheel, sdist = build()
     check_contents(wheel)
-    try_wheel(wheel, version)
+    try_wheel(wheel, version, sys.argv[1:])
     for path in (wheel, sdist):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.2f} MB")
 
