@@ -73,11 +73,11 @@ def try_wheel(wheel: Path, version: str, settings: list[str]) -> None:
         constraints = "-c", ROOT / "constraints.txt"
         run(python, "-m", "pip", "install", "--disable-pip-version-check", *constraints, f"{wheel}[train]", cwd=empty)
         found = [measure_import(python, empty) for _ in range(5)]
-        best = min(found, key=lambda one: one["wall_s"])
+        best = min(found, key=lambda one: one["cpu_s"])
         print(f"import tilewise after torch: {best['wall_s']:.3f} s, {best['cpu_s']:.3f} s of the processor")
         if best["version"] != version or not Path(best["file"]).is_relative_to(folder):
             sys.exit(f"Wanted version {version} from {folder}, got {best['version']} from {best['file']}.")
-        if best["wall_s"] > LONGEST_IMPORT_S:
+        if best["cpu_s"] > LONGEST_IMPORT_S:  # the processor's time does not depend on what else runs
             sys.exit(f"import tilewise takes longer than {LONGEST_IMPORT_S} s.")
         run(folder / "venv" / "bin" / "tilewise", "demo", *settings, cwd=empty)
 

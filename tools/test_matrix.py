@@ -96,7 +96,7 @@ def test(python: Path, folder: Path, marker: str, paths: list[str], processes: i
     seconds = round(time.monotonic() - start)
     if not report.exists():
         sys.exit(f"pytest wrote no report (exit code {code}).")
-    return {"seconds": seconds, "exit_code": code, **counts(report)}
+    return {"seconds": seconds, "complete": code in (0, 1), "exit_code": code, **counts(report)}
 
 
 def commit() -> str:
