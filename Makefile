@@ -1,22 +1,39 @@
 # make demo   trains a real image-text model on the icons that ship, and shows what it learned
 # make test   everything that needs no GPU: lint, types, tests      make check   the quick half of it
 # make bench  CPU benchmarks    make test-gpu, make bench-gpu   on a machine with a CUDA device
+# make test-matrix   the tests with the oldest and the newest supported torch    make dist   wheel and sdist, checked
 PYTHON ?= python3
 VENV   ?= .venv
-BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+# Flags for the installation of torch alone, for instance an index with CPU builds.
+TORCH_FLAGS ?=
+# Flags of tools/test_matrix.py, for instance --full or --torch 2.14.1.
+MATRIX_FLAGS ?=
 # On a machine whose Python already holds a CUDA build of torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 # Test processes side by side on one GPU (compiling keeps the CPU busy); all cores but two unless told.
 GPU_PROCESSES ?=
 
-.PHONY: install lint types check test bench test-gpu bench-gpu demo clean
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+TRAIN := $(VENV)/.train
+READY := $(VENV)/.ready
+
+.PHONY: install lint types check test test-matrix bench test-gpu bench-gpu demo dist clean
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# What the demo needs.
+$(TRAIN): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "tilewise needs Python 3.11 or newer. Try: make PYTHON=python3.12")'
+	@echo "Installing into $(VENV). The first time this downloads torch: several gigabytes with CUDA."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) $(TORCH_FLAGS) torch
+	$(PIP) -e ".[train]"
+	@touch $@
+
+# What the tests need as well: linters, libraries to test with, and Triton where torch has not brought it.
+$(READY): $(TRAIN) tools/triton_for_tests.py
+	$(PIP) -e ".[dev]"
+	$(BIN)/python tools/triton_for_tests.py
 	@touch $@
 
 lint: $(READY)
@@ -32,6 +49,9 @@ check: lint types
 test: lint types
 	$(BIN)/pytest -q -m "not gpu" -n 2
 
+test-matrix:
+	$(PYTHON) tools/test_matrix.py $(MATRIX_FLAGS)
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.report
@@ -43,8 +63,12 @@ bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.run gpu
 	PYTHONPATH=src $(GPU_PYTHON) -m reproductions.lm_tables
 
-demo: $(READY)
+demo: $(TRAIN)
 	$(BIN)/tilewise demo
+
+dist: $(TRAIN)
+	$(PIP) -e ".[release]"
+	$(BIN)/python tools/check_release.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """What all tests share: one thread each, no hidden deadlines, and memory that shows when it is read unwritten."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
@@ -21,6 +22,27 @@ else:
 torch.set_num_threads(1)
 
 MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Without Triton (macOS, for instance) the modules that import its kernels are skipped."""
+    report = yield
+    if report.failed and not HAS_TRITON and "No module named 'triton'" in str(report.longrepr):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, "Skipped: triton is not installed on this platform")
+    return report
+
+
+def pytest_sessionstart():
+    """Triton 3.9's interpreter refuses masks that it has itself turned into int32: see `keep_masks_boolean`."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON:
+        from tests.kernels.quick_interpreter import keep_masks_boolean
+
+        keep_masks_boolean()
 
 
 @pytest.fixture

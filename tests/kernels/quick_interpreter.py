@@ -21,6 +21,23 @@ def fold_slices(self, input):
     return total
 
 
+def keep_masks_boolean() -> None:
+    """Let a comparison of scalars stay boolean when it is broadcast.
+
+    The interpreter labels the result of a comparison with the type of its operands, and ``splat`` converts it to that
+    type. Triton 3.9 then refuses it as a mask; versions before accept it.
+    """
+    plain = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self, ret_ty, arg):
+        made = plain(self, ret_ty, arg)
+        if arg.data.dtype == np.bool_:
+            made.data = made.data.astype(np.bool_)
+        return made
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
+
+
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, {}

@@ -32,7 +32,7 @@ def test_a_plain_install_is_told_what_the_command_needs():
     program = "import sys; sys.modules['typer'] = None; from tilewise.train.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert done.stderr == "tilewise: the command line needs typer: pip install 'tilewise[train]'\n"
+    assert done.stderr == "tilewise: the command line needs typer. In a clone: pip install '.[train]'\n"
 
 
 def test_names_come_when_they_are_used_and_are_all_there():

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 try:
     import typer
-except ModuleNotFoundError as error:  # a plain install has the command, but not its dependencies
-    sys.exit(f"tilewise: the command line needs {error.name}: pip install 'tilewise[train]'")
+except ModuleNotFoundError as error:  # a plain install has the command, but not what it needs
+    sys.exit(f"tilewise: the command line needs {error.name}. In a clone: pip install '.[train]'")
 
 from tilewise.train.plan_cli import plan_app
 

@@ -95,7 +95,7 @@ def transformers() -> Any:
                 ViTModel,
             )
     except ImportError as error:
-        raise ConfigError("this model needs transformers: pip install 'tilewise[train]'") from error
+        raise ConfigError("this model needs transformers. In a clone: pip install '.[train]'") from error
     return library
 
 

@@ -42,7 +42,9 @@ def product_sizes_of(major: int, item: int, width: int) -> Sizes:
     """From a plain table, by the card's major compute capability."""
     if major == 9 and item == 2:
         return Sizes(128, 256, 64, 8, 3, 1, 16) if width == 256 else Sizes(128, width, 64, 4, 3, 2, 16)
-    return Sizes(64, width, 32, 8 if width == 256 else 4, 2, 1, 8)
+    # From Triton 3.7 on, float32 at depth 32 takes 120 KiB of shared memory: more than an Ada card has.
+    depth = 16 if item == 4 and major not in (9, 10) else 32
+    return Sizes(64, width, depth, 8 if width == 256 else 4, 2, 1, 8)
 
 
 def units(features: Tensor) -> int:

@@ -84,6 +84,7 @@ class Described:
     """As much of a tensor descriptor as a launch needs."""
 
     __slots__ = ("base", "block_shape", "padding", "shape", "strides")
+    round_f32_to_tf32 = False  # Triton asks for it from 3.7 on
 
     def __init__(self, base: Address, like: TensorDescriptor) -> None:
         self.base, self.shape, self.strides = base, like.shape, like.strides

@@ -148,7 +148,8 @@ def rows_kernel(row_part, parts, shift, own_at, num_positives, weight, square, s
         loss += z * lse * lse
         coming += 2.0 * z * lse
         missed = missed | (z != 0.0)
-    coming = tl.where(tl.abs(coming) < SMALLEST_SHARE * tl.abs(w), SMALLEST_SHARE * tl.abs(w), coming)
+    least = tl.abs(w) * SMALLEST_SHARE  # tensor first: the interpreter of Triton 3.7 cannot compare the other order
+    coming = tl.where(tl.abs(coming) < least, least, coming)
     # A row that counts but whose positive is nowhere: a target out of range, and NaN says so.
     missed = missed & (tl.load(num_positives + rows, mask=ok, other=1.0) == 0.0)
     loss = tl.where(missed, float("nan"), tl.where(counts, loss, 0.0))
