@@ -1,0 +1,110 @@
+"""`tw.explain`: the same decision as the call itself takes, without computing anything, and a memory bound that holds."""
+
+import pytest
+import torch
+from benchmarks.measure import cpu_peak_bytes
+
+import tilewise as tw
+from tilewise.errors import ConfigError
+from tilewise.kernels.torch_impl.backend import TorchBackend
+from tilewise.ops import route
+
+MIB = 2**20
+
+
+def head(n, m, d, dtype=torch.float32):
+    return torch.empty(n, d, dtype=dtype, requires_grad=True), torch.empty(m, d, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "settings, strategy, reason",
+    [
+        ({}, "one_pass", "scalar"),
+        ({"gradients": "backward"}, "two_pass", "backward"),
+        ({"filter_tolerance": 0.01}, "filtered", "0.01"),
+        ({"filter_tolerance": 1e-35}, "two_pass", "too small for float32"),
+        ({"workspace_mib": 1}, "two_pass", "rows"),
+    ],
+)
+def test_strategies_and_reasons(settings, strategy, reason):
+    hidden, classes = head(4096, 50_000, 16)
+    options = tw.TileOptions(**settings)
+    (found,) = tw.explain(tw.linear_cross_entropy, hidden, classes, torch.zeros(4096).long(), options=options).calls
+    assert (found.backend, found.strategy) == ("torch", strategy)
+    assert reason in found.reason
+    assert f"strategy  {strategy}: {found.reason}" in str(found)
+
+
+def test_every_operator_call_is_listed():
+    query, keys = head(64, 64, 8)
+    negatives = torch.empty(100, 8, requires_grad=True)
+    found = tw.explain(tw.info_nce, query, keys, negatives)
+    assert [(call.operator, call.rows, call.cols) for call in found.calls] == [
+        ("pair_stats", 64, 64),
+        ("pair_stats", 64, 100),
+    ]
+    assert str(found).count("backend") == 2
+
+
+def test_modules_and_no_grad():
+    x, y = head(64, 64, 8)
+    (with_grad,) = tw.explain(tw.ClipLoss(), x, y, 3.0).calls
+    with torch.no_grad():
+        (without,) = tw.explain(tw.ClipLoss(), x, y, 3.0).calls
+    assert with_grad.gradient_bytes == 2 * 64 * 8 * 4
+    assert without.gradient_bytes == without.accumulator_bytes == 0
+    assert "no gradient" in without.reason
+
+
+def test_it_computes_nothing(monkeypatch):
+    monkeypatch.setattr(TorchBackend, "forward", None)
+    x, y = head(64, 64, 8)
+    tw.explain(tw.nt_xent, x)
+    tw.explain(tw.siglip_loss, x, y, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["clip", "cross_entropy"])
+def test_the_call_takes_the_strategy_that_was_explained(name, monkeypatch):
+    x, y = (torch.randn(40, 8, requires_grad=True) for _ in range(2))
+    call = {"clip": (tw.clip_loss, x, y, 2.0), "cross_entropy": (tw.linear_cross_entropy, x, y, torch.arange(40))}[name]
+    (told,) = tw.explain(*call).calls
+    taken = []
+
+    def spy(*args, real=route._route, **more):
+        found = real(*args, **more)
+        taken.append(found.strategy)
+        return found
+
+    monkeypatch.setattr(route, "_route", spy)
+    call[0](*call[1:]).backward()
+    assert set(taken) == {told.strategy}
+
+
+def measured(n, m, d, dtype, workspace_mib):
+    """A small step and the one that counts; see `cpu_peak_bytes`."""
+
+    def step(n, m, mib):
+        kind = getattr(torch, dtype)
+        a, b = (torch.randn(rows, d).to(kind).requires_grad_() for rows in (n, m))
+        options = tw.TileOptions(workspace_mib=mib)
+        return lambda: torch.autograd.grad(tw.linear_cross_entropy(a, b, torch.arange(n) % m, options=options), (a, b))
+
+    return step(256, 256, 1), step(n, m, workspace_mib)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bound_holds(dtype):
+    n, m, d, mib = 4096, 16_384, 64, 16
+    options = tw.TileOptions(workspace_mib=mib)
+    hidden, classes = head(n, m, d, getattr(torch, dtype))
+    (found,) = tw.explain(tw.linear_cross_entropy, hidden, classes, torch.zeros(n).long(), options=options).calls
+    arguments = {"n": n, "m": m, "d": d, "dtype": dtype, "workspace_mib": mib}
+    vectors = 24 * (n + m) * 8
+    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    assert peak <= found.peak_bytes + vectors + 2 * MIB
+    assert found.peak_bytes < 4 * n * m, "far below the scores"
+
+
+def test_other_functions_are_refused():
+    with pytest.raises(ConfigError, match=r"explain is for losses.*tilewise"):
+        tw.explain(torch.nn.functional.normalize, torch.ones(3, 3))
