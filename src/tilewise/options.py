@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from tilewise.errors import ConfigError
 
 BackendName = Literal["auto", "triton", "torch"]
-BACKEND_NAMES: set[str] = set(get_args(BackendName))  # `kernels.registry` adds the names of registered backends
+BACKEND_NAMES: list[str] = list(get_args(BackendName))  # `kernels.registry` adds the names of registered backends
 Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
 GradientsIn = Literal["auto", "forward", "backward"]
@@ -48,7 +48,7 @@ class TileOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKEND_NAMES:
-            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(sorted(BACKEND_NAMES))}")
+            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(BACKEND_NAMES)}")
         if self.precision not in get_args(Precision):
             raise ConfigError(f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}")
         if self.ring_gradients not in get_args(RingGradients):

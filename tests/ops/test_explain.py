@@ -1,4 +1,4 @@
-"""`tw.explain`: the same decision as the call itself takes, without computing anything, and a memory bound that holds."""
+"""`tw.explain`: the decision that the call itself takes, without computing anything, and a memory bound that holds."""
 
 import pytest
 import torch

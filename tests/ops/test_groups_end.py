@@ -2,7 +2,7 @@
 
 `torch.distributed.nn.functional` has the default group as a default argument. If it is imported after
 `init_process_group`, it holds that group for ever. The first call of a registered operator imports it. A gloo group
-that `destroy_process_group` cannot end leaves threads behind, and one of these may abort the process while Python exits.
+that `destroy_process_group` cannot end leaves threads behind. One of these may abort the process while Python exits.
 """
 
 import subprocess

@@ -69,7 +69,7 @@ SAYS = {
     "type": "type: float32 on ranks 0, 2 but float64 on rank 1",
     "options": "workspace_mib=64",
     "loss": "softplus=True",
-    "another loss": "slices of a classifier on rank 1",
+    "another loss": "shards of a classifier on rank 1",
     "tokens": "shape: [5] on ranks 0, 2 but [4] on rank 1",
     "reduction": "mean of a loss on ranks 0, 2 but backward of a loss on rank 1",
     "frozen": "requires_grad: rows columns on ranks 0, 2 but rows on rank 1",

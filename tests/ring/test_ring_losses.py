@@ -33,7 +33,7 @@ def run_cases(
     return {name: loss_and_gradients(name, mine, group=group) for name in names}
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_loss_over_a_group_equals_one_process(crew: Crew, split, dtype, tolerance):  # noqa: F811
     rows, negatives = SPLITS[split]

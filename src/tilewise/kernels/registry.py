@@ -66,14 +66,15 @@ _AUTO = tuple(_ENTRIES)
 def register_backend(backend: Backend) -> None:
     """Make a backend available as ``TileOptions(backend=backend.name)``. "auto" does not choose it."""
     _ENTRIES[backend.name] = Entry(lambda: backend, lambda device, options: None)
-    BACKEND_NAMES.add(backend.name)
+    if backend.name not in BACKEND_NAMES:
+        BACKEND_NAMES.append(backend.name)
     choose_backend.cache_clear()
 
 
 def unregister_backend(name: str) -> None:
     """Undo `register_backend`."""
     del _ENTRIES[name]
-    BACKEND_NAMES.discard(name)
+    BACKEND_NAMES.remove(name)
     choose_backend.cache_clear()
 
 

@@ -279,9 +279,13 @@ def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse
 
 
 def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The larger of two scores and its column, each given as (score, column); of equal ones the lower column."""
+    """The larger of two scores and its column, each given as (score, column); of equal ones the lower column.
+
+    NaN is larger than every number, as in `torch.argmax`.
+    """
     (x, i), (y, j) = one, other
-    col = torch.where(x == y, torch.minimum(i, j), torch.where(y > x, j, i))
+    same = (x == y) | (x.isnan() & y.isnan())
+    col = torch.where(same, torch.minimum(i, j), torch.where((y > x) | (y.isnan() & ~x.isnan()), j, i))
     return torch.maximum(x, y), col
 
 

@@ -12,6 +12,7 @@ features, the keys and vectors of statistics, never a tile; or, in one pass, gra
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -230,6 +231,8 @@ class _PairLoss:
         found = find_stats(call, way, eager=eager)
         pair, weights, spec = call.pair(), call.weights(), call.settings.spec
         loss, grad = loss_of_stats(weights.full(pair), weights.square, found.stats, pair.row_shift, spec)
+        if math.isnan(weights.share):  # a mean over no rows
+            loss = loss + weights.share
         # The gradients of unit weights are saved: backward multiplies them by grad_output.
         coming = tuple(getattr(grad, name) for name in _loss_gradients(spec))
         if not eager:  # the outputs of a registered operator may not share memory

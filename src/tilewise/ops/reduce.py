@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import RowWeights
+from tilewise.kernels.spec import RowWeights, stat_dtype
+from tilewise.ops.call import holds_numbers
 from tilewise.ops.distributed.collectives import reduce_over_group
 
 
@@ -23,5 +27,12 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
 
 
 def row_weights(a: Tensor, reduction: str) -> RowWeights:
-    """The weights of a sum or a mean over the rows of ``a``."""
-    return RowWeights(share=1.0 if reduction == "sum" else 1.0 / max(a.shape[0], 1))
+    """The weights of a sum or a mean over the rows of ``a``. A mean over no rows is NaN."""
+    if reduction == "sum":
+        return RowWeights()
+    if a.shape[0] == 0:
+        return RowWeights(share=math.nan)
+    if holds_numbers(a):
+        return RowWeights(share=1.0 / a.shape[0])
+    # A tensor, not a number: a number would make the compiled graph one for this batch size only.
+    return RowWeights(each=torch.full(a.shape[:1], 1.0 / a.shape[0], dtype=stat_dtype(a.dtype), device=a.device))

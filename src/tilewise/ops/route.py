@@ -54,6 +54,7 @@ def route(
     needs: Needs,
     *,
     scalar: bool = False,
+    uniform: bool = True,
     over_group: bool = False,
     capturing: bool = False,
 ) -> Route:
@@ -62,12 +63,13 @@ def route(
     Args:
         shape, spec, options, needs: of the call.
         scalar: whether the loss is a scalar with known weights (`RowWeights`).
+        uniform: whether all rows have the same weight, known to the host.
         over_group: whether the columns are sharded over a process group.
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
     plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
     choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
-    return choose(shape, spec, options, needs, scalar, over_group, capturing)
+    return choose(shape, spec, options, needs, scalar, uniform, over_group, capturing)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,6 +79,7 @@ def _route(
     options: TileOptions,
     needs: Needs,
     scalar: bool,
+    uniform: bool,
     over_group: bool,
     capturing: bool,
 ) -> Route:
@@ -93,7 +96,7 @@ def _route(
         return Route("two_pass", f"nothing is dropped: {why_exact}", backend)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
-    why_two = _why_not_one_pass(shape, spec, options, backend)
+    why_two = _why_not_one_pass(shape, spec, options, backend, uniform)
     if why_two is None:
         return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
     return Route("two_pass", why_two, backend)
@@ -127,7 +130,9 @@ def _why_not_filtered(
     return None
 
 
-def _why_not_one_pass(shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend) -> str | None:
+def _why_not_one_pass(
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, uniform: bool
+) -> str | None:
     """Why a scalar loss takes two passes, or None."""
     if options.gradients == "backward":
         return 'gradients="backward"'
@@ -138,6 +143,8 @@ def _why_not_one_pass(shape: PairShape, spec: PairSpec, options: TileOptions, ba
     if reason := backend.one_pass.why_not(shape, spec, options):
         return reason
     if spec.col_lse:
+        if not uniform:
+            return "one pass over both directions needs one weight for all rows"
         if shape.rows > LARGEST_SMALL_BATCH:
             return "the batch is so large that the device is busy for longer than the host"
         if 8 * shape.rows * shape.width > options.workspace_bytes / 2:

@@ -51,6 +51,7 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
         settings.options,
         settings.needs,
         scalar=scalar,
+        uniform=call.others[-2] is None,
         over_group=bool(settings.group_name),
         capturing=capturing,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ def join_world(device_name: str) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
+        # This module of torch keeps the default group for ever if it is imported after the group was made, and torch's
+        # compiler imports it. Imported before, it keeps nothing, and the group ends when it is destroyed.
+        import_module("torch.distributed.nn.functional")
+
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
         raise GroupError(f"cannot join the process group of {size} ranks: {error}. Start with torchrun") from error
