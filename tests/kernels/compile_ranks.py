@@ -5,7 +5,7 @@ As `tests.kernels.compile_kernels` does for the others.
 
 import json
 
-from tests.kernels.compile_skipping import compiled
+from tests.kernels.compile_filtered import compiled
 from tests.kernels.resources import stack_bytes
 
 from tilewise.kernels.triton_impl import ranks

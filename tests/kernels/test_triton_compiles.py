@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = {"forward_kernel", "repair_kernel", "gradient_kernel", "positive_kernel", "token_kernel"}
 SCRIPTS = {
     "compile_kernels": MAIN | {"merge_tokens_kernel", "factor_kernel", "settle_kernel", "loss_kernel", "times_kernel"},
-    "compile_skipping": {
+    "compile_filtered": {
         *("parts_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "merge_kernel",
     },
     "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
-    "compile_direct": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
+    "compile_one_pass": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
 }
 SELDOM = {"softplus in needs_repair", "repair_kernel", "best_kernel"}  # the last: of float32 on an A100
 MOST_STACK = 512  # bytes of a thread: more in a loop over tiles makes it many times slower

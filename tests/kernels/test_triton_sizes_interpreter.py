@@ -138,7 +138,7 @@ REFUSED = {
 @pytest.mark.parametrize("pair, spec, reason", REFUSED.values(), ids=REFUSED)
 def test_a_refusal_has_a_reason(pair, spec, reason):
     with pytest.raises(BackendError, match=rf"backend 'triton' cannot serve .*{reason}.*backend=\"auto\""):
-        select.choose_backend(pair, spec, OPTIONS)
+        select.choose_backend(pair.shape, spec, OPTIONS)
 
 
 def test_auto_takes_torch_and_says_why(caplog):
@@ -146,7 +146,7 @@ def test_auto_takes_torch_and_says_why(caplog):
         tw.nt_xent(torch.eye(4, dtype=torch.float64))
     assert "backend triton not chosen: it needs a CUDA device" in caplog.text
     assert "backend torch chosen" in caplog.text
-    assert select.choose_backend(a_pair(), ROWS, OPTIONS).name == "triton"
+    assert select.choose_backend(a_pair().shape, ROWS, OPTIONS).name == "triton"
 
 
 # Sizes and launches ----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def pair_sizes_of(major: int, item: int) -> PairSizes:
     return PairSizes(64, 64, 128, 8, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
 
 
-class SkipBackward:
+class FilterBackward:
     """The kept pairs, a group of tiles at a time; the tiles' means for the others."""
 
     def __init__(

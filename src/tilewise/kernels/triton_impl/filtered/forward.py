@@ -73,7 +73,7 @@ class Sampled:
     keep_all: Tensor | None = None  # (1,) int32: the sample keeps so many pairs that all are computed; None: no sample
 
 
-class SkipForward:
+class FilterForward:
     """One pass over the columns in their new order, for as many rows as their masses have room."""
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:

@@ -76,7 +76,7 @@ def forward_saving(
 
     with on_device(pair.a), torch.no_grad():
         inputs = [*tensors_of(pair, spec), saved.memory, only_if]
-        kind = replay_key(("carrying", *launch_settings(pair, spec, options)), inputs)
+        kind = replay_key(("forward_saving", *launch_settings(pair, spec, options)), inputs)
         lse, pos, positives, *found = replay_or_record(kind, inputs, run, pair.a.device)
         saved.buffer, behind, saved.peaks, saved.needs_repair = found
         stats = Stats(row_lse=lse, row_pos=pos, num_positives=positives)

@@ -9,21 +9,20 @@ import torch.nn.functional as F
 from tests.compare import assert_close
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.quick_interpreter import make_quick
-from tests.kernels.test_skipping_interpreter import make_pair
+from tests.kernels.test_filtered_interpreter import make_pair
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import Needs, Pair, PairSpec, Stats
+from tilewise.kernels.host_scalar import HostScalar
+from tilewise.kernels.spec import Needs, PairSpec, Stats
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
-from tilewise.kernels.triton_impl.filtered.forward import SkipForward
+from tilewise.kernels.triton_impl.filtered import forward as filter_forward
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
-from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.ops import filtered
-from tilewise.ops import rows as drop_rows
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -39,12 +38,12 @@ def small(monkeypatch):
     """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
     make_quick(monkeypatch)
     monkeypatch.setattr(replay, "_recordings", {})
-    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
-    monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(carried, "WORTH_IT", 0)
-    monkeypatch.setattr(carried, "COLS", 64)
-    monkeypatch.setattr(carried, "FULL_TILES", 64)
-    monkeypatch.setattr(carried, "NARROWEST", 8)
+    monkeypatch.setattr(filter_forward, "WORTH_PROBING", 0)
+    monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(saving, "WORTH_IT", 0)
+    monkeypatch.setattr(saving, "COLS", 64)
+    monkeypatch.setattr(saving, "FULL_TILES", 64)
+    monkeypatch.setattr(saving, "NARROWEST", 8)
 
 
 def flat_pair(dtype=torch.float32, **settings):
@@ -76,11 +75,11 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype,
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
-    forward = SkipForward(pair, spec, OPTIONS)
+    forward = FilterForward(pair, spec, OPTIONS)
     assert forward._sample_size() == 16
-    order, place, dense = forward._probe(16)
+    order, place, keep_all = forward._probe(16)
     ((kept, pairs, share),) = asked
-    assert dense == plain(kept, pairs, share)
+    assert keep_all == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]
     assert len(index.unique()) == 16
     valid = pair.row_key[index[1:]] >= 0
@@ -102,13 +101,13 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype,
 def test_without_room_for_a_sample_none_is_asked(monkeypatch):
     pair, _ = make_pair(torch.float32)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
-    forward = SkipForward(pair, SPEC, OPTIONS)
+    forward = FilterForward(pair, SPEC, OPTIONS)
     assert forward._sample_size() == 0
     forward.run()
     assert torch.equal(forward.order, plans.order_columns(pair))
-    assert forward.dense is None
+    assert forward.keep_all is None
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
-    assert SkipForward(pair, SPEC, OPTIONS)._sample_size() == 16
+    assert FilterForward(pair, SPEC, OPTIONS)._sample_size() == 16
 
 
 @TYPES
@@ -116,7 +115,7 @@ def test_without_room_for_a_sample_none_is_asked(monkeypatch):
 def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
     pair, grad = flat_pair(dtype, n=n, m=m, d=d, zero=False)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [1]
+    assert plan.keep_all.tolist() == [1]
     valid = pair.row_key >= 0
     assert (plan.mass[:, valid] == plans.KEPT).all()
     assert (plan.mass[:, ~valid] == 0).all()
@@ -130,7 +129,7 @@ def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
     assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
     assert held is None or held.needs_repair == 0
     got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
-    right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, carried=want_held)
+    right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, saved=want_held)
     for name in ("a", "b", "scale"):
         assert torch.equal(getattr(got, name), getattr(right, name)), name
 
@@ -143,17 +142,17 @@ def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
     pair, grad = make_pair(dtype, n, m, d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [0]
+    assert plan.keep_all.tolist() == [0]
     assert (held is None) == (dtype == torch.float16)
     assert held is None or held.needs_repair > 0
     got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held)
     assert held is None or (got.b.data_ptr() == held.memory.data_ptr() and held.buffer is None)
     monkeypatch.setattr(plans, "order_columns", lambda pair: plan.order)
-    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", torch.inf)
+    monkeypatch.setattr(filter_forward, "WORTH_PROBING", torch.inf)
     want_stats, want = TritonFilter().forward(pair, SPEC, OPTIONS)
     for name in ("row_lse", "row_pos", "num_positives"):
         assert torch.equal(getattr(stats, name), getattr(want_stats, name)), name
-    for name in ("order", "mass", "mean", "kept", "dense"):
+    for name in ("order", "mass", "mean", "kept", "keep_all"):
         assert torch.equal(getattr(plan, name), getattr(want, name)), name
     right = TritonFilter().backward(pair, want_stats, want, grad, needs, SPEC, OPTIONS)
     for name in ("a", "b", "scale"):
@@ -167,7 +166,7 @@ def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
     pair, grad = flat_pair(n=n, m=m, d=d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [1]
+    assert plan.keep_all.tolist() == [1]
     assert held.needs_repair > 0
     assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
     got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
@@ -185,7 +184,7 @@ def test_several_blocks_of_rows_and_chunks_of_columns(monkeypatch):
         monkeypatch.setattr(plans, "PROBED_SHARE", share)
         monkeypatch.setattr(plans, "DENSE_SHARE", 1.0)
         stats, plan = TritonFilter().forward(pair, SPEC, OPTIONS)
-        assert plan.dense.tolist() == [dense]
+        assert plan.keep_all.tolist() == [dense]
         want = TritonBackend().forward(pair, SPEC, EXACT)
         assert_close(stats.row_lse, want.row_lse, 1e-5, "lse")
         got = TritonFilter().backward(
@@ -237,7 +236,7 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
     carries, products, plain = [], [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
-        products.append(self.carried is not None and bool(self.carried.needs_repair == 0))
+        products.append(self.saved is not None and bool(self.saved.needs_repair == 0))
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
@@ -263,54 +262,6 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
     exact = torch.autograd.grad(problem.loss(EXACT), problem.leaves)
     if dense and share != NEVER:
         assert all(torch.equal(one, want) for one, want in zip(first, exact, strict=True))
-
-
-@pytest.fixture
-def events(monkeypatch):
-    """What happens between the question which rows count and the statistics, and to how many rows."""
-    seen = []
-
-    def watched(owner, name, rows):
-        plain = getattr(owner, name)
-
-        def method(self, *args):
-            seen.append((name, rows(self)))
-            return plain(self, *args)
-
-        monkeypatch.setattr(owner, name, method)
-
-    watched(SkipForward, "begin", lambda self: self.n)
-    watched(SkipForward, "run", lambda self: self.n)
-    watched(drop_rows.Asked, "answer", lambda self: self.rows)
-    monkeypatch.setattr(filtered, "_in_vain", set())
-    return seen
-
-
-@pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("ignored", [0, 30, 58])
-def test_a_sample_is_asked_before_it_is_known_which_rows_count(ignored, spread, events, monkeypatch):
-    """If too few of the sample count, others are asked. If all was in vain, the next call of the kind asks later, with
-    the same result."""
-    monkeypatch.setattr(plans, "FEWEST_PROBED", 4)
-    monkeypatch.setattr(plans, "ROWS_PROBED", 4)
-    problem = Problem(spread, ignored)
-    first = torch.autograd.grad(problem.loss(), problem.leaves)
-    few = ignored == 58  # of 16 rows that were asked, fewer than 4 count
-    again = [("begin", 72 - ignored)] if few else []
-    assert events == [("begin", 72), ("answer", 72), ("run", 72 - ignored), *again]
-    events.clear()
-    filtered._in_vain.add(filtered._kind_of(Pair(a=problem.leaves[0], b=problem.leaves[1], scale=torch.ones(()))))
-    second = torch.autograd.grad(problem.loss(), problem.leaves)
-    early = [("begin", 72)] if ignored else []  # without ignored rows it is done where it is needed
-    last = again if ignored else [("begin", 72)]
-    assert events == [("answer", 72), *early, ("run", 72 - ignored), *last]
-    assert not filtered._in_vain, "it was not in vain this time"
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    for one, want in zip(first, problem.dense(), strict=True):
-        assert_close(one, want, 5e-6 if spread < 1 else 1e-2)
-    monkeypatch.setattr(TritonFilter, "leaves_out", lambda self, pair: pair.a.shape[0] == 72)
-    torch.autograd.grad(problem.loss(), problem.leaves)
-    assert bool(filtered._in_vain) == (ignored > 0)
 
 
 @pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
@@ -362,5 +313,5 @@ def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     number = torch.ones(1, dtype=torch.int32)
     with torch.device("meta"):
-        told = carried.HostScalar(number)
+        told = HostScalar(number)
     assert told() == 1

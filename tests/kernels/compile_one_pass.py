@@ -1,4 +1,4 @@
-"""Compile the kernels that form gradients in forward for other cards: python -m tests.kernels.compile_direct.
+"""Compile the kernels that form gradients in forward for other cards: python -m tests.kernels.compile_one_pass.
 
 As `compile_kernels`: a line of JSON for each kernel and card, in a process of its own, without TRITON_INTERPRET.
 """

@@ -1,4 +1,4 @@
-"""Compile the kernels of skipping for cards that are not here: `python -m tests.kernels.compile_skipping`.
+"""Compile the kernels of skipping for cards that are not here: `python -m tests.kernels.compile_filtered`.
 
 Prints a line of JSON for each kernel and card: its shared memory. Run in a process of its own, without
 TRITON_INTERPRET.
