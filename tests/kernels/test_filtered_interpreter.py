@@ -15,6 +15,7 @@ from tilewise.kernels.triton_impl.filtered import backward as filter_backward
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import Blocks
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
+from tilewise.kernels.triton_impl.sizes import PairSizes
 from tilewise.options import TileOptions
 
 pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_exact")]
@@ -96,7 +97,7 @@ def test_a_small_workspace(monkeypatch):
     """Several chunks of columns, blocks of rows, groups of tiles and batches of pairs."""
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: filter_backward.PairSizes(16, 32, 16, 1, 1, 1))
+    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: PairSizes(16, 32, 16, 1, 1, 1))
     groups, batches = [], []
     plain_groups, plain_batches = Blocks.groups, Blocks.batches
     monkeypatch.setattr(Blocks, "groups", lambda *args: groups.append(made := list(plain_groups(*args))) or made)

@@ -244,7 +244,8 @@ def test_a_call_allocates_what_it_says(n, m, d, mib):
     pair = Pair(
         a=torch.empty(n, d, dtype=torch.bfloat16, device="meta"), b=torch.empty(m, d, device="meta"), scale=None
     )
-    for size in (sizes.TABLE[9, 2][1], sizes.WIDE_TABLE[9, 2][1]):
+    row = sizes.TABLE["sm_90", 2]
+    for size in (row.gradient, row.gradient_wide):
         work.__dict__ |= {
             "call": type("Call", (), {"options": options}),
             "pair": pair,

@@ -64,7 +64,7 @@ def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
 def test_saved_columns_lie_behind_the_gradient_written_so_far(n, m, d, g_cols):
     found = SavedColumns.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
-    found.hold_g(g_cols, found.memory.new_empty)
+    found.allocate_g(g_cols, found.memory.new_empty)
     columns = column_pieces(m, 128, found)
     assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
     assert (columns[0].start, columns[-1].stop) == (0, m)
@@ -337,7 +337,7 @@ def test_saved_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib):
     options = TileOptions(workspace_mib=mib)
     work = object.__new__(statistics.Forward)
     work.__dict__ |= {"call": SimpleNamespace(options=options), "spec": SPEC, "n": n, "m": m}
-    work.__dict__ |= {"sizes": sizes.WIDE_TABLE[9, 2][0], "saved": object()}
+    work.__dict__ |= {"sizes": sizes.TABLE["sm_90", 2].forward_wide, "saved": object()}
     rows, cols = (min(*both) for both in zip(work._macro(), (n, m), strict=True))
     assert 4 * rows * -(-cols // work.sizes.cols) <= 1.2 * options.workspace_bytes / 4
 

@@ -9,7 +9,7 @@ from tilewise.kernels.spec import HALF_TYPES, Backend, Grads, GradStats, Needs, 
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
-from tilewise.kernels.triton_impl.sizes import interpreted, sizes_for
+from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
 from tilewise.options import TileOptions
@@ -84,7 +84,7 @@ class TritonBackend(Backend):
             return 0
         if spec.symmetric:
             return 4 * shape.rows * shape.width
-        sizes = sizes_for(shape.device, shape.dtype, shape.width, columns=spec.col_lse)[1]
+        sizes = gradient_sizes(shape.device, shape.dtype, shape.width)
         rows, _ = macro_tile(shape, spec, sizes, options)
         return (
             4 * shape.cols * shape.width if needs.b and rows < shape.rows else 4 * min(rows, shape.rows) * shape.width

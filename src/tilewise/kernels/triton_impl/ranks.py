@@ -4,8 +4,8 @@
     row count_i = sum_j before_ij          column count_j: the same with rows and columns exchanged
 
 Counts are whole numbers, so atomic additions give the same sum in any order. The right answers' scores come from the
-same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept; with ids, from the best of a tile: a score depends on its two feature
-vectors alone, and equal gallery rows tie exactly.
+same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept; with ids, from the best of a tile. So a
+score depends on its two feature vectors alone, and equal gallery rows tie exactly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
-from tilewise.kernels.triton_impl.launch.call import FULL, Prepared, cdiv, on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.launch.call import cdiv, exact_products, on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.launch.prepared import Prepared, kernel
 from tilewise.kernels.triton_impl.primitives import tile_dot, tile_place
-from tilewise.kernels.triton_impl.sizes import multiprocessors, sizes_for
+from tilewise.kernels.triton_impl.sizes import forward_sizes, multiprocessors
 from tilewise.options import TileOptions
 
 PAIRS_AT_ONCE = 2**35  # scores of one launch: some 0.1 s of an H200, so that a progress bar moves
@@ -39,7 +39,7 @@ def goes_before(x, score, index, place):
     return (x > score) | ((x == score) & (index < place))
 
 
-@triton.jit(do_not_specialize=["n", "m", "hidden"])
+@kernel(optional=("col_score", "col_place", "col_count", "hide"), dynamic=("n", "m", "hidden"))
 def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col_place, col_count, hide, n, m, hidden,
                  D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
                  PROGRAMS: tl.constexpr, EXACT: tl.constexpr, ANSWERS: tl.constexpr):  # fmt: skip
@@ -71,7 +71,7 @@ def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col
             tl.atomic_add(col_count + cols, tl.sum(before.to(tl.int32), 0), mask=ok_cols, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(dynamic=("n",))
 def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
     """x_ii of the C columns of this program, out of the whole tile around them."""
@@ -105,7 +105,7 @@ def right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m):
     return right
 
 
-@triton.jit(do_not_specialize=["n", "m", "hidden"])
+@kernel(optional=("col_best", "hide"), dynamic=("n", "m", "hidden"))
 def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m, hidden,
                 D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
                 PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
@@ -147,22 +147,20 @@ class FusedScorer:
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> None:
         self.device, self.width = device, width
-        self.sizes = sizes_for(device, dtype, width, columns=True)[0]
-        precision = float32_precision() if options.precision == "torch" else options.precision
-        self.exact = FULL if precision == "highest" else "tf32"
+        self.sizes = forward_sizes(device, dtype, width, columns=True)
+        self.exact = exact_products(options)
         self.step = max(self.sizes.rows, min(options.workspace_bytes, GATHERED_BYTES) // (width * dtype.itemsize))
-        self.key = (dtype, width, self.exact, self.sizes)
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
         """As a `Scorer` does: the answers are gathered in the order of their queries."""
         for rows in pieces(block.queries.shape[0] if block.items.shape[0] else 0, self.step):
             items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
-            kernel = self._prepared(diagonal_kernel, (), block.queries[rows], items)
+            prepared = self._prepared(diagonal_kernel, block.queries[rows], items)
             with on_device(items):
-                kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
+                prepared.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
             into[rows] = torch.where(inside, own, into[rows])
-            del items, kernel  # before the next ones are gathered
+            del items, prepared  # before the next ones are gathered
 
     def find_best(
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
@@ -176,7 +174,7 @@ class FusedScorer:
             ]
             values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
             values |= dict(zip(("row_best", "col_best"), keys, strict=False))
-            self._over_tiles(best_kernel, (), queries, block.items[here], values)
+            self._over_tiles(best_kernel, queries, block.items[here], values)
             found = as_best(keys[0], block.col_offset + here.start)
             rows_best.merge_(found.score, found.index)
             if cols_best is not None:
@@ -206,7 +204,7 @@ class FusedScorer:
                 values["row_place"] = local_places(index, block.col_offset + here.start)
                 values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
                 values["ANSWERS"] = len(some)
-                self._over_tiles(count_kernel, (len(some),), queries, block.items[here], values)
+                self._over_tiles(count_kernel, queries, block.items[here], values)
                 counts[k] += values["row_count"]
                 if col_counts is not None and k.start == 0:  # counted once
                     col_counts[here] = values["col_count"]
@@ -225,30 +223,20 @@ class FusedScorer:
                 values |= {"hide": hide, "hidden": hidden.shape[1]}
             yield here, values
 
-    def _over_tiles(
-        self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor, values: dict[str, Any]
-    ) -> None:
+    def _over_tiles(self, kernel: Any, queries: Tensor, items: Tensor, values: dict[str, Any]) -> None:
         """Persistent programs over all tiles."""
         programs = multiprocessors(self.device) * self.sizes.programs
-        prepared = self._prepared(kernel, key, queries, items)
+        prepared = self._prepared(kernel, queries, items)
         with on_device(queries):
             prepared.put({"GROUP": self.sizes.group, "PROGRAMS": programs}).put(values).launch(programs)
 
-    def _prepared(self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor) -> Prepared:
+    def _prepared(self, kernel: Any, queries: Tensor, items: Tensor) -> Prepared:
         """A kernel with its tiles."""
-        sizes = self.sizes
-        a, b = readable(queries), readable(items)
-        return Prepared(kernel, self.device, sizes.warps, sizes.stages, (*self.key, *key)).put(
-            {
-                "a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]),
-                "b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]),
-                "D": self.width,
-                "R": sizes.rows,
-                "C": sizes.cols,
-                "K": sizes.depth,
-                "EXACT": self.exact,
-            }
-        )
+        sizes, a, b = self.sizes, readable(queries), readable(items)
+        prepared = Prepared(kernel, self.device, sizes.warps, sizes.stages)
+        prepared.put({"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth])})
+        prepared.put({"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "D": self.width})
+        return prepared.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "EXACT": self.exact})
 
 
 def local_places(index: Tensor, first: int) -> Tensor:
