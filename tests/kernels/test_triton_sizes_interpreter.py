@@ -70,7 +70,7 @@ def macro_of(kind, pair, spec, options=OPTIONS, sizes=sizes.INTERPRETED):
     work = object.__new__(kind)
     n, m = pair.a.shape[0], pair.b.shape[0]
     work.__dict__ |= {"call": SimpleNamespace(options=options), "pair": pair, "spec": spec, "sizes": sizes}
-    work.__dict__ |= {"n": n, "m": m, "d": pair.a.shape[1]}
+    work.__dict__ |= {"n": n, "m": m, "d": pair.a.shape[1], "saved": None}
     return work._macro()
 
 

@@ -86,7 +86,7 @@ class Described:
 
     __slots__ = ("base", "block_shape", "padding", "shape", "strides")
 
-    def __init__(self, base: Address, like: TensorDescriptor | Described) -> None:
+    def __init__(self, base: Address, like: Any) -> None:
         self.base, self.shape, self.strides = base, like.shape, like.strides
         self.block_shape, self.padding = like.block_shape, getattr(like, "padding", "zero")
 

@@ -28,9 +28,9 @@ class Sigmoid(Backward):
 
     def loss_and_grads(self) -> tuple[Tensor, Grads]:
         """All macro-tiles."""
-        grads, everything = self.run(), (slice(0, self.n), slice(0, self.m))
+        grads, rows, cols = self.run(), slice(0, self.n), slice(0, self.m)
         values = {"loss_part": self.safe_part, "needs_repair": self.needs_repair}
-        self.call.run(sigmoid_kernels.softplus_kernel, *everything, self.sizes, **values)
+        self.call.run(sigmoid_kernels.softplus_kernel, rows, cols, self.sizes, **values)
         return torch.where(self.needs_repair[0] != 0, sum_parts([self.safe_part]), sum_parts([self.loss_part])), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:

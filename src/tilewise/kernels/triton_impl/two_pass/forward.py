@@ -197,12 +197,12 @@ class Forward:
         key = row_first, col_first, log, strip, row_part is None, col_part is None
         merge = self.merges.get(key)
         if merge is None:
-            fixed = {"R": self.sizes.rows, "C": self.sizes.cols, "STRIP": strip, "MANY_PARTS": MERGE_PARTS}
+            fixed: dict[str, Any] = {"R": self.sizes.rows, "C": self.sizes.cols, "STRIP": strip, "MANY_PARTS": MERGE_PARTS}
             fixed |= {"ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log, "BLOCK": block}
             fixed |= {"tops": self.tops, "only_if": self.only_if}
             merge = self.merges[key] = self.call.prepare(kernels.merge_kernel, warps=2).put(fixed)
         rows, cols = self.call.rows(i, self.sizes), self.call.cols(j, self.sizes)
-        values = {"row_part": row_part, "n": n, "row_parts": cdiv(m, self.sizes.cols)}
+        values: dict[str, Any] = {"row_part": row_part, "n": n, "row_parts": cdiv(m, self.sizes.cols)}
         values |= {"col_part": col_part, "m": m, "col_parts": cdiv(n, self.sizes.rows * strip)}
         values["row_shift"] = rows["row_shift"] if log else None
         values["col_shift"] = cols["col_shift"] if log and col_part is not None else None
