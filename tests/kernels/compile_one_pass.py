@@ -2,13 +2,13 @@
 
 from tests.kernels.compiling import compiled, compiled_tiles, row_for, show
 
-from tilewise.kernels.triton_impl import primitives as bit
-from tilewise.kernels.triton_impl.launch.call import FULL, bits
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 from tilewise.kernels.triton_impl.one_pass import product_kernels, sigmoid_kernels, softmax_kernels
 from tilewise.kernels.triton_impl.one_pass.softmax import MANY_PARTS
 
 DIAGONAL, ONE = bit.DIAGONAL.value, bit.ONE.value
-BIAS_AND_CAP, SKIP = bits((bit.BIAS, True), (bit.SOFTCAP, True)), bit.SKIP.value
+BIAS_AND_CAP, SKIP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True)), bit.SKIP.value
 REPAIR, MAXIMA = softmax_kernels.REPAIR.value, softmax_kernels.MAXIMA.value
 ONE_BIAS, BIAS_TOTAL = bit.ONE_BIAS.value, bit.BIAS_TOTAL.value
 # name -> (kernel, POSITIVE, SCORE, MODE or TERMS, optional arguments that are not None)

@@ -2,8 +2,8 @@
 
 from tests.kernels.compiling import compiled, compiled_tiles, row_for, show
 
-from tilewise.kernels.triton_impl import primitives as bit
-from tilewise.kernels.triton_impl.launch.call import FULL, bits
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 from tilewise.kernels.triton_impl.one_pass import small_batch
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
@@ -31,7 +31,7 @@ SAVED = ROWS | {"row_key", "peaks", "e_desc", "span", "row_factor", "own"}
 
 
 def of(*names):
-    return bits(*((getattr(bit, name), True) for name in names))
+    return bit_sum(*((getattr(bit, name), True) for name in names))
 
 
 # loss -> (STATS, TERMS, SCORE, POSITIVE, WIDE, optional arguments that are not None)

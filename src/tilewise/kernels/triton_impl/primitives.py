@@ -1,4 +1,4 @@
-"""Bits and functions that the kernels share. Inside a kernel scores are in units of log2, because the hardware has exp2.
+"""Numbers and functions that the kernels share. Inside a kernel scores are in units of log2, because the hardware has exp2.
 
 Axes: R, C rows and columns of a tile; D features, K of them at a time.
 
@@ -11,34 +11,13 @@ Constants stand on the left of `&` and `==`, because Triton's interpreter passes
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import BIAS, DIAGONAL, MANY, MASK_SELF, ONE_BIAS, SKIP, SOFTCAP
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SUM = tl.constexpr(2.0**-80)  # a score that underflows below it is at most 2**-38 of the sum
 LARGEST_SUM = tl.constexpr(2.0**120)
 NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
-
-# Bits of SCORE: what a score consists of, apart from its product
-BIAS = tl.constexpr(1)  # one number for each column
-SOFTCAP = tl.constexpr(2)
-SKIP = tl.constexpr(4)
-MASK_SELF = tl.constexpr(8)
-ONE_BIAS = tl.constexpr(16)  # the same number for all columns
-
-# Values of POSITIVE
-DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
-ONE = tl.constexpr(2)  # row_key holds the global index of the column
-MANY = tl.constexpr(3)  # equal keys
-
-# Bits of STATS, the statistics that a kernel computes, and of TERMS, the terms of G
-ROWS = tl.constexpr(1)  # log-sum-exp of rows
-COLS = tl.constexpr(2)  # log-sum-exp of columns
-SOFTPLUS = tl.constexpr(4)
-ROW_SUM = tl.constexpr(8)
-MIRROR = tl.constexpr(16)  # scores are symmetric: a column is a row too, and has positives
-ENTROPY = tl.constexpr(32)  # of rows
-TOP = tl.constexpr(64)  # the largest score of a row and its column
-BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
-BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column
 
 
 @triton.jit
@@ -154,6 +133,19 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     if MASK_SELF & SCORE:
         x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
     return x
+
+
+@triton.jit
+def scored_tile(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0):  # fmt: skip
+    """Rows and columns of a tile, and its scores as in `score_tile`."""
+    acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+    rows = tile_row * R + tl.arange(0, R)
+    cols = tile_col * C + tl.arange(0, C)
+    x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
+                   SCORE, POSITIVE, shift)  # fmt: skip
+    return rows, cols, x
 
 
 @triton.jit

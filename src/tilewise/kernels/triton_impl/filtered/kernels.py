@@ -18,8 +18,9 @@ Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import BIAS, SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import kernel
-from tilewise.kernels.triton_impl.primitives import BIAS, LN2, LOG2E, SOFTCAP, score_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, scored_tile, tile_place
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
 
 
@@ -73,10 +74,8 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, 
         own_bias = bias + first
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(acc, rows, cols, n, m, s, own_bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+        rows, _, x = scored_tile(a_desc, b_desc, s, own_bias, softcap, None, None, None, None, tile_row, tile_col, n, m, 0, 0,
+                                 D, SCORE, 0, R, C, K, EXACT)  # fmt: skip
         safe, total = log_sum(x)
         if row_shift is not None:
             # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.

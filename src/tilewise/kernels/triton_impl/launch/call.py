@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels import keys
 from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import primitives as bit
+from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording
 from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, multiprocessors
@@ -34,7 +34,7 @@ def cdiv(size: int, step: int) -> int:
     return -(-size // step)
 
 
-def bits(*switches: tuple[Any, object]) -> int:
+def bit_sum(*switches: tuple[Any, object]) -> int:
     """The sum of the bits whose condition is true; each switch is (bit of a kernel, condition)."""
     return sum(one.value for one, condition in switches if condition)
 
@@ -126,7 +126,7 @@ class Call:
             assert bias is not None
             bias = bias[:1].clone()
         has_skips = pair.row_skip is not None and pair.col_skip is not None
-        score_bits = bits(
+        score_bits = bit_sum(
             (bit.ONE_BIAS, shared_bias),
             (bit.BIAS, bias is not None and not shared_bias),
             (bit.SOFTCAP, spec.softcap),

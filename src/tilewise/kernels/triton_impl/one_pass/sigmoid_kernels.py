@@ -10,18 +10,9 @@ leaves float32 (the mean softplus of 64 of them is above 1 nat, or one is above 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import BIAS_COLS, BIAS_TOTAL
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import (
-    BIAS_COLS,
-    BIAS_TOTAL,
-    LN2,
-    any_here,
-    own_column,
-    score_tile,
-    store_tile,
-    tile_dot,
-    tile_place,
-)
+from tilewise.kernels.triton_impl.primitives import LN2, any_here, own_column, scored_tile, store_tile, tile_place
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import log1p, softplus_join, softplus_sum
 
@@ -75,12 +66,8 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     loss = tl.load(mine)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         meets = any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE)
         if meets:
             key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
@@ -124,12 +111,8 @@ def softplus_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     loss = tl.zeros((R,), tl.float32)
     for tile in range(tl.program_id(0), tiles, PROGRAMS):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
         x = tl.where(key[:, None] == cols[None, :], -x, x)
         loss += tl.load(grad_row + rows, mask=rows < n, other=0.0) * softplus_sum(x)

@@ -18,16 +18,15 @@ each row as its shift. The host does not need to know.
 
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
-    SOFTCAP,
     own_column,
     row_stride,
-    score_tile,
+    scored_tile,
     store_tile,
-    tile_dot,
     tile_place,
 )
 
@@ -73,13 +72,9 @@ def exponent_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                 n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         ok_rows = rows < n
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
         if MAXIMA & MODE:
             tl.store(row_part + tile_col * n + rows, tl.max(x, 1), mask=ok_rows)
         else:

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
-from tilewise.kernels.triton_impl import primitives as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bits, cdiv, pieces, tile_descriptor, unit_of, vector
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, unit_of, vector
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
@@ -93,7 +93,7 @@ class Backward:
         }
         self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
         self.both = grad.row_lse is not None and call.by_col["grad_col"] is not None
-        self.terms = bits(
+        self.terms = bit_sum(
             (bit.ROWS, grad.row_lse is not None),
             (bit.COLS, call.by_col["grad_col"] is not None),
             (bit.SOFTPLUS, self.spec.softplus),

@@ -13,26 +13,27 @@ products with G.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import (
+from tilewise.kernels.triton_impl.bits import (
     BIAS_COLS,
     BIAS_TOTAL,
     COLS,
     ENTROPY,
-    LN2,
-    LOG2E,
     MANY,
     MIRROR,
-    NO_SHARE,
     ROW_SUM,
     ROWS,
     SOFTCAP,
     SOFTPLUS,
+)
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    LOG2E,
+    NO_SHARE,
     in_units,
     positives,
-    score_tile,
+    scored_tile,
     store_tile,
-    tile_dot,
     tile_place,
 )
 
@@ -161,11 +162,8 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         t = tl.load(span + 1)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
-                       t)  # fmt: skip
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t)  # fmt: skip
         g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse,
                           row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:

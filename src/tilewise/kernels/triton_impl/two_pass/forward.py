@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import Stats
-from tilewise.kernels.triton_impl import primitives as bit
-from tilewise.kernels.triton_impl.launch.call import POSITIVE_ROWS, Call, bits, cdiv, pieces, tile_descriptor
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import POSITIVE_ROWS, Call, bit_sum, cdiv, pieces, tile_descriptor
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as kernels
@@ -145,7 +145,9 @@ class Forward:
             run(softplus_forward_kernel, i, j, self.sizes, **sums)
             run(softplus_repair_kernel, i, j, self.sizes, **sums)
         columns = spec.col_lse or mirrored
-        stats = bits((bit.ROWS, spec.row_lse), (bit.COLS, columns), (bit.ROW_SUM, spec.row_sum), (bit.MIRROR, mirrored))
+        stats = bit_sum(
+            (bit.ROWS, spec.row_lse), (bit.COLS, columns), (bit.ROW_SUM, spec.row_sum), (bit.MIRROR, mirrored)
+        )
         if spec.softplus and not stats:
             return
         e = None if self.saved is None else self.saved.chunk(j)
@@ -197,7 +199,12 @@ class Forward:
         key = row_first, col_first, log, strip, row_part is None, col_part is None
         merge = self.merges.get(key)
         if merge is None:
-            fixed: dict[str, Any] = {"R": self.sizes.rows, "C": self.sizes.cols, "STRIP": strip, "MANY_PARTS": MERGE_PARTS}
+            fixed: dict[str, Any] = {
+                "R": self.sizes.rows,
+                "C": self.sizes.cols,
+                "STRIP": strip,
+                "MANY_PARTS": MERGE_PARTS,
+            }
             fixed |= {"ROW_FIRST": row_first, "COL_FIRST": col_first, "LOG": log, "BLOCK": block}
             fixed |= {"tops": self.tops, "only_if": self.only_if}
             merge = self.merges[key] = self.call.prepare(kernels.merge_kernel, warps=2).put(fixed)

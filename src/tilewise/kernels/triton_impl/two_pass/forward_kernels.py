@@ -15,22 +15,17 @@ logarithms instead of sums and marks them with t = +inf.
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import COLS, MANY, MIRROR, ROW_SUM, ROWS
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
-    COLS,
     LARGEST_SUM,
     LN2,
     LOG2E,
-    MANY,
-    MIRROR,
-    ROW_SUM,
-    ROWS,
     SMALLEST_SUM,
     near_sums,
     positives,
-    score_tile,
+    scored_tile,
     store_tile,
-    tile_dot,
     tile_place,
 )
 
@@ -93,12 +88,9 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     for step in tl.range(0, steps, flatten=True):
         strip, tile_col = tile_place(tl.program_id(0) + step // STRIP * PROGRAMS, strips, col_tiles, STRIP_GROUP)
         tile_row = strip * STRIP + step % STRIP
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
-        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
-                       top if BELOW else 0.0)  # fmt: skip
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
             shift = tl.zeros((R,), tl.float32)
@@ -178,11 +170,9 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             again = tl.maximum(again, tl.max(untrusted_column(down).to(tl.int32), 0))
         for step in range(0, tl.where(again != 0, STRIP, 0)):
             tile_row = strip * STRIP + step
-            rows = tile_row * R + tl.arange(0, R)
+            rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                        n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
             ok_rows = rows < n
-            acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-            x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE,
-                           POSITIVE)  # fmt: skip
             if ROWS & STATS:
                 top, total = raised(tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.float32), x, 1)
                 tl.store(row_part + tile_col * n + rows, top + tl.log2(total), mask=ok_rows)

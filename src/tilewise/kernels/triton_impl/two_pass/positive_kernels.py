@@ -7,24 +7,9 @@ of that product holds the scores. n / P small products take the place of a searc
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import BIAS, COLS, ENTROPY, MIRROR, ONE_BIAS, ROW_SUM, ROWS, SOFTCAP, SOFTPLUS
 from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import (
-    BIAS,
-    COLS,
-    ENTROPY,
-    LN2,
-    LOG2E,
-    MIRROR,
-    NO_SHARE,
-    ONE_BIAS,
-    ROW_SUM,
-    ROWS,
-    SOFTCAP,
-    SOFTPLUS,
-    own_column,
-    row_stride,
-    tanh,
-)
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     entropy_side,

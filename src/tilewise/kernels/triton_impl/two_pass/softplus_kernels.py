@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, any_here, positives, score_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.primitives import LN2, any_here, positives, scored_tile, tile_place
 
 LARGEST_PRODUCT = tl.constexpr(2.0**100)
 
@@ -48,12 +48,9 @@ def softplus_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         ok_rows = rows < n
-        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE,
-                       POSITIVE)  # fmt: skip
         if POSITIVE != 0:
             if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
                 hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
@@ -79,12 +76,10 @@ def softplus_repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     for tile in range(tl.program_id(0), tl.where(tl.load(needs_repair) != 0, row_tiles * col_tiles, 0), PROGRAMS):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
         part = tl.load(row_part + tile_col * n + rows, mask=rows < n, other=0.0)
         if tl.max((part == float("inf")).to(tl.int32), 0) > 0:
-            acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-            x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE,
-                           POSITIVE)  # fmt: skip
+            rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                        n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
             if POSITIVE != 0:
                 hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
                 x = tl.where(hit, -x, x)

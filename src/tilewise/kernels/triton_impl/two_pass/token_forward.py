@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.spec import Stats
-from tilewise.kernels.triton_impl import primitives as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bits, cdiv, pieces
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS, Forward
 from tilewise.kernels.triton_impl.two_pass.token_kernels import merge_tokens_kernel, token_kernel
 
@@ -22,7 +22,7 @@ class TokenForward(Forward):
         self.peaks = None  # every row of a tile has a shift of its own, and no sum needs repair
         self.needs_repair = call.empty(1, dtype=torch.int32)
         size = cdiv(min(self.m, self.col_step), self.sizes.cols) * min(self.n, self.row_step)
-        self.bits = bits((bit.ENTROPY, self.spec.row_entropy), (bit.TOP, self.spec.row_top))
+        self.bits = bit_sum((bit.ENTROPY, self.spec.row_entropy), (bit.TOP, self.spec.row_top))
         self.parts: dict[str, Tensor | None] = {
             "lse_part": call.empty(size),
             "entropy_part": call.empty(size) if self.spec.row_entropy else None,

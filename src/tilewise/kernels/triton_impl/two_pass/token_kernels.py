@@ -13,17 +13,9 @@ All of it is in units of log2 until a statistic is finished.
 
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import ENTROPY, TOP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import (
-    ENTROPY,
-    LN2,
-    LOG2E,
-    NO_SHARE,
-    TOP,
-    score_tile,
-    tile_dot,
-    tile_place,
-)
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, scored_tile, tile_place
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -41,13 +33,9 @@ def token_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         at, ok = tile_col.to(tl.int64) * n + rows, rows < n
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
         top = tl.max(x, 1)
         if TOP & STATS:
             place = tl.min(tl.where(x == top[:, None], cols[None, :], NO_COLUMN), 1)
