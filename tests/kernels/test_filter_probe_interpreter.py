@@ -1,4 +1,4 @@
-"""A sample of the rows says whether skipping pays, and one of two ways is taken, in Triton's interpreter."""
+"""The probe of the filter: a sample of the rows decides between filter and exact case, in Triton's interpreter."""
 
 import dataclasses
 import weakref
@@ -35,7 +35,7 @@ ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
+    """Small calls are probed too, and save float32 in chunks of one tile. The interpreter does not support bfloat16."""
     make_quick(monkeypatch)
     monkeypatch.setattr(replay, "_recordings", {})
     monkeypatch.setattr(filter_forward, "WORTH_PROBING", 0)
@@ -68,8 +68,8 @@ def rule(pair, spec, order, rows):
 @pytest.mark.parametrize("softcap", [0.0, 12.0])
 @pytest.mark.parametrize("ignored", [0, 25])
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (1100, 200, 23), (64, 512, 8)])
-def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype, monkeypatch):
-    """Rows that do not count have no say."""
+def test_the_probe_follows_the_rule_for_all_rows(n, m, d, ignored, softcap, dtype, monkeypatch):
+    """Ignored rows are not counted."""
     pair, _ = make_pair(dtype, n, m, d, zero=dtype == torch.float32)
     pair.row_key[:ignored] = -1
     asked, plain = [], plans.too_many
@@ -98,7 +98,7 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype,
     assert not (falls > 0.01).any()
 
 
-def test_without_room_for_a_sample_none_is_asked(monkeypatch):
+def test_no_probe_without_memory_for_a_sample(monkeypatch):
     pair, _ = make_pair(torch.float32)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
     forward = FilterForward(pair, SPEC, OPTIONS)
@@ -112,7 +112,7 @@ def test_without_room_for_a_sample_none_is_asked(monkeypatch):
 
 @TYPES
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
-def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
+def test_flat_rows_take_the_exact_case(n, m, d, dtype):
     pair, grad = flat_pair(dtype, n=n, m=m, d=d, zero=False)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
     assert plan.keep_all.tolist() == [1]
@@ -136,8 +136,8 @@ def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
 
 @TYPES
 @pytest.mark.parametrize("n, m, d", [(66, 331, 24)])
-def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
-    """As without a sample, with dB in the memory that was to carry exponentials."""
+def test_peaked_rows_are_filtered(n, m, d, dtype, monkeypatch):
+    """Same result as without a probe. dB is written to the memory of the saved exponentials."""
     monkeypatch.setattr(plans, "DENSE_SHARE", 0.8)  # a small vocabulary has few tiles
     pair, grad = make_pair(dtype, n, m, d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
@@ -161,7 +161,7 @@ def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
 
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
 def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
-    """It expected few pairs, and many are kept: backward computes all, and what was not carried is not used."""
+    """The probe expects few pairs, but many are kept: backward computes all and ignores what was not saved."""
     monkeypatch.setattr(plans, "PROBED_SHARE", NEVER)
     pair, grad = flat_pair(n=n, m=m, d=d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
@@ -177,7 +177,7 @@ def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
 
 
 def test_several_blocks_of_rows_and_chunks_of_columns(monkeypatch):
-    """Both ways in a workspace that holds little at once."""
+    """Both cases in a small workspace."""
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**15)
     pair, grad = make_pair(torch.float32, n=66, m=203)
     for share, dense in ((ALWAYS, 1), (NEVER, 0)):
@@ -216,24 +216,24 @@ class Problem:
 
 
 @pytest.fixture
-def no_zero(monkeypatch):
-    """As in bfloat16, where rows have no zero of their own."""
+def no_shift(monkeypatch):
+    """As in bfloat16, where rows have no shift."""
     monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
 
 
-@pytest.mark.usefixtures("no_zero")
+@pytest.mark.usefixtures("no_shift")
 @pytest.mark.parametrize(
     "spread, ignored, share",
     [(0.1, 0, None), (0.1, 7, None), (0.1, 0, NEVER), (5.0, 7, None), (5.0, 0, ALWAYS)],
-    ids=["flat", "flat, some ignored", "flat, skipped", "peaked, some ignored", "peaked, dense"],
+    ids=["flat", "flat, some ignored", "flat, filtered", "peaked, some ignored", "peaked, exact"],
 )
 def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
-    """The first backward takes the memory, the second does without; whichever way was taken, gradients are right."""
+    """The first backward uses the saved memory, the second recomputes. Gradients are right in both cases."""
     if share is not None:
         monkeypatch.setattr(plans, "PROBED_SHARE", share)
     dense = spread < 1 or share == ALWAYS
     problem = Problem(spread, ignored)
-    carries, products, plain = [], [], gradients.Backward._gradient
+    saved, products, plain = [], [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
         products.append(self.saved is not None and bool(self.saved.needs_repair == 0))
@@ -241,18 +241,18 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
     of = SavedColumns.of
-    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: carries.append(of(*args)) or carries[-1]))
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: saved.append(of(*args)) or saved[-1]))
     with tw.record_filtering() as report:
         loss = problem.loss()
     assert report.dense == [dense]
-    assert len(carries) == 1
+    assert len(saved) == 1
     assert (report.largest_dropped[0] == 0.0) == dense
     if dense and share != NEVER:
         assert report.kept_share == [1.0]
     first = torch.autograd.grad(loss, problem.leaves, retain_graph=True)
     assert bool(products) == dense
-    assert any(products) == (dense and share != NEVER), "exponentials are used where they were carried, and only there"
-    assert first[1].data_ptr() == carries[0].memory.data_ptr()
+    assert any(products) == (dense and share != NEVER), "exponentials are used where they were saved, and only there"
+    assert first[1].data_ptr() == saved[0].memory.data_ptr()
     products.clear()
     second = torch.autograd.grad(loss, problem.leaves)
     assert not any(products)
@@ -266,7 +266,7 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
 
 @pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("settings", [{}, {"dtype": torch.float16}, {"softcap": 20.0}], ids=str)
-def test_where_nothing_can_be_carried(settings, spread):
+def test_where_nothing_can_be_saved(settings, spread):
     problem = Problem(spread, **settings)
     with tw.record_filtering() as report:
         loss = problem.loss()
@@ -276,7 +276,7 @@ def test_where_nothing_can_be_carried(settings, spread):
         assert_close(one, want, 1e-2 if spread > 1 else 3e-3 if settings.get("dtype") else 5e-6)
 
 
-@pytest.mark.usefixtures("no_zero")
+@pytest.mark.usefixtures("no_shift")
 @pytest.mark.parametrize("how", ["only the rows", "a second derivative", "dropped"])
 def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
     problem, memory, of = Problem(0.1), [], SavedColumns.of
@@ -302,7 +302,7 @@ def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
         assert memory[0]() is None
 
 
-def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
+def test_host_scalars_lie_on_the_host_whatever_the_default_device(monkeypatch):
     """Memory that no device can reach cannot be pinned: a default device of "cuda" was an error."""
 
     class Event:
@@ -313,5 +313,5 @@ def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     number = torch.ones(1, dtype=torch.int32)
     with torch.device("meta"):
-        told = HostScalar(number)
-    assert told() == 1
+        copy = HostScalar(number)
+    assert copy() == 1

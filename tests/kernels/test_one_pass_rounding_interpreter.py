@@ -41,7 +41,7 @@ def several_blocks(monkeypatch):
 
 
 def exponentials_of(pair, dtype, each):
-    """Features in ``dtype``, and what waits for backward. Made here: the interpreter gets bfloat16 products wrong."""
+    """Features in ``dtype``, and their exponentials. Computed here: the interpreter gets bfloat16 products wrong."""
     half = Pair(**(vars(pair) | {"a": pair.a.to(dtype), "b": pair.b.to(dtype)}))
     x = pair.scale * half.a.float() @ half.b.float().T
     counts, column = each != 0, pair.row_key.clamp(min=0)
@@ -191,7 +191,7 @@ def test_a_column_may_have_any_number_of_rows(most):
 @pytest.mark.usefixtures("to_nearest")
 @pytest.mark.parametrize("negatives", [0.0, 1e-4, 1e-3, 4e-3, 1e-2, 1.0])
 def test_two_roundings_leave_little_more_than_one(negatives):
-    """Whatever the negatives' share is: of the rounding that comes before, what can be told from it is taken out."""
+    """For any share of the negatives, most of the first rounding is removed."""
     generator = torch.Generator().manual_seed(0)
     a, other = (torch.randn(128, 200, generator=generator) for _ in range(2))
     a, entry = a.bfloat16(), -torch.rand(128, generator=generator) - 1.0

@@ -43,15 +43,18 @@ class PairSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSizes:
-    """One row of the table. The wide sizes are for `WIDE` features or more; None: same as the others."""
+    """One row of the table. The wide sizes are for `WIDE` features or more; None: same as the others.
+
+    The default sizes of the filter fit cards with 160 KiB of shared memory, for types of up to 4 bytes.
+    """
 
     forward: Sizes  # statistics in forward, and ranks
     gradient: Sizes  # G in backward, and exponentials in one pass
     forward_wide: Sizes | None = None  # where no columns are summed
     gradient_wide: Sizes | None = None
-    filter_masses: Sizes  # with tiles of 256 columns
-    filter_masses_narrow: Sizes  # with tiles of fewer columns; `cols` is their number
-    filter_pairs: PairSizes
+    filter_masses: Sizes = Sizes(64, 256, 32, 8, 2, 1, 8)  # with tiles of 256 columns
+    filter_masses_narrow: Sizes = Sizes(64, 128, 32, 4, 2, 1, 8)  # with tiles of fewer columns; `cols` is their number
+    filter_pairs: PairSizes = PairSizes(16, 32, 64, 4, 8, 2)
 
 
 WIDE = 1024  # from here on the product takes longer than the exponentials, and larger tiles pay
@@ -61,16 +64,11 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
     ("sm_80", 2): KernelSizes(
         forward=Sizes(128, 128, 32, 4, 3, 2, 8),
         gradient=Sizes(128, 128, 32, 8, 3, 1, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_80", 4): KernelSizes(
         forward=Sizes(64, 64, 32, 4, 3, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 3, 2, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
-        filter_pairs=PairSizes(16, 32, 64, 4, 8, 2),
     ),
     ("sm_90", 2): KernelSizes(
         forward=Sizes(128, 128, 64, 4, 3, 2, 16, strip=8),
@@ -84,30 +82,20 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
     ("sm_90", 4): KernelSizes(
         forward=Sizes(128, 64, 32, 4, 3, 2, 8),
         gradient=Sizes(128, 64, 32, 4, 3, 2, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
-        filter_pairs=PairSizes(16, 32, 64, 4, 8, 2),
     ),
     ("sm_100", 2): KernelSizes(
         forward=Sizes(128, 128, 64, 4, 2, 2, 16),
         gradient=Sizes(128, 128, 32, 4, 2, 2, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_100", 4): KernelSizes(
         forward=Sizes(64, 64, 32, 4, 2, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 2, 2, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
-        filter_pairs=PairSizes(16, 32, 64, 4, 8, 2),
     ),
     # Cards with 100 KiB of shared memory, and all that are not listed. Triton 3.9 takes one stage more than 3.6.
     ("other", 2): KernelSizes(
         forward=Sizes(64, 64, 32, 4, 2, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 2, 2, 8),
-        filter_masses=Sizes(64, 256, 32, 8, 2, 1, 8),
-        filter_masses_narrow=Sizes(64, 128, 32, 4, 2, 1, 8),
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("other", 4): KernelSizes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -51,15 +50,6 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
     return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
 
 
-@dataclass
-class Sampled:
-    """What is known before the statistics: the order of the columns, and the result of the probe."""
-
-    order: Tensor  # (m,) int32, the column at each place
-    place: Tensor  # (m,) int32, the place of each column
-    keep_all: Tensor | None = None  # (1,) int32: the sample keeps so many pairs that all are computed; None: no sample
-
-
 class FilterForward:
     """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
 
@@ -74,21 +64,18 @@ class FilterForward:
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.saved: SavedColumns | None = None
 
-    def sample(self) -> Sampled:
-        """The order of the columns, and for a large call a probe of which case is faster. The host does not wait."""
-        asked = self._sample_size()
-        if asked == 0:
-            order = plans.order_columns(self.pair)
-            return Sampled(order, self._places(order))
-        return Sampled(*self._probe(asked))
-
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
 
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
-        pair, sampled = self.pair, self.sample()
-        self.order, self.place, self.keep_all = sampled.order, sampled.place, sampled.keep_all
+        pair, asked = self.pair, self._sample_size()
+        self.keep_all: Tensor | None = None  # (1,) int32: the probe found that the exact case is faster
+        if asked:
+            self.order, self.place, self.keep_all = self._probe(asked)
+        else:
+            self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
+            self.place = self._places(self.order)  # (m,) int32, the place of each column
         if self.keep_all is None:
             stats = self._positives()
         else:

@@ -153,22 +153,12 @@ class Call:
         fixed = {"scale": pair.scale, "softcap": spec.softcap, "a_stride": a.stride(0), "b_stride": b.stride(0)}
         fixed |= {"D": width, "SCORE": score_bits, "POSITIVE": positive, "EXACT": exact}
         (fixed if shared_bias else by_col)["bias"] = bias
-        return Call(
-            pair=pair,
-            spec=spec,
-            options=options,
-            a=a,
-            b=b,
-            score_bits=score_bits,
-            positive=positive,
-            exact=exact,
-            forward_sizes=forward_sizes(device, dtype, width, columns=spec.col_lse or spec.symmetric),
-            gradient_sizes=gradient_sizes(device, dtype, width),
-            by_row={name: vector(value) for name, value in by_row.items()},
-            by_col={name: vector(value) for name, value in by_col.items()},
-            fixed=fixed,
-            recording=recording,
+        sizes = (
+            forward_sizes(device, dtype, width, columns=spec.col_lse or spec.symmetric),
+            gradient_sizes(device, dtype, width),
         )
+        rows, cols = ({name: vector(value) for name, value in by.items()} for by in (by_row, by_col))
+        return Call(pair, spec, options, a, b, score_bits, positive, exact, *sizes, rows, cols, fixed, recording)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, zero: bool = False) -> Tensor:
         """New memory, by default in the type of the statistics."""

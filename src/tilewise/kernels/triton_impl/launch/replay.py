@@ -68,27 +68,23 @@ class Where:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // whole.element_size())
 
 
-class Address:
-    """Stands in for the tensor of a descriptor, where the version of Triton is known to read nothing but its address."""
+class Described:
+    """Stands in for a tensor descriptor and its tensor, of which known versions of Triton read only the address."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "block_shape", "padding", "shape", "strides")
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, like: Any) -> None:
+        self.address, self.shape, self.strides = address, like.shape, like.strides
+        self.block_shape, self.padding = like.block_shape, getattr(like, "padding", "zero")
+
+    @property
+    def base(self) -> Described:
+        """In place of the tensor."""
+        return self
 
     def data_ptr(self) -> int:
         """As `Tensor.data_ptr`."""
         return self.address
-
-
-class Described:
-    """Stands in for a tensor descriptor in the same way."""
-
-    __slots__ = ("base", "block_shape", "padding", "shape", "strides")
-
-    def __init__(self, base: Address, like: Any) -> None:
-        self.base, self.shape, self.strides = base, like.shape, like.strides
-        self.block_shape, self.padding = like.block_shape, getattr(like, "padding", "zero")
 
 
 @dataclass
@@ -108,7 +104,7 @@ class Launch:
         for place, where in self.tensors:
             args[place] = at[where.slot] + where.offset
         for place, where, like in self.descriptors:
-            args[place] = Described(Address(at[where.slot] + where.offset), like)
+            args[place] = Described(at[where.slot] + where.offset, like)
         self.run(*args, stream=stream)
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> None:
@@ -182,7 +178,7 @@ class Recording:
                 open_tensors.append((place, where))
                 kept[place] = None
             elif isinstance(arg, TensorDescriptor) and (where := self.find(arg.base)) is not None:
-                descriptors.append((place, where, Described(Address(0), arg)))
+                descriptors.append((place, where, Described(0, arg)))
                 kept[place] = None
         step = Launch(run, kept, open_tensors, descriptors)
         if not self.whole:

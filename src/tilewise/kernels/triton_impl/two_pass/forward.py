@@ -20,6 +20,7 @@ from tilewise.kernels.triton_impl.two_pass.softplus_kernels import softplus_forw
 
 MERGE_BLOCK = 16  # rows of one program; divides every tile
 MERGE_PARTS = 64  # parts that it reads at once
+Parts = tuple[Tensor | None, Tensor | None]  # partial sums, and the statistic that they are folded into
 
 
 class Forward:
@@ -104,12 +105,12 @@ class Forward:
             self._tiles(i, j, mirrored)
             below = row if mirrored else col
             across = self.col_part if below is not None else None
-            self._merge(seen, "lse", i, j, self.row_part, row, across, below, log=not spec.softplus)
+            self._merge(seen, "lse", i, j, (self.row_part, row), (across, below), log=not spec.softplus)
             if spec.positive == "many":
                 across = self.pos_col_part if mirrored else None
-                self._merge(seen, "pos", i, j, self.pos_part, pos, across, pos, log=False)
+                self._merge(seen, "pos", i, j, (self.pos_part, pos), (across, pos), log=False)
             if spec.row_sum:
-                self._merge(seen, "sum", i, j, self.sum_part, total, None, None, log=False)
+                self._merge(seen, "sum", i, j, (self.sum_part, total), (None, None), log=False)
         if self.saved is not None:
             self.saved.check(self.call, self.peaks, self.needs_repair, row, self.only_if)
         return stats
@@ -176,19 +177,10 @@ class Forward:
         return num_positives
 
     def _merge(
-        self,
-        seen: set[tuple[str, int]],
-        name: str,
-        i: slice,
-        j: slice,
-        row_part: Tensor | None,
-        row_out: Tensor | None,
-        col_part: Tensor | None,
-        col_out: Tensor | None,
-        *,
-        log: bool,
+        self, seen: set[tuple[str, int]], name: str, i: slice, j: slice, of_rows: Parts, of_cols: Parts, *, log: bool
     ) -> None:
         """Fold the parts of the macro-tile (i, j) into the statistics of its rows and columns."""
+        (row_part, row_out), (col_part, col_out) = of_rows, of_cols
         n, m = i.stop - i.start, j.stop - j.start
         strip = self._strip(i, j, col_part is not None)
         below = name if self.spec.symmetric else name + " of columns"
