@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter: macro-tiles within the workspace, refusals, sizes and launches."""
 
 import dataclasses
+import doctest
 import logging
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
 
 import tilewise as tw
+from benchmarks import tune
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
 from tilewise.kernels.spec import Pair, PairSpec
@@ -197,6 +199,11 @@ def test_the_filter_fits_100_kib_with_one_stage_more(item):
     masses, pairs = row.filter_masses, row.filter_pairs
     for rows, depth, stages in ((masses.rows, masses.depth, masses.stages), (pairs.rows, pairs.depth, pairs.stages)):
         assert (stages + 1) * (rows + width) * depth * item <= 99 * 1024
+
+
+@pytest.mark.parametrize("module", [sizes, tune], ids=lambda module: module.__name__)
+def test_the_examples_of_the_size_table(module):
+    assert doctest.testmod(module).failed == 0
 
 
 def test_narrow_tiles_of_the_filter_have_their_own_columns():
