@@ -1,48 +1,29 @@
-"""Compile the kernels that count ranks for cards that are not here: `python -m tests.kernels.compile_ranks`.
+"""Compile the kernels that count ranks for many cards: `python -m tests.kernels.compile_ranks`. See `compiling`."""
 
-As `tests.kernels.compile_kernels` does for the others.
-"""
-
-import json
-
-from tests.kernels.compile_skipping import compiled
-from tests.kernels.resources import stack_bytes
+from tests.kernels.compiling import compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import ranks
 from tilewise.kernels.triton_impl.launch.call import FULL
-from tilewise.kernels.triton_impl.sizes import SAFE, TABLE
 
-CARDS = {
-    "hopper": (90, TABLE[9, 2][0], "bf16"),
-    "hopper, float32": (90, TABLE[9, 4][0], "fp32"),
-    "ampere": (80, TABLE[8, 2][0], "bf16"),
-    "ampere, float32": (80, TABLE[8, 4][0], "fp32"),
-    "ada": (89, SAFE[2][0], "bf16"),
-    "blackwell": (100, TABLE[10, 2][0], "fp16"),
-}
-TYPES = dict.fromkeys(("row_place", "row_count", "col_place", "col_count", "hide"), "*i32") | {"hidden": "i32"}
-TYPES |= dict.fromkeys(("row_ids", "col_ids", "row_best", "col_best"), "*i64")
-ONE_WAY = {"col_score", "col_place", "col_count", "hide"}
+CARDS = [(90, "bf16"), (90, "fp32"), (80, "bf16"), (80, "fp32"), (89, "bf16"), (100, "fp16")]
+COLUMNS, ALL = {"col_score", "col_place", "col_count"}, {"col_score", "col_place", "col_count", "col_best", "hide"}
 
 
 def main() -> None:
-    for card, (capability, sizes, dtype) in CARDS.items():
-        desc = {"a_desc": (sizes.rows, sizes.depth), "b_desc": (sizes.cols, sizes.depth)}
-        tile = {"D": 512, "R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "EXACT": FULL}
-        many = tile | {"GROUP": sizes.group, "PROGRAMS": 264}
-        for kernel, what, constants, absent in (
-            (ranks.count_kernel, "one way", many | {"ANSWERS": 1}, ONE_WAY),
-            (ranks.count_kernel, "both ways", many | {"ANSWERS": 1}, {"hide"}),
-            (ranks.count_kernel, "everything", many | {"ANSWERS": ranks.ANSWERS_AT_ONCE}, set()),
-            (ranks.best_kernel, "one way", many, {"col_best", "hide"}),
-            (ranks.best_kernel, "everything", many, set()),
-            (ranks.diagonal_kernel, "", tile, set()),
+    for capability, dtype in CARDS:
+        sizes = row_for(capability, dtype).forward
+        for kernel, present, answers in (
+            (ranks.count_kernel, set(), 1),
+            (ranks.count_kernel, COLUMNS, 1),
+            (ranks.count_kernel, ALL, ranks.ANSWERS_AT_ONCE),
+            (ranks.best_kernel, set(), 1),
+            (ranks.best_kernel, ALL, 1),
+            (ranks.diagonal_kernel, set(), 1),
         ):
-            made = compiled(kernel, constants, absent, dtype, desc, capability, sizes.warps, sizes.stages, TYPES)
+            constants = {"D": 512, "EXACT": FULL, "ANSWERS": answers}
+            made = compiled_tiles(kernel, constants, present, dtype, capability, sizes)
             programs = 1 if kernel is ranks.diagonal_kernel else sizes.programs
-            line = {"card": card, "capability": capability, "kernel": kernel.__name__, "what": what}
-            line |= {"shared": made.metadata.shared, "programs": programs, "stack": stack_bytes(made.asm["cubin"])}
-            print(json.dumps(line), flush=True)
+            show(capability, kernel.__name__, made, programs, dtype=dtype, present=sorted(present))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels in Triton's interpreter share: their marks, the backend, and one check of a pair."""
+"""Shared by the tests in Triton's interpreter: marks, the backend, and a check of one pair."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
 
-# NumPy speaks where a GPU is silent: log2(0), or the sum of whatever memory holds, of which nobody wants the result.
+# NumPy warns where a GPU does not: for log2(0), or for sums of undefined memory whose result is not used.
 INTERPRETED = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
@@ -29,7 +29,7 @@ def check(pair, spec, *, hard=False):
 
 
 def take_tiny_workspace(monkeypatch):
-    """So little that a hundred rows need several macro-tiles in both axes, until the test ends."""
+    """A workspace so small that a hundred rows need several macro-tiles in both axes."""
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
     monkeypatch.setattr(gradients, "ONE_MACRO", 50)
-    monkeypatch.setattr(Forward, "_macro", lambda self: (64, 64))  # left alone it takes 256 at the least
+    monkeypatch.setattr(Forward, "_macro", lambda self: (64, 64))  # otherwise at least 256

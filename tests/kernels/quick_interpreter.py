@@ -1,7 +1,7 @@
-"""Triton's interpreter with two of its loops taken out, so that its tests take one minute instead of four.
+"""Triton's interpreter without two of its slow loops, so that its tests take one minute instead of four.
 
-It patches the language anew for every call of a helper, and folds a reduction with a function of ours number by number.
-Here a module is patched once in a launch, and slices are folded. Results are the same.
+The interpreter patches the language again for every call of a helper, and folds a custom reduction number by number.
+Here a module is patched once per launch, and slices are folded. Results are the same.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes, by the tool that comes with Triton."""
+"""Resources of a compiled kernel, read with the tool that comes with Triton."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Memory of each thread for what its registers do not hold: a loop that spills much of it is slow."""
+    """Bytes of stack per thread: registers spill there, and a loop that spills is slow."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

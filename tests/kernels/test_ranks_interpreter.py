@@ -7,7 +7,7 @@ import torch
 from tests.kernels.interpreted import IN_THE_INTERPRETER
 
 from tilewise.errors import BackendError
-from tilewise.kernels import ranks
+from tilewise.kernels import ranks, registry
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl import ranks as fused
 from tilewise.options import TileOptions
@@ -21,6 +21,10 @@ def numbers(seed, n, m, d, dtype=torch.float32, largest=1):
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randint(-largest, largest + 1, (rows, d), generator=generator).to(dtype) for rows in (n, m)]
     return *made, generator
+
+
+def scorer_of(features, options):
+    return registry.choose_scorer(features.device, features.shape[1], features.dtype, options)
 
 
 def both(queries, gallery, *answers, **more):
@@ -73,10 +77,10 @@ def test_keys_order_scores_and_places():
     """Of equal scores, 0.0 and -0.0 among them, the lower index."""
     scores = torch.tensor([-torch.inf, -3.0, -1e-40, -0.0, 0.0, 1e-40, 2.0, 3e38])
     queries = torch.ones(1, 1)
-    found = ranks.no_best(1, ranks.choose_scorer(queries, FUSED))
+    found = ranks.no_best(1, scorer_of(queries, FUSED))
     for item in range(1, 8):
         block = ranks.Block(queries, scores[item : item + 1, None], col_offset=item)
-        ranks.choose_scorer(queries, FUSED).find_best(block, torch.zeros(1).long(), torch.zeros(1).long(), found)
+        scorer_of(queries, FUSED).find_best(block, torch.zeros(1).long(), torch.zeros(1).long(), found)
         assert found.score.item() == scores[item]
         assert found.index.item() == (item if item != 4 else 3)
 
@@ -100,7 +104,7 @@ def test_rows_that_no_descriptor_can_read():
 def test_blocks_with_offsets_are_what_a_ring_adds_up():
     queries, gallery, _ = numbers(5, 80, 150, 6)
     want = retrieval_ranks_both(queries, gallery, options=TILES)
-    scorer = ranks.choose_scorer(queries, FUSED)
+    scorer = scorer_of(queries, FUSED)
     assert isinstance(scorer, fused.FusedScorer)
     index, score = torch.arange(80), torch.zeros(80)
     cuts = [slice(*ends) for ends in itertools.pairwise([0, 1, 70, 70, 150])]
@@ -126,7 +130,7 @@ def test_blocks_with_offsets_are_what_a_ring_adds_up():
 def test_rows_of_another_rank_have_an_offset():
     queries, gallery, _ = numbers(6, 130, 90, 3)
     whole = retrieval_ranks_both(gallery, queries[:100], torch.arange(90), options=TILES)  # 90 right pairs
-    scorer = ranks.choose_scorer(queries, FUSED)
+    scorer = scorer_of(queries, FUSED)
     score = (gallery * queries[:90]).sum(1)
     cols = ranks.answers_of(torch.arange(90), score, scorer.side)
     total = torch.zeros(90, dtype=torch.int64)
@@ -157,11 +161,11 @@ def test_whom_it_does_not_serve(monkeypatch):
     }.values():
         with pytest.raises(BackendError, match=said):
             call()
-    assert isinstance(ranks.choose_scorer(x, TileOptions()), ScoreTile)  # on the CPU, by itself
+    assert isinstance(scorer_of(x, TileOptions()), ScoreTile)  # on the CPU, by itself
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BackendError, match=r'needs a CUDA device.*Use backend="auto"'):
         retrieval_ranks(x, x, options=FUSED)
-    monkeypatch.setattr(ranks, "installed", lambda name: False)
+    monkeypatch.setattr(registry, "installed", lambda name: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(BackendError, match="triton is not installed"):
         retrieval_ranks(x, x, options=FUSED)

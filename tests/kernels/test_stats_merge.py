@@ -12,7 +12,7 @@ from tests.kernels.pair_checks import dense_grads, finite, incoming_gradients, l
 
 from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, largest_gradient
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions
 
 BACKEND, OPTIONS = TorchBackend(), TileOptions()

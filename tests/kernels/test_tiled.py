@@ -22,7 +22,7 @@ from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.torch_impl import tile_softmax, tiles
 from tilewise.kernels.torch_impl import two_pass as tiled
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions
 
 BACKEND, OPTIONS = TorchBackend(), TileOptions()

@@ -9,7 +9,7 @@ from tests.kernels.pair_checks import check_backward, check_forward
 
 from tilewise.kernels.spec import Pair, PairSpec, stat_dtype
 from tilewise.kernels.torch_impl import tiles
-from tilewise.kernels.torch_impl.two_pass import TorchBackend
+from tilewise.kernels.torch_impl.backend import TorchBackend
 
 BACKEND = TorchBackend()
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on the CPU: every case, every switch, scores that cast needs_repair."""
+"""The Triton kernels in Triton's interpreter, on the CPU: every case, every switch, scores that need repair."""
 
 import dataclasses
 import math
@@ -102,7 +102,7 @@ def test_every_score_switch_at_once():
         row_start=9,
     )
     check(pair, PairSpec(row_lse=True, col_lse=True, positive="one", softcap=4.0, mask_self=True))
-    # A weighted sum of excluded scores is -inf times something: nobody asks for both.
+    # A weighted sum of excluded scores is infinite: no loss needs both.
     keys = {"row_skip": make.integers(4, n), "col_skip": make.integers(4, m)}
     check(dataclasses.replace(pair, **keys), PairSpec(row_lse=True, col_lse=True, positive="one", softcap=4.0))
     weighted = dataclasses.replace(pair, col_weight=make.vector(m))
@@ -144,7 +144,7 @@ def test_a_scale_of_zero_or_below(scale, dtype):
 # Doubt, repair and span ------------------------------------------------------------------------------------------
 
 
-def doubted(pair, spec) -> bool:
+def needs_repair(pair, spec) -> bool:
     work = Forward(Call.of(pair, spec, OPTIONS))
     work.run()
     return bool(work.needs_repair.item())
@@ -153,9 +153,9 @@ def doubted(pair, spec) -> bool:
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_only_hard_inputs_are_done_again(dtype):
     for name in ("clip", "nt_xent", "supcon", "cross_entropy"):
-        assert not doubted(*make_case(name, dtype)), name
+        assert not needs_repair(*make_case(name, dtype)), name
     for name in ("scores_1000", "rows_of_unlike_size", "a_row_that_meets_nobody"):
-        assert doubted(*make_case(name, dtype)), name
+        assert needs_repair(*make_case(name, dtype)), name
 
 
 @pytest.mark.parametrize("shift", [-3000.0, 3000.0])
@@ -167,10 +167,10 @@ def test_a_guess_that_knows_nothing_of_the_bias_is_repaired(shift, col_lse):
     pair = Pair(a=make.features(70, 16), b=make.features(90, 16), scale=make.number(5.0), bias=bias)
     pair = dataclasses.replace(pair, row_key=make.index(70), row_shift=torch.full((70,), shift))
     spec = PairSpec(row_lse=True, col_lse=col_lse, positive="one")
-    assert doubted(pair, spec)
+    assert needs_repair(pair, spec)
     stats = BACKEND.forward(pair, spec, OPTIONS)
     without = dataclasses.replace(pair, bias=bias - shift, row_shift=torch.zeros(70))
-    assert not doubted(without, spec)
+    assert not needs_repair(without, spec)
     want = BACKEND.forward(without, spec, OPTIONS)
     assert (stats.row_lse - want.row_lse).abs().max() < 1e-3
     if col_lse:

@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter: macro-tiles within the workspace, refusals, sizes and launches."""
 
 import dataclasses
+import doctest
 import logging
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
 
 import tilewise as tw
+from benchmarks import tune
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, Forward
@@ -69,10 +72,16 @@ def macro_of(kind, pair, spec, options=OPTIONS, sizes=sizes.INTERPRETED):
     work = object.__new__(kind)
     n, m = pair.a.shape[0], pair.b.shape[0]
     work.__dict__ |= {"call": SimpleNamespace(options=options), "pair": pair, "spec": spec, "sizes": sizes}
-    work.__dict__ |= {"n": n, "m": m, "d": pair.a.shape[1]}
+    work.__dict__ |= {"n": n, "m": m, "d": pair.a.shape[1], "saved": None}
     return work._macro()
 
 
+TILE_SIZES = {
+    size
+    for row in sizes.TABLE.values()
+    for size in (row.forward, row.gradient, row.forward_wide, row.gradient_wide)
+    if size is not None
+}
 SHAPES = [(300, 70_000), (70_000, 300), (16_384, 16_384), (16_384, 1_000_000), (1_000_000, 1_000_000), (5000, 5000)]
 
 
@@ -92,7 +101,7 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
         if spec.symmetric and n != m:
             continue
         pair = Pair(a=torch.empty(n, d, dtype=dtype, device="meta"), b=torch.empty(m, d, device="meta"), scale=None)
-        for size in [row for pairs in sizes.TABLE.values() for row in pairs] + list(sizes.WIDE_TABLE[9, 2]):
+        for size in TILE_SIZES:
             tile = max(size.rows, size.cols)
             rows, cols = macro_of(Forward, pair, spec, options, size)
             rows, cols = min(rows, n), min(cols, m)
@@ -138,7 +147,7 @@ REFUSED = {
 @pytest.mark.parametrize("pair, spec, reason", REFUSED.values(), ids=REFUSED)
 def test_a_refusal_has_a_reason(pair, spec, reason):
     with pytest.raises(BackendError, match=rf"backend 'triton' cannot serve .*{reason}.*backend=\"auto\""):
-        select.choose_backend(pair, spec, OPTIONS)
+        select.choose_backend(pair.shape, spec, OPTIONS)
 
 
 def test_auto_takes_torch_and_says_why(caplog):
@@ -146,32 +155,61 @@ def test_auto_takes_torch_and_says_why(caplog):
         tw.nt_xent(torch.eye(4, dtype=torch.float64))
     assert "backend triton not chosen: it needs a CUDA device" in caplog.text
     assert "backend torch chosen" in caplog.text
-    assert select.choose_backend(a_pair(), ROWS, OPTIONS).name == "triton"
+    assert select.choose_backend(a_pair().shape, ROWS, OPTIONS).name == "triton"
 
 
 # Sizes and launches ----------------------------------------------------------------------------------------------
 
-SHARED_KIB = {8: 163, 9: 227, 10: 227}  # of one multiprocessor, for programs
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "other": 99}  # of one multiprocessor, for programs
+CARDS = {(8, 0): "sm_80", (8, 7): "sm_80", (8, 6): "other", (8, 9): "other", (9, 0): "sm_90", (10, 0): "sm_100"}
+CARDS |= {(10, 3): "sm_100", (12, 0): "other", (13, 0): "other"}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)])
+@pytest.fixture(params=CARDS, ids=str)
+def card(request, monkeypatch):
+    """A card of this compute capability, and its architecture in the table."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    return CARDS[request.param]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("width", [64, 4096])
 @pytest.mark.parametrize("columns", [False, True])
-def test_sizes_suit_the_card(capability, dtype, width, columns, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    pair = sizes.sizes_for(torch.device("cuda"), dtype, width, columns=columns)
-    small = capability in ((8, 6), (8, 9), (12, 0)) or capability[0] not in SHARED_KIB
-    assert (pair == sizes.SAFE[dtype.itemsize]) == small
-    limit = 99 if small else SHARED_KIB[capability[0]]
-    for size in pair:
+def test_sizes_suit_the_card(card, dtype, width, columns):
+    device, row = torch.device("cuda"), sizes.TABLE[card, dtype.itemsize]
+    forward = sizes.forward_sizes(device, dtype, width, columns=columns)
+    gradient = sizes.gradient_sizes(device, dtype, width)
+    wide = row.forward_wide is not None and width == 4096
+    assert forward == (row.forward_wide if wide and not columns else row.forward)
+    assert gradient == (row.gradient_wide if wide else row.gradient)
+    for size in (forward, gradient, *(sizes.mass_sizes(device, dtype, cols) for cols in (16, 128, 256))):
         assert {size.rows, size.cols, size.depth} <= {16, 32, 64, 128, 256}
         block = min(MERGE_BLOCK, size.rows, size.cols)
         assert size.rows % block == size.cols % block == 0
         held = size.programs * size.stages * (size.rows + size.cols) * size.depth * dtype.itemsize
-        assert held <= limit * 1024
-    if columns and not small:  # 128 x 256 tiles are slow where columns are summed
-        assert pair[0].cols <= 128
+        assert held <= SHARED_KIB[card] * 1024
+    if columns:  # 128 x 256 tiles are slow where columns are summed
+        assert forward.cols <= 128
+
+
+@pytest.mark.parametrize("item", [2, 4])
+def test_the_filter_fits_100_kib_with_one_stage_more(item):
+    """Triton 3.9 takes one stage more than 3.6."""
+    row, width = sizes.TABLE["other", item], 256
+    masses, pairs = row.filter_masses, row.filter_pairs
+    for rows, depth, stages in ((masses.rows, masses.depth, masses.stages), (pairs.rows, pairs.depth, pairs.stages)):
+        assert (stages + 1) * (rows + width) * depth * item <= 99 * 1024
+
+
+@pytest.mark.parametrize("module", [sizes, tune], ids=lambda module: module.__name__)
+def test_the_examples_of_the_size_table(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_narrow_tiles_of_the_filter_have_their_own_columns():
+    cpu = torch.device("cpu")
+    assert sizes.mass_sizes(cpu, torch.float32, 16) == Sizes(64, 16, 64, 1, 1, 1, 2)
+    assert sizes.pair_sizes(cpu, torch.float32) == sizes.INTERPRETED_PAIRS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])

@@ -1,5 +1,4 @@
-"""How the kernels cut their work, in Triton's interpreter: strips of tiles whose columns are added up first, and tiles
-that are written in pieces."""
+"""Strips of tiles whose columns are added up first, and tiles that are written in pieces, in Triton's interpreter."""
 
 import dataclasses
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, PairShape, PairSpec
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
-from tilewise.kernels.triton_impl.sizes import interpreted, sizes_for
+from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
 from tilewise.options import TileOptions
@@ -40,7 +40,7 @@ class TritonBackend(Backend):
     offers_ranks = True
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """The first thing that these kernels cannot do."""
+        """The first reason why these kernels cannot serve the call, or None."""
         if reason := why_not_here(shape.device, shape.dtype):
             return reason
         if shape.width > LARGEST_WIDTH:
@@ -55,28 +55,9 @@ class TritonBackend(Backend):
             return "it has entropies and largest scores beside one positive in each row only"
         return None
 
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-        """Statistics, macro-tile by macro-tile."""
-        return two_pass.forward(pair, spec, options)
-
-    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """The same, and the exponentials of some columns."""
-        return two_pass.forward_saving(pair, spec, options)
-
-    def backward(
-        self,
-        pair: Pair,
-        stats: Stats,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        *,
-        grad_dtype: torch.dtype | None = None,
-        saved: object | None = None,
-    ) -> Grads:
-        """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes a gradient."""
-        return two_pass.backward(pair, stats, grad, needs, spec, options, grad_dtype=grad_dtype, saved=saved)
+    forward = staticmethod(two_pass.forward)
+    forward_saving = staticmethod(two_pass.forward_saving)
+    backward = staticmethod(two_pass.backward)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
         """Half-type gradients are summed in float32, unless one macro-tile holds all rows."""
@@ -84,14 +65,14 @@ class TritonBackend(Backend):
             return 0
         if spec.symmetric:
             return 4 * shape.rows * shape.width
-        sizes = sizes_for(shape.device, shape.dtype, shape.width, columns=spec.col_lse)[1]
+        sizes = gradient_sizes(shape.device, shape.dtype, shape.width)
         rows, _ = macro_tile(shape, spec, sizes, options)
         return (
             4 * shape.cols * shape.width if needs.b and rows < shape.rows else 4 * min(rows, shape.rows) * shape.width
         )
 
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
-        """Decided by what is the same on all ranks of a group."""
+        """Depends only on what all ranks of a group share."""
         if reason := why_not_here(device, dtype):
             return reason
         if not 0 < width <= LARGEST_WIDTH:
@@ -99,5 +80,5 @@ class TritonBackend(Backend):
         return None
 
     def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """Ranks counted where the scores are computed."""
+        """A scorer that stores no scores."""
         return FusedScorer(device, width, dtype, options)

@@ -1,50 +1,44 @@
-"""Pieces that the kernels share. Scores are in units of log2 inside a kernel: exp2 is what the hardware has.
+"""Numbers and functions that the kernels share. Inside a kernel scores are in units of log2, because the hardware has exp2.
 
 Axes: R, C rows and columns of a tile; D features, K of them at a time.
 
-Constants stand on the left of `&` and `==`: Triton's interpreter hands switches over as plain numbers.
+Parameters of kernels have this order: scores (features, scale, bias, softcap), keys, shifts and weights, statistics,
+gradients of statistics, outputs, numbers, and after all of these the compile-time constants.
+
+Constants stand on the left of `&` and `==`, because Triton's interpreter passes switches as plain numbers.
 """
 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import BIAS, DIAGONAL, MANY, MASK_SELF, ONE_BIAS, SKIP, SOFTCAP
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALLEST_SUM = tl.constexpr(2.0**-80)  # what underflows below it is 2**-38 of it at most
+SMALLEST_SUM = tl.constexpr(2.0**-80)  # a score that underflows below it is at most 2**-38 of the sum
 LARGEST_SUM = tl.constexpr(2.0**120)
-
-# What a score is made of beside its product (bits of SCORE)
-BIAS = tl.constexpr(1)  # one number for each column
-SOFTCAP = tl.constexpr(2)
-SKIP = tl.constexpr(4)
-MASK_SELF = tl.constexpr(8)
-ONE_BIAS = tl.constexpr(16)  # the same number for all columns
-
-# Positives (values of POSITIVE)
-DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
-ONE = tl.constexpr(2)  # row_key holds the global index of the column
-MANY = tl.constexpr(3)  # equal keys
+NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 
 
 @triton.jit
 def in_units(stride, UNIT: tl.constexpr):
-    """The stride, in a form in which the compiler sees that it is a multiple of UNIT, and reads as much at once."""
+    """The stride, written so that the compiler knows that UNIT divides it and reads as much at once."""
     return stride // UNIT * UNIT
 
 
 @triton.jit
 def row_stride(features, stride):
-    """That of features whose rows start at 16-byte addresses."""
+    """The stride of features whose rows start at 16-byte addresses."""
     return in_units(stride, 128 // features.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
 def tile_place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile, GROUP row tiles abreast so that column tiles are found in the cache."""
-    in_group = GROUP * col_tiles
-    first = (tile // in_group) * GROUP
-    abreast = tl.minimum(row_tiles - first, GROUP)
-    return first + (tile % in_group) % abreast, (tile % in_group) // abreast
+    """Row and column of a tile. GROUP row tiles share their column tiles, which are then in the cache."""
+    per_group = GROUP * col_tiles
+    first = (tile // per_group) * GROUP
+    row_count = tl.minimum(row_tiles - first, GROUP)
+    return first + (tile % per_group) % row_count, (tile % per_group) // row_count
 
 
 @triton.jit
@@ -76,7 +70,7 @@ def same_sample(rows, cols, ahead):
 
 @triton.jit
 def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
-    """The column of each row's only positive in this macro-tile, whose columns start at first; -1 if elsewhere."""
+    """The column of each row's only positive in this macro-tile, whose columns start at ``first``; -1 if elsewhere."""
     if DIAGONAL == POSITIVE:
         key = rows.to(tl.int64) + ahead
     else:
@@ -92,7 +86,7 @@ def positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE: tl.conste
     if MANY == POSITIVE:
         key = tl.load(row_key + rows, mask=rows < n, other=-1)
         other = tl.load(col_key + cols, mask=cols < m, other=-3)
-        hit = key[:, None] == other[None, :]  # ranks: -1 is a row that matches nothing, and no column
+        hit = key[:, None] == other[None, :]  # a row of rank -1 matches no column
     else:
         hit = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)[:, None] == cols[None, :]
     if MASK_SELF & SCORE:
@@ -114,9 +108,9 @@ def any_here(
 @triton.jit
 def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
                SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0):  # fmt: skip
-    """Scores less ``shift``, in units of log2, -inf in columns past the end and where a pair never meets."""
+    """Scores less ``shift``, in units of log2; -inf in columns past the end and for excluded pairs."""
     inside = cols < m
-    # A column past the end gets an offset of -inf: no selection per score, the offset rides on the product.
+    # A column past the end gets an offset of -inf. It is added to the product, so no score needs a selection.
     if BIAS & SCORE:
         offset = tl.load(bias + cols, mask=inside, other=float("-inf"))
     elif ONE_BIAS & SCORE:
@@ -124,26 +118,39 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     else:
         offset = tl.where(inside, 0.0, float("-inf"))
     if SOFTCAP & SCORE:
-        # The cap lifts a bias of -inf to -softcap, as its equation says; only columns past the end stay out.
+        # By its equation the cap turns a bias of -inf into -softcap. Only columns past the end stay at -inf.
         x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
         x = tl.where(inside[None, :], x, float("-inf")) - shift
     else:
         x = acc * (scale * LOG2E) + (offset * LOG2E - shift)[None, :]
     if SKIP & SCORE:
         one = tl.load(row_skip + rows, mask=rows < n, other=-2)
-        apart = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
+        excluded = one[:, None] == tl.load(col_skip + cols, mask=inside, other=-3)[None, :]
         if POSITIVE != 0:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-            apart = apart & (hit == 0)
-        x = tl.where(apart, float("-inf"), x)
+            excluded = excluded & (hit == 0)
+        x = tl.where(excluded, float("-inf"), x)
     if MASK_SELF & SCORE:
         x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
     return x
 
 
 @triton.jit
+def scored_tile(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0):  # fmt: skip
+    """Rows and columns of a tile, and its scores as in `score_tile`."""
+    acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+    rows = tile_row * R + tl.arange(0, R)
+    cols = tile_col * C + tl.arange(0, C)
+    x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
+                   SCORE, POSITIVE, shift)  # fmt: skip
+    return rows, cols, x
+
+
+@triton.jit
 def near_sums(e):
-    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper they are 8 and 64 apart."""
+    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper these rows are 8 and 64 apart."""
     R: tl.constexpr = e.shape[0]
     C: tl.constexpr = e.shape[1]
     if R >= 64:
@@ -161,7 +168,7 @@ def halves(tile):
 
 @triton.jit
 def store_tile(desc, row, col, tile):
-    """Write a tile, at once or in 2 or 4 pieces of as many columns as ``desc`` has: those on their way take shared memory."""
+    """Write a tile at once, or in 2 or 4 pieces of as many columns as ``desc`` has: pieces take less shared memory."""
     C: tl.constexpr = tile.shape[1]
     W: tl.constexpr = desc.block_shape[1]
     tile = tile.to(desc.dtype)

@@ -4,8 +4,8 @@
     row count_i = sum_j before_ij          column count_j: the same with rows and columns exchanged
 
 Counts are whole numbers, so atomic additions give the same sum in any order. The right answers' scores come from the
-same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept; with ids, from the best of a tile: a score depends on its two feature
-vectors alone, and equal gallery rows tie exactly.
+same product of a tile (`tile_dot`, equal sizes), of which the diagonal is kept; with ids, from the best of a tile. So a
+score depends on its two feature vectors alone, and equal gallery rows tie exactly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
-from tilewise.kernels.triton_impl.launch.call import FULL, Prepared, cdiv, on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.launch.call import cdiv, exact_products, on_device, pieces, readable, vector
+from tilewise.kernels.triton_impl.launch.prepared import Prepared, kernel
 from tilewise.kernels.triton_impl.primitives import tile_dot, tile_place
-from tilewise.kernels.triton_impl.sizes import multiprocessors, sizes_for
+from tilewise.kernels.triton_impl.sizes import forward_sizes, multiprocessors
 from tilewise.options import TileOptions
 
-PAIRS_AT_ONCE = 2**35  # scores of one launch: some 0.1 s of an H200, so that a progress bar moves
+PAIRS_AT_ONCE = 2**35  # scores of one launch: about 0.1 s on an H200, so that a progress bar moves
 ANSWERS_AT_ONCE = 4  # of a query, for one product
 GATHERED_BYTES = 2**24  # of right answers, copied in the order of their queries
 NONE = -(2**63)  # no best yet
@@ -39,11 +39,11 @@ def goes_before(x, score, index, place):
     return (x > score) | ((x == score) & (index < place))
 
 
-@triton.jit(do_not_specialize=["n", "m", "hidden"])
+@kernel(optional=("col_score", "col_place", "col_count", "hide"), dynamic=("n", "m", "hidden"))
 def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col_place, col_count, hide, n, m, hidden,
                  D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
                  PROGRAMS: tl.constexpr, EXACT: tl.constexpr, ANSWERS: tl.constexpr):  # fmt: skip
-    """Adds to row_count (ANSWERS, n) and, where it is asked for, to col_count (m,). hide is (hidden, n): columns, or -1."""
+    """Add to row_count (ANSWERS, n) and, if given, to col_count (m,). hide is (hidden, n): columns, or -1."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     steps = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), PROGRAMS)
     for step in tl.range(0, steps, flatten=hide is None):
@@ -71,10 +71,10 @@ def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col
             tl.atomic_add(col_count + cols, tl.sum(before.to(tl.int32), 0), mask=ok_cols, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(dynamic=("n",))
 def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """x_ii of the C columns of this program, out of the whole tile around them."""
+    """x_ii of the C columns of this program, from the whole tile that contains them."""
     first = tl.program_id(0) * C
     top = first // R * R
     x = tile_dot(a_desc, b_desc, top, first, D, R, C, K, EXACT)
@@ -85,7 +85,7 @@ def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C:
 
 @triton.jit
 def best_key(x, index):
-    """Score and index as one number: the larger, the higher the score and, of equals, the lower the index."""
+    """Score and index as one number. It is larger for a higher score and, at equal scores, for a lower index."""
     x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
     bits = x.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ LAST, bits).to(tl.int64) << 32) | (index ^ LAST).to(tl.int64)
@@ -93,7 +93,7 @@ def best_key(x, index):
 
 @triton.jit
 def right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m):
-    """Where a row and a column have the same id, and are not hidden from one another."""
+    """Where a row and a column have the same id and are not hidden."""
     ok_rows, ok_cols = rows < n, cols < m
     mine, theirs = tl.load(row_ids + rows, mask=ok_rows, other=0), tl.load(col_ids + cols, mask=ok_cols, other=0)
     right = (mine[:, None] == theirs[None, :]) & ok_rows[:, None] & ok_cols[None, :]
@@ -105,11 +105,11 @@ def right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m):
     return right
 
 
-@triton.jit(do_not_specialize=["n", "m", "hidden"])
+@kernel(optional=("col_best", "hide"), dynamic=("n", "m", "hidden"))
 def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m, hidden,
                 D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
                 PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """The best column of equal id of each row, and row of each column, as keys. A tile without such a pair costs no product."""
+    """The best column of equal id of each row, and row of each column, as keys. A tile without equal ids needs no product."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     steps = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), PROGRAMS)
     for step in range(0, steps):
@@ -119,7 +119,7 @@ def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m
         right = right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m)
         if tl.max(tl.max(right.to(tl.int32), 1), 0) > 0:
             x = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-            # Looked up again: a mask that is kept during a product takes its registers.
+            # Computed again: a mask kept during the product would take registers.
             x = tl.where(right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m), x, float("-inf"))
             top = tl.max(x, 1)
             at = tl.min(tl.where(x == top[:, None], cols[None, :], m), 1)
@@ -131,7 +131,7 @@ def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m
 
 
 def as_best(key: Tensor, first: int) -> Best:
-    """What the keys of `best_kernel` say, with indices from `first` on."""
+    """The scores and indices of the keys of `best_kernel`; indices start at ``first``."""
     bits = (key >> 32).to(torch.int32)
     score = torch.where(bits < 0, bits ^ LAST.value, bits).view(torch.float32)
     none = key == NONE
@@ -140,34 +140,32 @@ def as_best(key: Tensor, first: int) -> Best:
 
 
 class FusedScorer:
-    """A `kernels.ranks.Scorer` of Triton kernels; the host sees no tile."""
+    """A `kernels.ranks.Scorer` of Triton kernels; no tile is stored."""
 
     side = 0
     dtype = torch.float32
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> None:
         self.device, self.width = device, width
-        self.sizes = sizes_for(device, dtype, width, columns=True)[0]
-        precision = float32_precision() if options.precision == "torch" else options.precision
-        self.exact = FULL if precision == "highest" else "tf32"
+        self.sizes = forward_sizes(device, dtype, width, columns=True)
+        self.exact = exact_products(options)
         self.step = max(self.sizes.rows, min(options.workspace_bytes, GATHERED_BYTES) // (width * dtype.itemsize))
-        self.key = (dtype, width, self.exact, self.sizes)
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
-        """As a `Scorer` does: the answers are gathered in the order of their queries."""
+        """See `Scorer`. The answers are gathered in the order of their queries."""
         for rows in pieces(block.queries.shape[0] if block.items.shape[0] else 0, self.step):
             items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
-            kernel = self._prepared(diagonal_kernel, (), block.queries[rows], items)
+            prepared = self._prepared(diagonal_kernel, block.queries[rows], items)
             with on_device(items):
-                kernel.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
+                prepared.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
             into[rows] = torch.where(inside, own, into[rows])
-            del items, kernel  # before the next ones are gathered
+            del items, prepared  # free them before the next are gathered
 
     def find_best(
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
     ) -> None:
-        """As a `Scorer` does, a part of the gallery at a time."""
+        """See `Scorer`. One part of the gallery at a time."""
         n, queries = block.queries.shape[0], readable(block.queries)
         for here, values in self._parts(block):
             keys = [
@@ -176,7 +174,7 @@ class FusedScorer:
             ]
             values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
             values |= dict(zip(("row_best", "col_best"), keys, strict=False))
-            self._over_tiles(best_kernel, (), queries, block.items[here], values)
+            self._over_tiles(best_kernel, queries, block.items[here], values)
             found = as_best(keys[0], block.col_offset + here.start)
             rows_best.merge_(found.score, found.index)
             if cols_best is not None:
@@ -187,7 +185,7 @@ class FusedScorer:
     def count_better(
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As a `Scorer` does, a part of the gallery at a time."""
+        """See `Scorer`. One part of the gallery at a time."""
         n, c = block.queries.shape[0], block.items.shape[0]
         counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int32)
@@ -206,7 +204,7 @@ class FusedScorer:
                 values["row_place"] = local_places(index, block.col_offset + here.start)
                 values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
                 values["ANSWERS"] = len(some)
-                self._over_tiles(count_kernel, (len(some),), queries, block.items[here], values)
+                self._over_tiles(count_kernel, queries, block.items[here], values)
                 counts[k] += values["row_count"]
                 if col_counts is not None and k.start == 0:  # counted once
                     col_counts[here] = values["col_count"]
@@ -215,7 +213,7 @@ class FusedScorer:
         return counts.long(), None if col_counts is None else col_counts.long()
 
     def _parts(self, block: Block) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Parts of the gallery, and what all kernels want to know of them."""
+        """Parts of the gallery, and the arguments that all kernels need for them."""
         n = block.queries.shape[0]
         for here in pieces(block.items.shape[0], max(PAIRS_AT_ONCE // n, self.sizes.cols)) if n else ():
             values: dict[str, Any] = {"n": n, "m": here.stop - here.start, "hidden": 0}
@@ -225,32 +223,22 @@ class FusedScorer:
                 values |= {"hide": hide, "hidden": hidden.shape[1]}
             yield here, values
 
-    def _over_tiles(
-        self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor, values: dict[str, Any]
-    ) -> None:
+    def _over_tiles(self, kernel: Any, queries: Tensor, items: Tensor, values: dict[str, Any]) -> None:
         """Persistent programs over all tiles."""
         programs = multiprocessors(self.device) * self.sizes.programs
-        prepared = self._prepared(kernel, key, queries, items)
+        prepared = self._prepared(kernel, queries, items)
         with on_device(queries):
             prepared.put({"GROUP": self.sizes.group, "PROGRAMS": programs}).put(values).launch(programs)
 
-    def _prepared(self, kernel: Any, key: tuple[Any, ...], queries: Tensor, items: Tensor) -> Prepared:
+    def _prepared(self, kernel: Any, queries: Tensor, items: Tensor) -> Prepared:
         """A kernel with its tiles."""
-        sizes = self.sizes
-        a, b = readable(queries), readable(items)
-        return Prepared(kernel, self.device, sizes.warps, sizes.stages, (*self.key, *key)).put(
-            {
-                "a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]),
-                "b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]),
-                "D": self.width,
-                "R": sizes.rows,
-                "C": sizes.cols,
-                "K": sizes.depth,
-                "EXACT": self.exact,
-            }
-        )
+        sizes, a, b = self.sizes, readable(queries), readable(items)
+        prepared = Prepared(kernel, self.device, sizes.warps, sizes.stages)
+        prepared.put({"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth])})
+        prepared.put({"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "D": self.width})
+        return prepared.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "EXACT": self.exact})
 
 
 def local_places(index: Tensor, first: int) -> Tensor:
-    """Global indices from `first` on as int32; -1 (before all) stays below 0, and what is far behind is far behind."""
+    """Global indices relative to ``first``, clamped to int32; -1 stays negative."""
     return (index - first).clamp(-1, 2**31 - 1).to(torch.int32).contiguous()

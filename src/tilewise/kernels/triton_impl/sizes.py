@@ -1,10 +1,12 @@
-"""Block sizes from a plain table: one row per architecture, kernel and width of the type.
+"""Tile sizes of all kernels in one table: a row for each architecture and number of bytes of the type.
 
-`benchmarks/tune.py` measures candidates and prints rows for this table. A card that is not listed gets the safe row.
+`benchmarks/tune.py` measures candidates and prints rows of this table. CONTRIBUTING.md explains how to add an
+architecture.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sizes:
-    """How one kernel cuts its work."""
+    """How a kernel over tiles divides its work."""
 
     rows: int  # of a tile
     cols: int
@@ -23,29 +25,89 @@ class Sizes:
     stages: int
     programs: int  # resident programs per multiprocessor
     group: int  # row tiles that share their column tiles in the cache
-    pieces: int = 1  # in which a tile is written: less shared memory
+    pieces: int = 1  # in which a tile is written: more pieces take less shared memory
     strip: int = 1  # row tiles whose columns one program adds up
 
 
-# (major compute capability, bytes of the type) -> (forward, gradient)
-TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
-    (8, 2): (Sizes(128, 128, 32, 4, 3, 2, 8), Sizes(128, 128, 32, 8, 3, 1, 8)),
-    (8, 4): (Sizes(64, 64, 32, 4, 3, 2, 8), Sizes(64, 64, 32, 4, 3, 2, 8)),
-    (9, 2): (Sizes(128, 128, 64, 4, 3, 2, 16, strip=8), Sizes(128, 128, 64, 4, 3, 2, 16, pieces=4)),
-    (9, 4): (Sizes(128, 64, 32, 4, 3, 2, 8), Sizes(128, 64, 32, 4, 3, 2, 8)),
-    (10, 2): (Sizes(128, 128, 64, 4, 2, 2, 16), Sizes(128, 128, 32, 4, 2, 2, 8)),
-    (10, 4): (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
+@dataclass(frozen=True)
+class PairSizes:
+    """How the kernels over kept (row, tile) pairs of the filter divide their work."""
+
+    rows: int  # pairs at a time
+    depth: int  # features at a time, of the scores and of the row gradients
+    columns: int  # features at a time, of the column gradients
+    warps: int
+    column_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSizes:
+    """One row of the table. The wide sizes are for `WIDE` features or more; None: same as the others.
+
+    The default sizes of the filter fit cards with 160 KiB of shared memory, for types of up to 4 bytes.
+    """
+
+    forward: Sizes  # statistics in forward, and ranks
+    gradient: Sizes  # G in backward, and exponentials in one pass
+    forward_wide: Sizes | None = None  # where no columns are summed
+    gradient_wide: Sizes | None = None
+    filter_masses: Sizes = Sizes(64, 256, 32, 8, 2, 1, 8)  # with tiles of 256 columns
+    filter_masses_narrow: Sizes = Sizes(64, 128, 32, 4, 2, 1, 8)  # with tiles of fewer columns; `cols` is their number
+    filter_pairs: PairSizes = PairSizes(16, 32, 64, 4, 8, 2)
+
+
+WIDE = 1024  # from here on the product takes longer than the exponentials, and larger tiles pay
+SMALL_SHARED = ((8, 6), (8, 9), (12, 0), (12, 1))  # capabilities of cards with 100 KiB of shared memory, not 160 to 228
+# (architecture, bytes of the type) -> sizes. Only sm_90 is measured; the others are chosen to fit the shared memory.
+TABLE: dict[tuple[str, int], KernelSizes] = {
+    ("sm_80", 2): KernelSizes(
+        forward=Sizes(128, 128, 32, 4, 3, 2, 8),
+        gradient=Sizes(128, 128, 32, 8, 3, 1, 8),
+        filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
+    ),
+    ("sm_80", 4): KernelSizes(
+        forward=Sizes(64, 64, 32, 4, 3, 2, 8),
+        gradient=Sizes(64, 64, 32, 4, 3, 2, 8),
+    ),
+    ("sm_90", 2): KernelSizes(
+        forward=Sizes(128, 128, 64, 4, 3, 2, 16, strip=8),
+        gradient=Sizes(128, 128, 64, 4, 3, 2, 16, pieces=4),
+        forward_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
+        gradient_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
+        filter_masses=Sizes(128, 256, 64, 8, 3, 1, 16),
+        filter_masses_narrow=Sizes(128, 128, 64, 4, 3, 2, 16),
+        filter_pairs=PairSizes(64, 64, 128, 8, 8, 3),
+    ),
+    ("sm_90", 4): KernelSizes(
+        forward=Sizes(128, 64, 32, 4, 3, 2, 8),
+        gradient=Sizes(128, 64, 32, 4, 3, 2, 8),
+    ),
+    ("sm_100", 2): KernelSizes(
+        forward=Sizes(128, 128, 64, 4, 2, 2, 16),
+        gradient=Sizes(128, 128, 32, 4, 2, 2, 8),
+        filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
+    ),
+    ("sm_100", 4): KernelSizes(
+        forward=Sizes(64, 64, 32, 4, 2, 2, 8),
+        gradient=Sizes(64, 64, 32, 4, 2, 2, 8),
+    ),
+    # Cards with 100 KiB of shared memory, and all that are not listed. Triton 3.9 takes one stage more than 3.6.
+    ("other", 2): KernelSizes(
+        forward=Sizes(64, 64, 32, 4, 2, 2, 8),
+        gradient=Sizes(64, 64, 32, 4, 2, 2, 8),
+        filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
+    ),
+    ("other", 4): KernelSizes(
+        forward=Sizes(32, 32, 32, 4, 2, 2, 8),
+        gradient=Sizes(32, 32, 32, 4, 2, 2, 8),
+        filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
+        filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
+        filter_pairs=PairSizes(16, 16, 64, 4, 8, 2),
+    ),
 }
-# From WIDE features on the product outweighs the exponentials, and larger tiles pay where no columns are summed.
-WIDE = 1024
-WIDE_TABLE: dict[tuple[int, int], tuple[Sizes, Sizes]] = {
-    (9, 2): (Sizes(128, 256, 64, 8, 3, 1, 16), Sizes(128, 256, 64, 8, 3, 1, 16)),
-}
-SAFE = {
-    2: (Sizes(64, 64, 32, 4, 2, 2, 8), Sizes(64, 64, 32, 4, 2, 2, 8)),
-    4: (Sizes(32, 32, 32, 4, 2, 2, 8), Sizes(32, 32, 32, 4, 2, 2, 8)),
-}
-INTERPRETED = Sizes(64, 64, 64, 1, 1, 1, 2)  # the interpreter pays per block operation: few, large blocks
+INTERPRETED = Sizes(64, 64, 64, 1, 1, 1, 2)  # in the interpreter each block operation is slow: few, large blocks
+INTERPRETED_PAIRS = PairSizes(64, 64, 64, 1, 1, 1)
 
 
 def interpreted() -> bool:
@@ -53,23 +115,52 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def sizes_for(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> tuple[Sizes, Sizes]:
-    """The sizes of the forward and of the gradient kernel; ``columns``: whether statistics of columns are wanted."""
-    if device.type != "cuda":
-        return INTERPRETED, INTERPRETED
-    major, minor = torch.cuda.get_device_capability(device)
-    small = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1))  # 100 KiB of shared memory, not 160 to 228
-    if small:
-        return SAFE[dtype.itemsize]
-    key = major, dtype.itemsize
-    forward, gradient = TABLE.get(key, SAFE[dtype.itemsize])
-    if width >= WIDE and key in WIDE_TABLE:
-        wide_forward, gradient = WIDE_TABLE[key]
-        forward = forward if columns else wide_forward
-    return forward, gradient
+def architecture(capability: tuple[int, int]) -> str:
+    """The architecture in the table for a compute capability.
+
+    >>> [architecture(capability) for capability in ((8, 0), (8, 9), (10, 3), (13, 0))]
+    ['sm_80', 'other', 'sm_100', 'other']
+    """
+    name = f"sm_{capability[0]}0"
+    return name if (name, 2) in TABLE and capability not in SMALL_SHARED else "other"
+
+
+def row_of(device: torch.device, item: int) -> KernelSizes | None:
+    """The row for a device and a type of ``item`` bytes; None in the interpreter."""
+    return None if device.type != "cuda" else TABLE[architecture(torch.cuda.get_device_capability(device)), item]
+
+
+def forward_sizes(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> Sizes:
+    """Sizes of the kernels in forward; ``columns``: whether statistics of columns are computed."""
+    row = row_of(device, dtype.itemsize)
+    if row is None:
+        return INTERPRETED
+    return row.forward_wide if row.forward_wide is not None and width >= WIDE and not columns else row.forward
+
+
+def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Sizes:
+    """Sizes of the kernels that compute G or exponentials."""
+    row = row_of(device, dtype.itemsize)
+    if row is None:
+        return INTERPRETED
+    return row.gradient_wide if row.gradient_wide is not None and width >= WIDE else row.gradient
+
+
+def mass_sizes(device: torch.device, dtype: torch.dtype, cols: int) -> Sizes:
+    """Sizes of `mass_kernel` of the filter, whose tiles have ``cols`` columns."""
+    row = row_of(device, dtype.itemsize)
+    if row is None:
+        return dataclasses.replace(INTERPRETED, cols=cols)
+    return dataclasses.replace(row.filter_masses if cols == 256 else row.filter_masses_narrow, cols=cols)
+
+
+def pair_sizes(device: torch.device, dtype: torch.dtype) -> PairSizes:
+    """Sizes of the kernels over kept pairs of the filter."""
+    row = row_of(device, dtype.itemsize)
+    return INTERPRETED_PAIRS if row is None else row.filter_pairs
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many of them the card has; 1 in the interpreter."""
+    """The number of multiprocessors of the card; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

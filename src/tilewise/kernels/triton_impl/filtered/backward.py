@@ -1,12 +1,10 @@
-"""Backward of the filter: the gradients of the pairs that are kept, and of what stands in for the others."""
+"""Backward of the filter: the gradients of the kept pairs, and of the tile means that replace the others."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -15,45 +13,20 @@ from torch import Tensor
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.filter_plan import columns_of_tiles, tile_count
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
-from tilewise.kernels.triton_impl.filtered import kernels as skipping
+from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.filtered.forward import units
-from tilewise.kernels.triton_impl.launch.call import Call, Prepared, cdiv, unit_of, vector
-from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
-from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, product
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, vector
+from tilewise.kernels.triton_impl.sizes import pair_sizes
+from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
 LIST_BLOCK = 1024
 
 
-@dataclass(frozen=True)
-class PairSizes:
-    """How `pair_kernel` and `column_kernel` cut their work."""
-
-    rows: int  # pairs at a time
-    depth: int  # features at a time, of the scores and of the row gradients
-    columns: int  # features at a time, of the column gradients
-    warps: int
-    column_warps: int
-    stages: int
-
-
-def pair_sizes(device: torch.device, item: int) -> PairSizes:
-    """The sizes for this device and type."""
-    if device.type != "cuda":
-        return PairSizes(64, 64, 64, 1, 1, 1)
-    return pair_sizes_of(torch.cuda.get_device_capability(device)[0], item)
-
-
-def pair_sizes_of(major: int, item: int) -> PairSizes:
-    """From a plain table, by the card's major compute capability."""
-    if item == 4:
-        return PairSizes(16, 32, 64, 4, 8, 2)
-    return PairSizes(64, 64, 128, 8, 8, 3) if major == 9 else PairSizes(64, 32, 64, 8, 8, 2)
-
-
-class SkipBackward:
-    """The kept pairs, a group of tiles at a time; the tiles' means for the others."""
+class FilterBackward:
+    """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
 
     def __init__(
         self,
@@ -73,20 +46,20 @@ class SkipBackward:
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
 
     def run(self) -> Grads | None:
-        """All of them, or None if too many pairs are kept."""
+        """The gradients, or None if too many pairs are kept."""
         kept, keep_all = self.plan.kept, self.plan.keep_all
         if kept.is_cuda:
-            there = torch.empty(self.tiles + 1, dtype=kept.dtype, device="cpu", pin_memory=True)
-            there[: self.tiles].copy_(kept, non_blocking=True)
-            there[self.tiles :].copy_(keep_all, non_blocking=True)
+            host = torch.empty(self.tiles + 1, dtype=kept.dtype, device="cpu", pin_memory=True)
+            host[: self.tiles].copy_(kept, non_blocking=True)
+            host[self.tiles :].copy_(keep_all, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        # Everything that does not need to know how many pairs there are is launched, or made ready, before the host waits.
+        # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
         self._prepare()
         if kept.is_cuda:
             copied.synchronize()
-            kept, keep_all = there[: self.tiles], there[self.tiles :]
+            kept, keep_all = host[: self.tiles], host[self.tiles :]
         counts = kept.tolist()
         if keep_all.item() or sum(counts) > self.most_pairs:
             return None
@@ -96,7 +69,7 @@ class SkipBackward:
         return self._finish()
 
     def _start(self) -> None:
-        """What was dropped: its means for the rows, its share of each tile for the columns."""
+        """The dropped pairs: tile means for the rows, a share of each tile for the columns."""
         pair, scale = self.pair, self.pair.scale
         self.call = Call.of(pair, self.spec, self.options)
         nothing = None
@@ -109,7 +82,7 @@ class SkipBackward:
             self.size = largest_gradient(self.grad).to(scale)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.count = columns_of_tiles(self.plan.order, pair.bias)
-        # In float16 the tolerance comes last: masses of a millionth would lose their digits.
+        # In float16 the tolerance is multiplied last: masses of a millionth would lose their digits.
         tolerance, half = self.options.filter_tolerance, pair.a.dtype == torch.float16
         dropped = self._dropped(self.inside if half else self.inside * tolerance)
         new = scale.new_empty
@@ -130,9 +103,9 @@ class SkipBackward:
             self.bias_share = dropped.sum(1, dtype=torch.float32) * (tolerance if half else 1.0)
 
     def _dropped(self, factor: Tensor) -> Tensor:
-        """What is dropped, times the incoming gradient and the factor: (T, n)."""
+        """The dropped masses times the gradient of the log-sum-exp and the factor: (T, n)."""
         out = torch.empty_like(self.plan.mass)
-        drop = Prepared(skipping.drop_kernel, self.device, 4, 2, (self.call.score_bits, out.dtype))
+        drop = self.call.prepare(kernels.drop_kernel)
         drop.put({"mass": self.plan.mass, "grad_row": self.grad_row, "factor": factor, "count": self.count, "out": out})
         drop.put({"row_shift": vector(self.pair.row_shift), "row_lse": vector(self.stats.row_lse), "n": self.n})
         drop.put({"tolerance": self.options.filter_tolerance, "softcap": self.spec.softcap, "BLOCK": LIST_BLOCK})
@@ -140,9 +113,9 @@ class SkipBackward:
         return out
 
     def _prepare(self) -> None:
-        """The list of kept pairs, and their kernels with all arguments but those that say which pairs."""
+        """The list of kept pairs, and their kernels with all arguments except the pairs."""
         pair, call, plan, item = self.pair, self.call, self.plan, self.pair.a.element_size()
-        self.sizes = sizes = pair_sizes(self.device, item)
+        self.sizes = sizes = pair_sizes(self.device, pair.a.dtype)
         self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // sizes.rows
         starts, firsts = (torch.zeros(self.tiles + 1, dtype=torch.int32, device=self.device) for _ in range(2))
@@ -150,13 +123,12 @@ class SkipBackward:
         torch.cumsum((plan.kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
         self.rows = torch.empty(max(1, self.most_pairs), dtype=torch.int32, device=self.device)
         table = torch.empty(3 * most_blocks, dtype=torch.int32, device=self.device)
-        key = (self.d, self.width, call.score_bits, call.exact, pair.a.dtype, sizes)
-        listing = Prepared(skipping.list_kernel, self.device, 4, 2, key)
+        listing = call.prepare(kernels.list_kernel)
         listing.put({"mass": plan.mass, "starts": starts, "firsts": firsts, "rows": self.rows, "table": table})
         listing.put({"n": self.n, "room": self.most_pairs, "blocks": most_blocks, "R": sizes.rows, "BLOCK": LIST_BLOCK})
         listing.launch(self.tiles)
         bias, shape = vector(pair.bias), {"D": self.d, "W": self.width, "UNIT": 16 // item, "R": sizes.rows}
-        score = Prepared(skipping.pair_kernel, self.device, sizes.warps, sizes.stages, key).put(shape)
+        score = call.prepare(kernels.pair_kernel, sizes.warps, sizes.stages).put(shape)
         score.put({"a": call.a, "b": call.b, "order": plan.order, "rows": self.rows, "table": table})
         score.put({"scale": pair.scale, "factor": self.inside, "bias": bias, "softcap": self.spec.softcap})
         score.put({"row_key": vector(pair.row_key), "row_shift": vector(pair.row_shift)})
@@ -168,19 +140,19 @@ class SkipBackward:
         if self.need_b:
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
-        column = Prepared(skipping.column_kernel, self.device, sizes.column_warps, sizes.stages, key).put(shape)
+        column = call.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages).put(shape)
         column.put({"a": call.a, "order": plan.order, "rows": self.rows, "starts": starts, "share": self.share})
         column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
         column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
         self.column = column.put({"a_units": units(call.a), "K": self.features, "EXACT": call.exact})
         self.added = min(1024, triton.next_power_of_2(self.d))
-        add = Prepared(skipping.add_rows_kernel, self.device, 4, 2, (self.d, self.added))
+        add = call.prepare(kernels.add_rows_kernel)
         self.add = add.put({"total": self.total, "n": self.n, "D": self.d, "K": self.added})
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:
-        """Kept pairs: their gradients, group by group."""
+        """The gradients of the kept pairs, group by group."""
         pair, budget = self.pair, self.options.workspace_bytes
         most_g = max(*blocks.counts, budget // 8 // (self.width * pair.a.element_size()))
         most_u = max(self.sizes.rows, budget // 2 // (4 * self.d)) if self.need_a else max(1, blocks.pairs)
@@ -212,16 +184,8 @@ class SkipBackward:
         if self.total is not None:
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
-            programs = cdiv(self.n, FINISH_ROWS)
-            dots = pair.scale.new_empty(programs) if self.needs.scale else None
-            values: dict[str, Any] = {"total": self.total, "features": self.call.a if dots is not None else None}
-            values |= {"factor": self.outside, "out": out, "dots": dots, "rows": self.n, "D": self.d, "stride": self.d}
-            values |= {"out_stride": self.d, "feature_stride": self.call.a.stride(0), "WRITE": self.needs.a}
-            values |= {"SCALED": True, "DOT": dots is not None, "BLOCK": FINISH_ROWS}
-            unit = unit_of(self.d, self.call.a.stride(0))
-            values |= {"UNIT": unit, "WIDTH": min(256, triton.next_power_of_2(self.d))}
-            key = ("skipping", unit, self.d, self.needs.a, dots is not None, pair.a.dtype)
-            Prepared(backward.finish_kernel, self.device, 4, 2, key).put(values).launch(programs)
+            dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
+            finish(self.call.prepare(finish_kernel), self.total, self.call.a, self.outside, out, dots)
         return Grads(
             a=out,
             b=self.out if self.needs.b else None,
@@ -231,7 +195,7 @@ class SkipBackward:
 
 
 class Blocks:
-    """Kept pairs, tile by tile, cut into blocks of at most ``step`` rows; plain numbers on the host.
+    """Kept pairs, tile by tile, divided into blocks of at most ``step`` rows; plain numbers on the host.
 
     >>> blocks = Blocks([3, 0, 5, 1], 4)
     >>> blocks.pairs

@@ -1,9 +1,8 @@
-"""Forward of the filter: the order of the columns, a sample of the rows, the mass of each row in each tile, and a choice."""
+"""Forward of the filter: column order, a sample of the rows, the mass of each row in each tile, and what to drop."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,12 +14,13 @@ from tilewise.kernels.filter_plan import row_steps, tile_count
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.filtered import kernels as skipping
-from tilewise.kernels.triton_impl.launch.call import Call, Prepared, cdiv, pieces, vector
-from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors
-from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
+from tilewise.kernels.triton_impl.filtered import kernels
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, vector
+from tilewise.kernels.triton_impl.launch.prepared import Prepared
+from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.backward import product
+from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -31,29 +31,13 @@ PROBE_ROWS, PROBE_TILES = 32, 1024
 WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both ways costs more than is saved
 
 
-def product_sizes(device: torch.device, item: int, width: int) -> Sizes:
-    """The sizes of `parts_kernel`, whose tiles have ``width`` columns."""
-    if device.type != "cuda":
-        return Sizes(64, width, 64, 1, 1, 1, 2)
-    return product_sizes_of(torch.cuda.get_device_capability(device)[0], item, width)
-
-
-def product_sizes_of(major: int, item: int, width: int) -> Sizes:
-    """From a plain table, by the card's major compute capability."""
-    if major == 9 and item == 2:
-        return Sizes(128, 256, 64, 8, 3, 1, 16) if width == 256 else Sizes(128, width, 64, 4, 3, 2, 16)
-    # From Triton 3.7 on, float32 at depth 32 takes 120 KiB of shared memory: more than an Ada card has.
-    depth = 16 if item == 4 and major not in (9, 10) else 32
-    return Sizes(64, width, depth, 8 if width == 256 else 4, 2, 1, 8)
-
-
 def units(features: Tensor) -> int:
-    """From one row to the next, in units of 16 bytes: `readable` rows start at such addresses."""
+    """The row stride in units of 16 bytes; rows of `readable` features start at such addresses."""
     return features.stride(0) * features.element_size() // 16
 
 
 def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
-    """How many column tiles to gather at once: of those up to ``most``, what leaves the fewest programs idle.
+    """How many column tiles to gather at once: the number up to ``most`` that leaves the fewest programs idle.
 
     >>> chunk_of_tiles(1000, 64, 132, 80)
     66
@@ -66,17 +50,8 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
     return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
 
 
-@dataclass
-class Sampled:
-    """What is known before the statistics are: the order of the columns, and what a sample of the rows says."""
-
-    order: Tensor  # (m,) int32, the column at each place
-    place: Tensor  # (m,) int32, the place of each column
-    keep_all: Tensor | None = None  # (1,) int32: the sample keeps so many pairs that all are computed; None: no sample
-
-
-class SkipForward:
-    """One pass over the columns in their new order, for as many rows as their masses have room."""
+class FilterForward:
+    """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
         self.pair, self.spec, self.options, self.save = pair, spec, options, save
@@ -84,27 +59,23 @@ class SkipForward:
         self.a, self.b, self.device = self.call.a, self.call.b, pair.a.device
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
-        self.sizes = product_sizes(self.device, pair.a.element_size(), self.width)
-        self.key = (self.d, self.width, self.call.score_bits, self.call.exact, pair.a.dtype)
-        # A kept pair costs its row what a tile of any width does.
+        self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
+        # A kept pair costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.saved: SavedColumns | None = None
 
-    def sample(self) -> Sampled:
-        """The order of the columns, and which case is faster, if a sample of the rows can tell. The host does not wait."""
-        asked = self._sample_size()
-        if asked == 0:
-            order = plans.order_columns(self.pair)
-            return Sampled(order, self._places(order))
-        return Sampled(*self._probe(asked))
-
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
-        """Everything; the host does not wait. Only the device knows which case is computed.
+        """Statistics and plan. The host does not wait; only the device knows which case is computed.
 
-        The kernels of the exact loss are launched first: their launches are recorded, so the device has work soon.
+        The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
-        pair, sampled = self.pair, self.sample()
-        self.order, self.place, self.keep_all = sampled.order, sampled.place, sampled.keep_all
+        pair, asked = self.pair, self._sample_size()
+        self.keep_all: Tensor | None = None  # (1,) int32: the probe found that the exact case is faster
+        if asked:
+            self.order, self.place, self.keep_all = self._probe(asked)
+        else:
+            self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
+            self.place = self._places(self.order)  # (m,) int32, the place of each column
         if self.keep_all is None:
             stats = self._positives()
         else:
@@ -118,7 +89,7 @@ class SkipForward:
         step = row_steps(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         for i in pieces(self.n, step):
-            self._parts(part, i)
+            self._masses(part, i)
             choose = self._chooser(self.place, CHOOSE_ROWS, CHOOSE_TILES)
             choose.put({"part": part, "row_key": vector(pair.row_key), "row_lse": stats.row_lse})
             choose.put({"mass": mass, "skip_if": self.keep_all, "n": i.stop - i.start})
@@ -131,44 +102,44 @@ class SkipForward:
         return stats, plan, self.saved
 
     def _positives(self) -> Stats:
-        """The positives' scores, and room for the log-sum-exps of the rows."""
+        """The scores of the positives, and memory for the log-sum-exps of the rows."""
         new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
-        lse, pos, hits = new(self.n), new(self.n), new(self.n)
-        self.call.run_positive(positive.positive_kernel, *everything, row_pos=pos, num_positives=hits, peaks=None)
-        return Stats(row_lse=lse, row_pos=pos, num_positives=hits)
+        lse, pos, num_positives = new(self.n), new(self.n), new(self.n)
+        self.call.run_positive(positive_kernel, *everything, row_pos=pos, num_positives=num_positives)
+        return Stats(row_lse=lse, row_pos=pos, num_positives=num_positives)
 
     def _exact(self, keep_all: Tensor) -> Stats:
-        """The exact loss's way, for the case that it is taken."""
-        pair = dataclasses.replace(self.pair, a=self.a, b=self.b)  # a copy, where one was needed, serves both ways
+        """The statistics of the exact case, computed if the device finds ``keep_all`` set."""
+        pair = dataclasses.replace(self.pair, a=self.a, b=self.b)  # a copy, if one was needed, serves both cases
         if not self.save:
             return two_pass.forward(pair, self.spec, self.options, keep_all)
         stats, self.saved = two_pass.forward_saving(pair, self.spec, self.options, keep_all)
         return stats
 
     def _sample_size(self) -> int:
-        """Rows to be asked, of a large call."""
+        """The number of rows to probe; 0 for a small call."""
         if self.n * self.m * self.d < WORTH_PROBING:
             return 0
         return plans.sample_size(self.n, self.m, self._sample_dtype().itemsize, self.options)
 
     def _sample_dtype(self) -> torch.dtype:
-        """float16 has not the range of products."""
+        """The type of sampled scores. float16 lacks the range of products."""
         return torch.float32 if self.pair.a.dtype == torch.float16 else self.pair.a.dtype
 
     def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The order of the columns, their places, and whether rows would keep too many pairs, of which so many are asked."""
+        """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many pairs."""
         pair, m, dtype = self.pair, self.m, self._sample_dtype()
         assert pair.row_key is not None
         those = plans.sample_of(self.n, asked)
         sample, key = self.a[those].clone(), pair.row_key[those].contiguous()
-        sample[0] = plans.mean_row(pair)  # by which the columns are ordered; it has no say
+        sample[0] = plans.mean_row(pair)  # orders the columns; not counted in the result
         scores = pair.a.new_empty((m, asked), dtype=dtype)
         with matmul_precision("high"):
             product(scores, self.b, sample.T, True)
         order = plans.order_by(scores[:, 0], pair)
         place = self._places(order)
         part, mass = pair.scale.new_empty(self.tiles * asked), pair.a.new_empty((self.tiles, asked))
-        probe = Prepared(skipping.probe_kernel, self.device, 4, 2, (*self.key, asked))
+        probe = self.call.prepare(kernels.probe_kernel)
         probe.put({"product": scores, "order": order, "scale": pair.scale, "bias": vector(pair.bias), "part": part})
         probe.put({"softcap": self.spec.softcap, "m": m, "SCORE": self.call.score_bits, "W": self.width, "S": asked})
         block = min(PROBE_ROWS, asked)
@@ -180,13 +151,13 @@ class SkipForward:
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 
     def _places(self, order: Tensor) -> Tensor:
-        """Where each column is in this order."""
+        """The place of each column in this order."""
         place = torch.empty_like(order)
-        places = Prepared(skipping.places_kernel, self.device, 4, 2, ())
+        places = self.call.prepare(kernels.places_kernel)
         places.put({"order": order, "place": place, "m": self.m, "BLOCK": PLACES}).launch(cdiv(self.m, PLACES))
         return place
 
-    def _parts(self, part: Tensor, i: slice) -> None:
+    def _masses(self, part: Tensor, i: slice) -> None:
         """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
         sizes, rows, item = self.sizes, i.stop - i.start, self.pair.a.element_size()
         wide = cdiv(self.d * item, 16) * 16 // item
@@ -194,19 +165,17 @@ class SkipForward:
         most = max(1, self.options.workspace_bytes * 3 // 8 // (wide * item * self.width))
         chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
         buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
-        gather = Prepared(skipping.gather_kernel, self.device, 4, 2, self.key)
+        gather = self.call.prepare(kernels.gather_kernel)
         gather.put({"b": self.b, "order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean})
-        gather.put({"skip_if": self.keep_all})
-        gather.put(
-            {"b_units": units(self.b), "out_units": units(buffer), "UNIT": 16 // item, "D": self.d, "W": self.width}
-        )
+        gather.put({"skip_if": self.keep_all, "b_units": units(self.b), "out_units": units(buffer)})
+        gather.put({"UNIT": 16 // item, "D": self.d, "W": self.width})
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
         gather.put({"R": min(GATHER_ROWS, self.width), "K": features})
-        tile = Prepared(skipping.parts_kernel, self.device, sizes.warps, sizes.stages, (*self.key, sizes))
+        tile = self.call.prepare(kernels.mass_kernel, sizes.warps, sizes.stages)
         a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
-        zero = self.pair.row_shift
+        shift = self.pair.row_shift
         tile.put({"a_desc": a_desc, "scale": self.pair.scale, "bias": self.bias, "softcap": self.spec.softcap})
-        tile.put({"row_shift": None if zero is None else vector(zero[i]), "part": part, "n": rows, "D": self.d})
+        tile.put({"row_shift": None if shift is None else vector(shift[i]), "part": part, "n": rows, "D": self.d})
         tile.put({"SCORE": self.call.score_bits, "R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
         tile.put({"GROUP": sizes.group, "PROGRAMS": programs, "EXACT": self.call.exact, "skip_if": self.keep_all})
         described = 0
@@ -221,16 +190,16 @@ class SkipForward:
             tile.put(here).launch(programs)
 
     def _room(self, cols: int, width: int) -> Tensor:
-        """Memory for columns in their new order; what the other way carries there stays, as nothing is written then."""
+        """Memory for columns in their new order. The exact case may save exponentials there; then nothing is written here."""
         held = None if self.saved is None else self.saved.buffer
         if held is None or held.numel() < cols * width:
             return self.pair.a.new_empty((cols, width))
         return held[: cols * width].view(cols, width)
 
     def _chooser(self, place: Tensor, rows: int, tiles: int) -> Prepared:
-        """The kernel that says what rows drop, with what is the same for all of them."""
+        """The kernel that chooses what rows drop, with the arguments that are the same for all rows."""
         tolerance = self.options.filter_tolerance
-        choose = Prepared(skipping.choose_kernel, self.device, 4, 2, (*self.key, rows, tiles))
+        choose = self.call.prepare(kernels.choose_kernel)
         choose.put({"tolerance": tolerance, "usable": tolerance * plans.MARGIN, "tiles": self.tiles, "W": self.width})
         choose.put({"place": place, "m": self.m, "col_start": self.pair.col_start})
         return choose.put({"HALVINGS": plans.HALVINGS, "R": rows, "T": tiles})

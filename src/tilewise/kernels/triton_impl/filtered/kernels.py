@@ -1,17 +1,16 @@
-"""Kernels that leave out what carries no probability. See `tilewise.kernels.filter_plan` for what they compute.
+"""Kernels of the filter, which drops pairs that carry almost no probability. `filter_plan` has the equations.
 
     forward    gather_kernel   a chunk of the columns in their new order, and the mean of each tile
-               parts_kernel    the log-sum-exp of each row in each tile: one product
+               mass_kernel     the log-sum-exp of each row in each tile: one product
                choose_kernel   the row's log-sum-exp, and which tiles it drops
-    backward   drop_kernel     what is dropped, times the incoming gradient
+    backward   drop_kernel     the dropped masses times the gradient of the log-sum-exp
                list_kernel     the rows that keep each tile, in blocks
                pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
                column_kernel   the gradient of a tile's columns
-               add_rows_kernel a row's shares, added in the order of the tiles
+               add_rows_kernel the shares of a row, added in the order of the tiles
 
-Every number has one owner, so that sums have one order. Scores are in units of log2.
-
-Strides come in units of 16 bytes, UNIT numbers each, so that the compiler knows how rows are aligned and fetches them ahead.
+Every number is computed by one program, so that sums have one order. Scores are in units of log2. Strides are in units of
+16 bytes, UNIT numbers each, so that the compiler knows the alignment of rows and prefetches them.
 
 Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 """
@@ -19,14 +18,16 @@ Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.primitives import BIAS, LN2, LOG2E, SOFTCAP, score_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.bits import BIAS, SOFTCAP
+from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, scored_tile, tile_place
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
 
 
-@triton.jit(do_not_specialize=["m", "first", "first_tile", "b_units", "out_units"])
-def gather_kernel(b, order, bias, out, mean, skip_if, m, first, first_tile, b_units, out_units,
+@kernel(optional=("bias", "skip_if"), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
+def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_units, out_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, -inf biases left out."""
+    """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, without biases of -inf."""
     width = W
     if skip_if is not None:
         width = tl.where(tl.load(skip_if) != 0, 0, W)
@@ -58,11 +59,11 @@ def log_sum(x):
     return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "first_tile"])
-def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, part, skip_if, n, m, first, first_tile,
-                 D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-                 GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """part[tile, row] = log2 of the sum of exp(x - the row's zero) over the tile; m columns from place ``first`` on."""
+@kernel(optional=("bias", "row_shift", "skip_if"), dynamic=("softcap", "n", "m", "first", "first_tile"))
+def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, n, m, first, first_tile,
+                D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """part[tile, row] = log2 of the sum of exp(x - row_shift) over the tile; m columns from place ``first`` on."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     if skip_if is not None:
@@ -73,28 +74,26 @@ def parts_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, part, skip_if,
         own_bias = bias + first
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(acc, rows, cols, n, m, s, own_bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
+        rows, _, x = scored_tile(a_desc, b_desc, s, own_bias, softcap, None, None, None, None, tile_row, tile_col, n, m, 0, 0,
+                                 D, SCORE, 0, R, C, K, EXACT)  # fmt: skip
         safe, total = log_sum(x)
         if row_shift is not None:
-            # A row's zero lies near its largest scores: subtracted first, it leaves more digits to the sum.
+            # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.
             safe -= tl.load(row_shift + rows, mask=rows < n, other=0.0) * LOG2E
         tl.store(part + (first_tile + tile_col).to(tl.int64) * n + rows, safe + total, mask=rows < n)
 
 
-@triton.jit(do_not_specialize=["softcap", "m"])
-def probe_kernel(product, order, scale, bias, softcap, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+@kernel(optional=("bias",), dynamic=("softcap", "m"))
+def probe_kernel(product, scale, bias, softcap, order, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
                  R: tl.constexpr):  # fmt: skip
-    """The same of S rows whose products are there: product is (m, S), columns in their old order."""
+    """The same for S rows whose products are given: product is (m, S), columns in their old order."""
     tile = tl.program_id(0) // (S // R)
     row = (tl.program_id(0) % (S // R)) * R + tl.arange(0, R)
     place = tile * W + tl.arange(0, W)
     ok = place < m
     col = tl.load(order + place, mask=ok, other=0)
     acc = tl.load(product + col.to(tl.int64)[None, :] * S + row[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
-    # A column past the end is one past m: it scores -inf.
+    # A column past the end gets the index m and scores -inf.
     col = tl.where(ok, col, m)
     x = score_tile(acc, row, col, S, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
     safe, total = log_sum(x)
@@ -103,26 +102,30 @@ def probe_kernel(product, order, scale, bias, softcap, part, m, SCORE: tl.conste
 
 @triton.jit
 def log_masses(part, t, row, tiles, n, lse, own):
-    """log2 of the mass of each row in the tiles t; NaN, which is below nothing, in the tile of its positive."""
+    """log2 of the mass of each row in the tiles t; NaN in the tile of its positive, which is then kept."""
     ok = (t < tiles)[:, None] & (row < n)[None, :]
     v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf")) - lse[None, :]
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
-@triton.jit(do_not_specialize=["m"])
+@kernel(dynamic=("m",))
 def places_kernel(order, place, m, BLOCK: tl.constexpr):
     """Where in the order each column is."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(place + tl.load(order + at, mask=at < m, other=0), at, mask=at < m)
 
 
-@triton.jit(do_not_specialize=["tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"])
-def choose_kernel(part, place, row_key, row_lse, mass, skip_if, tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
+@kernel(
+    optional=("skip_if",),
+    dynamic=("tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
+)
+def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
+                  tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
                   W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold that is found by halving.
+    """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold, found by bisection.
 
-    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. If skip_if says so, no
-    part is looked at, a row drops nothing, and its log-sum-exp is somebody else's. place says where in the order a column is.
+    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. place is the place of
+    each column in the order. If ``skip_if`` is set, no part is read, a row drops nothing, and row_lse is not written.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
@@ -147,7 +150,7 @@ def choose_kernel(part, place, row_key, row_lse, mass, skip_if, tolerance, usabl
     inside = valid & (key >= col_start) & (key - col_start < m)
     own = tl.load(place + (key - col_start), mask=inside, other=0)
     own = tl.where(inside, own // W, -1)
-    # Below usable / tiles no row can drop too much; at usable one tile alone would be.
+    # Below usable / tiles no row can drop too much; at usable one tile alone is too much.
     below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
     above = tl.zeros((R,), tl.float32) + tl.log2(usable)
     for _ in range(HALVINGS):
@@ -162,7 +165,7 @@ def choose_kernel(part, place, row_key, row_lse, mass, skip_if, tolerance, usabl
     for start in range(0, tiles, T):
         t = start + tl.arange(0, T)
         ok = (t < tiles)[:, None] & ok_row[None, :]
-        # Without parts the masses are NaN, which is below nothing.
+        # Without parts the masses are NaN, so nothing is below the threshold.
         v = log_masses(part, t, row, seen, n, lse, own)
         stands = tl.exp2(v) / tolerance
         stands = tl.where(v < below[None, :], stands, -1.0)
@@ -171,10 +174,10 @@ def choose_kernel(part, place, row_key, row_lse, mass, skip_if, tolerance, usabl
         tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tolerance", "softcap", "n"])
-def drop_kernel(mass, grad_row, factor, row_shift, row_lse, count, out, tolerance, softcap, n, SCORE: tl.constexpr,
+@kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n"))
+def drop_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, out, tolerance, n, SCORE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """out = the mass that is dropped times the incoming gradient and ``factor``; 0 where a pair is kept."""
+    """out = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where a pair is kept."""
     blocks = tl.cdiv(n, BLOCK)
     tile = tl.program_id(0) // blocks
     row = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -183,20 +186,20 @@ def drop_kernel(mass, grad_row, factor, row_shift, row_lse, count, out, toleranc
     share = tl.load(mass + at, mask=ok, other=0.0).to(tl.float32)
     value = share * tl.load(grad_row + row, mask=ok, other=0.0) * tl.load(factor)
     if SOFTCAP & SCORE:
-        # The derivative of the soft cap, taken where the score is that of the tile's mean exponential.
+        # The derivative of the soft cap at the score of the tile's mean exponential.
         x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
         if row_shift is not None:
             x += tl.load(row_shift + row, mask=ok, other=0.0)
         value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
-    # A row that drops nothing may meet 0 * inf.
+    # A row that drops nothing may have 0 * inf.
     tl.store(out + at, tl.where(share > 0.0, value, 0.0).to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["n", "room", "blocks"])
+@kernel(dynamic=("n", "room", "blocks"))
 def list_kernel(mass, starts, firsts, rows, table, n, room, blocks, R: tl.constexpr, BLOCK: tl.constexpr):
     """The rows that keep tile t, in order, from rows[starts[t]] on, and its blocks of R of them, from firsts[t] on.
 
-    There is room for so many pairs and blocks; whoever keeps more computes everything, and needs no list.
+    The list has memory for ``room`` pairs and ``blocks`` blocks. If more are kept, all pairs are computed without a list.
     """
     tile = tl.program_id(0)
     start, stop = tl.load(starts + tile), tl.load(starts + tile + 1)
@@ -217,26 +220,18 @@ def list_kernel(mass, starts, firsts, rows, table, n, room, blocks, R: tl.conste
         tl.store(table + 2 * blocks + index, tl.minimum(begin + R, stop), mask=ok)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "softcap",
-        "m",
-        "col_start",
-        "first_block",
-        "blocks",
-        "first_g",
-        "first_u",
-        "a_units",
-        "b_units",
-    ]
+@kernel(
+    optional=("bias", "row_shift", "g", "u"),
+    dynamic=("softcap", "m", "col_start", "first_block", "blocks", "first_g", "first_u", "a_units", "b_units"),
 )
-def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, g, u,
+def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, factor,
+                order, rows, table, g, u,
                 m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
                 D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                 EXACT: tl.constexpr):  # fmt: skip
     """G of one block of pairs (up to R rows that keep a tile, and the tile), and G B of each of its pairs.
 
-    table is (3, blocks): the tile, the first pair, the pair behind the last.
+    table is (3, blocks): the tile, the first pair, the end of the pairs.
     """
     block = first_block + tl.program_id(0)
     tile = tl.load(table + block)
@@ -254,17 +249,17 @@ def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key,
         left = tl.load(row_at + at[None, :], mask=(at < D)[None, :], other=0.0)
         right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
         acc = tl.dot(left, right.T, acc, input_precision=EXACT)
-    # A column past the end is one past m: it scores -inf.
+    # A column past the end gets the index m and scores -inf.
     x = score_tile(
         acc, row, tl.where(ok_col, col, m), 0, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0
     )
     level = tl.load(row_lse + row)
     level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
     f = outer_factor(factor)
-    from_zero = x
+    from_shift = x
     if row_shift is not None:
-        from_zero = x - (tl.load(row_shift + row) * LOG2E)[:, None]
-    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_zero - level[:, None])
+        from_shift = x - (tl.load(row_shift + row) * LOG2E)[:, None]
+    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_shift - level[:, None])
     hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
     value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
@@ -279,18 +274,18 @@ def pair_kernel(a, b, order, rows, table, scale, factor, bias, softcap, row_key,
         for k in range(0, (D + K - 1) // K):
             at = k * K + tl.arange(0, K)
             right = tl.load(col_at + at[None, :], mask=(at < D)[None, :], other=0.0)
-            tl.store(
-                to + at[None, :],
-                tl.dot(value, right, input_precision=EXACT),
-                mask=ok[:, None] & (at < D)[None, :],
-            )
+            product = tl.dot(value, right, input_precision=EXACT)
+            tl.store(to + at[None, :], product, mask=ok[:, None] & (at < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["m", "first_tile", "first_g", "a_units"])
-def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, factor, bias_factor, out, bias_out,
+@kernel(
+    optional=("bias", "bias_share", "bias_out"),
+    dynamic=("m", "first_tile", "first_g", "a_units"),
+)
+def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, order, rows, starts, out, bias_out,
                   m, first_tile, first_g, a_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """out[column] = factor * (G' A + the tile's share of what was dropped), K features of one tile, in the old order."""
+    """out[column] = factor * (G' A + the tile's share of the dropped pairs), K features of one tile, in the old order."""
     tile = first_tile + tl.program_id(0) // ((D + K - 1) // K)
     part = tl.program_id(0) % ((D + K - 1) // K)
     at = part * K + tl.arange(0, K)
@@ -324,7 +319,7 @@ def column_kernel(a, order, rows, starts, g, share, count, bias, bias_share, fac
             tl.store(bias_out + col, sums * tl.load(bias_factor), mask=ok_col)
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(dynamic=("n",))
 def add_rows_kernel(total, u, pairs, starts, n, D: tl.constexpr, K: tl.constexpr):
     """total[row] += u[pair] for the pairs of the row, which are pairs[starts[row] : starts[row + 1]]."""
     row = tl.program_id(0) // ((D + K - 1) // K)

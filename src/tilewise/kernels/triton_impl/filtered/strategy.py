@@ -18,8 +18,8 @@ import torch
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.filtered.backward import SkipBackward
-from tilewise.kernels.triton_impl.filtered.forward import SkipForward
+from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.launch.call import on_device
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -31,14 +31,14 @@ class TritonFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may drop."""
         with on_device(pair.a), torch.no_grad():
-            return SkipForward(pair, spec, options).run()[:2]
+            return FilterForward(pair, spec, options).run()[:2]
 
     def forward_saving(
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """The same, and the saved exponentials of the exact case."""
         with on_device(pair.a), torch.no_grad():
-            return SkipForward(pair, spec, options, save=True).run()
+            return FilterForward(pair, spec, options, save=True).run()
 
     def backward(
         self,
@@ -62,4 +62,4 @@ class TritonFilter:
         if saved is not None and saved.probed_exact is not None and saved.probed_exact():
             return None
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            return SkipBackward(pair, stats, plan, grad, needs, spec, options, saved).run()
+            return FilterBackward(pair, stats, plan, grad, needs, spec, options, saved).run()

@@ -1,10 +1,9 @@
-"""Launching kernels on macro-tiles with little work on the host."""
+"""What all macro-tiles of a call share, and launches on them with little work on the host."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,98 +14,38 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels import keys
 from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import primitives as parts
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording
-from tilewise.kernels.triton_impl.sizes import Sizes, multiprocessors, sizes_for
+from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, multiprocessors
 from tilewise.options import TileOptions
 
 WHOLE_UNIT = 8  # numbers that a thread can read or write at once
-REPLAYED_SCORES = 2**34  # beyond, a step takes a tenth of a second, and a recording has thousands of entries
+REPLAYED_SCORES = 2**34  # beyond, a step takes the GPU a tenth of a second, and a recording has thousands of entries
 POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
-# Products of float32 on tensor cores: each number is split in two of TF32, which hold 22 of its 24 bits. Plain
-# multiplications and additions ("ieee") are no nearer to float64, and took 25 times as long, their registers spilled.
+# Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
+# multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
-_compiled: dict[tuple[Any, ...], Any] = {}
-_compiling = (
-    threading.Lock()
-)  # one thread at a time: the others want the same kernels, and wait for less than they would take
-_places: dict[Any, dict[str, int]] = {}  # of the arguments of each kernel
+POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 
 
 def cdiv(size: int, step: int) -> int:
-    """How many steps cover the size; Triton's own is slow on the host."""
+    """How many steps cover the size. The function of Triton is slow on the host."""
     return -(-size // step)
 
 
-class Prepared:
-    """A kernel with the arguments that stay the same during a call, ready to be launched with the others.
-
-    Triton looks at every argument of every launch to find the compiled kernel. Here all that a compiled kernel depends
-    on (types, alignment, constants, which arguments are None) is the same for all its launches, so it is looked up once.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        device: torch.device,
-        warps: int,
-        stages: int,
-        key: tuple[Any, ...],
-        recording: Recording | None = None,
-    ) -> None:
-        self.kernel, self.device, self.key, self.recording = (
-            kernel,
-            device,
-            (kernel, device, warps, stages, *key),
-            recording,
-        )
-        self.options = {"num_warps": warps, "num_stages": stages}
-        if kernel not in _places:
-            _places[kernel] = {name: place for place, name in enumerate(kernel.arg_names)}
-        self.places = _places[kernel]
-        self.args: list[Any] = [None] * len(self.places)
-        self.runners: dict[int, Any] = {}
-        self.compiled: Any = None  # stays None in the interpreter
-        self.rows: Any = None  # what was put last, so that it need not be put again
-        self.cols: Any = None
-
-    def put(self, values: dict[str, Any]) -> Prepared:
-        """Set arguments by name; names that the kernel does not have are passed over."""
-        places, args = self.places, self.args
-        for name, value in values.items():
-            place = places.get(name)
-            if place is not None:
-                args[place] = value
-        return self
-
-    def launch(self, programs: int) -> None:
-        """Run it with the arguments as they are now."""
-        runner = self.runners.get(programs)
-        if runner is None:
-            runner = self.runners[programs] = self._runner(programs)
-        runner(*self.args)
-        if self.recording is not None:
-            self.recording.launched(runner, self.args, self.compiled, programs)
-
-    def _runner(self, programs: int) -> Any:
-        """The compiled kernel with its grid."""
-        if self.device.type != "cuda":  # the interpreter
-            return self.kernel[(programs,)]
-        key = (*self.key, *(arg is None for arg in self.args))
-        with _compiling:
-            if key not in _compiled:
-                _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
-            self.compiled = _compiled[key]
-            return self.compiled[(programs, 1, 1)]
+def bit_sum(*switches: tuple[Any, object]) -> int:
+    """The sum of the bits whose condition is true; each switch is (bit of a kernel, condition)."""
+    return sum(one.value for one, condition in switches if condition)
 
 
 def unit_of(*sizes: int) -> int:
-    """What all of these sizes or strides are multiples of: UNIT of a kernel, which then reads and writes as much at once."""
+    """UNIT of a kernel: a number that divides all these sizes or strides, so that as much is read or written at once."""
     return 1 if any(size % WHOLE_UNIT for size in sizes) else WHOLE_UNIT
 
 
 def readable(features: Tensor) -> Tensor:
-    """The features, or a copy of them whose rows a tensor descriptor can read."""
+    """The features, or a copy whose rows a tensor descriptor can read."""
     item = features.element_size()
     aligned = features.data_ptr() % 16 == 0 and features.stride(0) * item % 16 == 0
     if features.stride(1) == 1 and aligned and features.stride(0) >= features.shape[1]:
@@ -117,7 +56,7 @@ def readable(features: Tensor) -> Tensor:
 
 
 def tile_descriptor(g: Tensor, sizes: Sizes) -> TensorDescriptor:
-    """Where `store_tile` writes."""
+    """The descriptor with which `store_tile` writes."""
     return TensorDescriptor.from_tensor(g, [sizes.rows, sizes.cols // sizes.pieces])
 
 
@@ -129,13 +68,14 @@ def vector(values: Tensor | None) -> Tensor | None:
     return values.clone() if values.data_ptr() % 16 else values
 
 
-def cut(values: Tensor | None, part: slice) -> Tensor | None:
-    """values[part], None staying None."""
-    return None if values is None else values[part]
+def exact_products(options: TileOptions) -> str:
+    """EXACT of a kernel: how float32 numbers are multiplied."""
+    precision = float32_precision() if options.precision == "torch" else options.precision
+    return FULL if precision == "highest" else "tf32"
 
 
 def small_keys(pair: Pair, spec: PairSpec) -> Pair:
-    """The pair with int32 ranks for keys that a kernel compares; with those, which cost a sort, it is given back as it is."""
+    """The pair with int32 ranks instead of the keys that a kernel compares. Ranks cost a sort and are made once."""
     changes: dict[str, Any] = {}
     if spec.positive == "many":
         assert pair.row_key is not None
@@ -154,7 +94,7 @@ def pieces(size: int, step: int) -> list[slice]:
 
 @dataclass
 class Call:
-    """Everything that is the same for all macro-tiles of a call, and slices that are made once."""
+    """What all macro-tiles of a call share, and slices of tensors that are cut once."""
 
     pair: Pair
     spec: PairSpec
@@ -176,93 +116,71 @@ class Call:
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec, options: TileOptions, recording: Recording | None = None) -> Call:
-        """Choose sizes, switches and small keys."""
+        """Choose sizes and switches."""
         bias = pair.bias
-        # An expanded number (the bias of a sigmoid loss) need not be read, nor its gradient taken, column by column.
+        # An expanded number (the bias of a sigmoid loss) is read once, and its gradient is one sum.
         shared_bias = (
             bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None
         )
         if shared_bias:
             assert bias is not None
             bias = bias[:1].clone()
-        bits = (parts.ONE_BIAS if shared_bias else parts.BIAS).value * (bias is not None)
-        skipping = pair.row_skip is not None and pair.col_skip is not None
-        bits += (
-            parts.SOFTCAP.value * bool(spec.softcap)
-            + parts.SKIP.value * skipping
-            + parts.MASK_SELF.value * spec.mask_self
+        has_skips = pair.row_skip is not None and pair.col_skip is not None
+        score_bits = bit_sum(
+            (bit.ONE_BIAS, shared_bias),
+            (bit.BIAS, bias is not None and not shared_bias),
+            (bit.SOFTCAP, spec.softcap),
+            (bit.SKIP, has_skips),
+            (bit.MASK_SELF, spec.mask_self),
         )
         pair = small_keys(pair, spec)
-        positive = {"none": 0, "one": parts.ONE.value, "many": parts.MANY.value}[spec.positive]
-        if spec.positive == "one" and pair.row_key is None:
-            positive = parts.DIAGONAL.value
-        many = spec.positive == "many"
+        diagonal = spec.positive == "one" and pair.row_key is None
+        positive = bit.DIAGONAL.value if diagonal else POSITIVE[spec.positive]
         a = readable(pair.a)
         b = a if spec.symmetric else readable(pair.b)
-        precision = float32_precision() if options.precision == "torch" else options.precision
-        forward_sizes, gradient_sizes = sizes_for(
-            pair.a.device, pair.a.dtype, a.shape[1], columns=spec.col_lse or spec.symmetric
+        device, dtype, width, exact = a.device, a.dtype, a.shape[1], exact_products(options)
+        by_row = {
+            "row_key": pair.row_key,
+            "row_skip": pair.row_skip if has_skips else None,
+            "row_shift": pair.row_shift,
+        }
+        by_col = {
+            "col_key": pair.col_key if spec.positive == "many" else None,
+            "col_skip": pair.col_skip if has_skips else None,
+            "col_shift": pair.row_shift if spec.symmetric else pair.col_shift,
+            "col_weight": pair.col_weight,
+        }
+        fixed = {"scale": pair.scale, "softcap": spec.softcap, "a_stride": a.stride(0), "b_stride": b.stride(0)}
+        fixed |= {"D": width, "SCORE": score_bits, "POSITIVE": positive, "EXACT": exact}
+        (fixed if shared_bias else by_col)["bias"] = bias
+        sizes = (
+            forward_sizes(device, dtype, width, columns=spec.col_lse or spec.symmetric),
+            gradient_sizes(device, dtype, width),
         )
-        col_shift = pair.row_shift if spec.symmetric else pair.col_shift
-        return Call(
-            pair=pair,
-            spec=spec,
-            options=options,
-            a=a,
-            b=b,
-            score_bits=bits,
-            positive=positive,
-            exact=FULL if precision == "highest" else "tf32",
-            forward_sizes=forward_sizes,
-            gradient_sizes=gradient_sizes,
-            by_row={
-                "row_key": vector(pair.row_key),
-                "row_skip": vector(pair.row_skip) if skipping else None,
-                "row_shift": vector(pair.row_shift),
-            },
-            by_col={
-                "col_key": vector(pair.col_key) if many else None,
-                "col_skip": vector(pair.col_skip) if skipping else None,
-                "col_shift": vector(col_shift),
-                "col_weight": vector(pair.col_weight),
-            }
-            | ({} if shared_bias else {"bias": vector(bias)}),
-            fixed={
-                "scale": pair.scale,
-                "softcap": spec.softcap,
-                "D": a.shape[1],
-                "SCORE": bits,
-                "POSITIVE": positive,
-                "EXACT": FULL if precision == "highest" else "tf32",
-                "a_stride": a.stride(0),
-                "b_stride": b.stride(0),
-            }
-            | ({"bias": bias} if shared_bias else {}),
-            recording=recording,
-        )
+        rows, cols = ({name: vector(value) for name, value in by.items()} for by in (by_row, by_col))
+        return Call(pair, spec, options, a, b, score_bits, positive, exact, *sizes, rows, cols, fixed, recording)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, zero: bool = False) -> Tensor:
-        """New memory, in the type of the statistics unless told."""
+        """New memory, by default in the type of the statistics."""
         dtype = dtype or self.pair.scale.dtype
         if self.recording is not None:
             return self.recording.empty(self.a, shape, dtype, zero)
         return self.a.new_zeros(shape, dtype=dtype) if zero else self.a.new_empty(shape, dtype=dtype)
 
-    def prepare(self, kernel: Any, warps: int, stages: int, key: tuple[Any, ...]) -> Prepared:
-        """A kernel whose launches are written down if this call leaves a recording."""
-        return Prepared(kernel, self.a.device, warps, stages, key, self.recording)
+    def prepare(self, kernel: Any, warps: int = 4, stages: int = 2) -> Prepared:
+        """A kernel whose launches are recorded if this call is."""
+        return Prepared(kernel, self.a.device, warps, stages, self.recording)
 
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
-        score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~parts.MASK_SELF.value
-        switches = kernel, score, *(values.get(name) for name in ("STATS", "TERMS", "WIDE", "CARRY", "STRIP"))
-        prepared = self.prepared.get(switches)
+        score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~bit.MASK_SELF.value
+        key = kernel, score, *(value if name.isupper() else value is None for name, value in values.items())
+        prepared = self.prepared.get(key)
         if prepared is None:
-            key = (*switches[1:], self.positive, self.exact, sizes, self.a.shape[1], self.a.dtype)
-            blocks = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
-            prepared = self.prepare(kernel, sizes.warps, sizes.stages, key)
-            self.prepared[switches] = prepared.put(self.fixed).put(blocks).put({"SCORE": score})
+            tile = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
+            prepared = self.prepared[key] = self.prepare(kernel, sizes.warps, sizes.stages)
+            prepared.offer(self.fixed).put(tile).put({"SCORE": score})
         self._place(prepared, i, j, sizes).put(values).launch(programs)
 
     def meets_itself(self, i: slice, j: slice) -> bool:
@@ -272,65 +190,63 @@ class Call:
 
     def run_positive(self, kernel: Any, i: slice, j: slice, **values: Any) -> None:
         """A kernel for the positives of the rows i that lie in the columns j."""
-        prepared = self.prepared.get((kernel, None))
+        key = kernel, *(value is None for value in values.values())
+        prepared = self.prepared.get(key)
         if prepared is None:
-            key = (values.get("TERMS"), self.score_bits, self.positive, self.exact, self.a.shape[1], self.a.dtype)
-            blocks = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
-            prepared = self.prepare(kernel, 4, 2, key).put(self.fixed).put(blocks)
-            self.prepared[kernel, None] = prepared
+            tile = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
+            prepared = self.prepared[key] = self.prepare(kernel).offer(self.fixed).offer(tile)
         self._place(prepared, i, j, None).put(values).launch(cdiv(i.stop - i.start, POSITIVE_ROWS))
 
     def rows(self, i: slice, sizes: Sizes | None) -> dict[str, Any]:
-        """What the rows i give to a kernel, cut once."""
+        """The arguments of kernels that belong to the rows i."""
         at = i.start, i.stop, sizes is not None
         here = self.row_cuts.get(at)
         if here is None:
-            here = {name: cut(value, i) for name, value in self.by_row.items()} | {
-                "a": self.a[i],
-                "n": i.stop - i.start,
-            }
+            here = {name: None if value is None else value[i] for name, value in self.by_row.items()}
+            here |= {"a": self.a[i], "n": i.stop - i.start}
             if sizes is not None:
                 here["a_desc"] = TensorDescriptor.from_tensor(here["a"], [sizes.rows, sizes.depth])
             self.row_cuts[at] = here
         return here
 
     def cols(self, j: slice, sizes: Sizes | None) -> dict[str, Any]:
-        """What the columns j give to a kernel, cut once."""
+        """The arguments of kernels that belong to the columns j."""
         at = j.start, j.stop, sizes is not None
         here = self.col_cuts.get(at)
         if here is None:
-            here = {name: cut(value, j) for name, value in self.by_col.items()} | {
-                "b": self.b[j],
-                "m": j.stop - j.start,
-            }
+            here = {name: None if value is None else value[j] for name, value in self.by_col.items()}
+            here |= {"b": self.b[j], "m": j.stop - j.start, "first": self.pair.col_start + j.start}
             if sizes is not None:
                 here["b_desc"] = TensorDescriptor.from_tensor(here["b"], [sizes.cols, sizes.depth])
-            here["first"] = self.pair.col_start + j.start
             self.col_cuts[at] = here
         return here
+
+    def ahead(self, i: slice, j: slice) -> int:
+        """The global index of the first of the rows i, less that of the first of the columns j."""
+        return (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
 
     def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
         rows, cols = self.rows(i, sizes), self.cols(j, sizes)
         if prepared.rows is not rows:
-            prepared.put(rows).rows = rows
+            prepared.offer(rows).rows = rows
         if prepared.cols is not cols:
-            prepared.put(cols).cols = cols
-        return prepared.put({"ahead": (self.pair.row_start + i.start) - (self.pair.col_start + j.start)})
+            prepared.offer(cols).cols = cols
+        return prepared.put({"ahead": self.ahead(i, j)})
 
 
 def host_may_limit(pair: Pair) -> bool:
-    """Whether the host's time may count. Beyond, a step takes the GPU a tenth of a second and a recording thousands of entries."""
+    """Whether the call is so small that the time of the host may count, and launches are recorded."""
     return pair.a.shape[0] * pair.b.shape[0] <= REPLAYED_SCORES
 
 
 def launch_settings(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:
-    """What the launches depend on beside the tensors."""
+    """What the launches depend on, apart from tensors."""
     one_shift = pair.col_shift is pair.row_shift
     return pair.row_start, pair.col_start, one_shift, spec, options, float32_precision()
 
 
 def tensors_of(pair: Pair, spec: PairSpec) -> list[Tensor | None]:
-    """Every tensor of a pair once: with symmetric scores the columns are the rows, and both may share their zeros."""
+    """Every tensor of a pair once: with symmetric scores the columns are the rows, and both may share their shifts."""
     b = None if spec.symmetric else pair.b
     shifts = pair.row_shift, None if pair.col_shift is pair.row_shift else pair.col_shift
     keys = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip

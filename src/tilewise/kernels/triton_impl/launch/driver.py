@@ -1,11 +1,11 @@
-"""A launch of a compiled kernel with nothing around it but the call of the driver.
+"""Launches of a compiled kernel by a direct call of the driver.
 
-Triton's own launch looks for hooks, makes a description for profilers, allocates scratch memory and takes tensor descriptors
-apart, every time: 20 us for forty arguments, the driver itself 8 us. Here the arguments are laid out once, and only addresses
-change; those of a training step are mostly the same as in the step before, and then nothing does.
+Triton's own launch looks for hooks, makes a description for profilers, allocates scratch memory and unpacks tensor
+descriptors every time: 20 us for forty arguments, of which the driver takes 8 us. Here the arguments are laid out once,
+and only addresses change. In a training step most addresses equal those of the step before.
 
-This knows how one version of Triton passes its arguments. Another version, a hook of a profiler, a kernel that wants scratch
-memory: `DriverLaunch.of` gives None, and the ordinary launch is taken.
+This depends on how one version of Triton passes arguments. With another version, with a hook of a profiler, or for a
+kernel that needs scratch memory, `DriverLaunch.of` returns None, and the caller launches in the public way.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from triton import knobs
 KNOWN_VERSION = "3.6."
 
 
+def is_known_version() -> bool:
+    """Whether the internals of this version of Triton are known. With another version only public calls are made."""
+    return triton.__version__.startswith(KNOWN_VERSION)
+
+
 class DriverLaunch:
-    """A kernel with its grid and its arguments, those with an address left open."""
+    """A kernel with its grid and its arguments, except for addresses."""
 
     def __init__(self, launch: Callable[..., None], before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
         self.launch, self.before, self.after = launch, before, after
         self.args: list[Any] = []
-        self.open: list[tuple[int, dict[str, Any] | None, Any]] = []  # (place, what its descriptor needs, descriptor)
+        # An address to fill in: (place, how the descriptor is encoded, descriptor)
+        self.open: list[tuple[int, dict[str, Any] | None, Any]] = []
         self.ready: tuple[list[int], list[Any]] | None = None  # the addresses of the last launch, and its arguments
 
     @staticmethod
     def of(compiled: Any, programs: int, args: Sequence[Any], addressed: Sequence[int]) -> DriverLaunch | None:
         """Lay out the arguments; ``addressed`` are the places of tensors and of tensor descriptors, in order."""
-        if not triton.__version__.startswith(KNOWN_VERSION):
+        if not is_known_version():
             return None
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
         launch, described = launcher.launch, {}
-        if inspect.isfunction(launch):  # takes descriptors apart, then launches
+        if inspect.isfunction(launch):  # unpacks descriptors, then launches
             inside = inspect.getclosurevars(launch).nonlocals
             launch, places, needs = inside["launcher"], sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"]
             described = dict(zip(places, needs or [None] * len(places), strict=True))
@@ -55,7 +61,7 @@ class DriverLaunch:
                 made.args.append(arg)
                 continue
             made.args += [None, *arg.shape, *arg.strides]
-            if described[place] is None:  # a card without descriptors gets an address, and the shape twice
+            if described[place] is None:  # a card without descriptors takes an address, and the shape twice
                 made.args += [arg.padding == "nan", *arg.shape, *arg.strides]
         return made
 
@@ -74,7 +80,7 @@ class DriverLaunch:
 
 
 def encode_descriptor(address: int, needs: dict[str, Any], like: Any) -> Any:
-    """What the card reads of a tensor descriptor."""
+    """A tensor descriptor as the card reads it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     return triton.runtime.driver.active.utils.fill_tma_descriptor(
@@ -90,6 +96,6 @@ def encode_descriptor(address: int, needs: dict[str, Any], like: Any) -> Any:
 
 
 def no_launch_hooks() -> bool:
-    """Whether no profiler wants to know of launches."""
+    """Whether no profiler has registered a hook on launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return all(hook is None or not getattr(hook, "calls", True) for hook in hooks)

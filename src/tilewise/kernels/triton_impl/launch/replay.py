@@ -1,14 +1,15 @@
-"""The launches of a call, written down once and repeated with other tensors.
+"""The launches of a call, recorded once and replayed with other tensors.
 
-A small batch, or narrow features, cost the GPU less time than the host needs to choose sizes, cut slices and fill in
-forty arguments a launch. All of that depends on shapes, types, alignment and options alone, never on numbers. So the first call of a kind
-runs as it is and leaves a recording; the next ones allocate, put addresses into ready lists of arguments, and launch.
+For a small batch, or for narrow features, the host takes longer than the GPU: it chooses sizes, cuts slices and fills
+in forty arguments a launch. All of that depends on shapes, types, alignment and options, never on numbers. So the first
+call of a kind runs normally and is recorded. Later calls allocate memory, fill addresses into prepared lists of
+arguments, and launch.
 
-    record   every allocation is a slot; every argument that is a tensor becomes (slot, offset)
-    replay   a slot is allocated before its first use and given back after its last; small scratch shares one block
+    record   each allocation is a slot; each tensor argument becomes (slot, offset)
+    replay   a slot is allocated before its first use and freed after its last; small scratch slots share one block
 
-A call that does anything beside launches and products (a copy of unaligned features, a sum by torch) holds tensors
-that belong to no slot: it leaves no recording, and runs as it is every time.
+Only launches and products can be replayed. A call that does something else (a copy of unaligned features, a sum by
+torch) uses tensors that belong to no slot. It is not recorded and runs normally every time.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.triton_impl.launch.driver import DriverLaunch, no_launch_hooks
+from tilewise.kernels.triton_impl.launch.driver import DriverLaunch, is_known_version, no_launch_hooks
 
 POOLED = 2**22  # bytes; scratch up to this size shares one block
 ALIGNED = 256
 MOST_RECORDINGS = 256
 MOST_STEPS = 20_000  # of all recordings together; a step takes about 3 kB
-_recordings: dict[Any, Recording | None] = {}  # shared by all threads: backward runs in one of autograd's
+_recordings: dict[Any, Recording | None] = {}  # shared by all threads: backward runs in a thread of autograd
 _UNKNOWN = object()
 
 
@@ -45,12 +46,12 @@ class Slot:
     last: int = -1
     multiplied: bool = False  # a product takes tensors, not addresses
     pool_at: int = -1
-    memory: StorageWeakRef | None = None  # of an allocation, during recording: torch may use it again once it is free
+    memory: StorageWeakRef | None = None  # of an allocation, while recording: once freed, torch may use it again
 
 
 @dataclass(frozen=True)
 class Where:
-    """A tensor as a place in a slot."""
+    """The place of a tensor in a slot."""
 
     slot: int
     offset: int  # bytes
@@ -59,7 +60,7 @@ class Where:
     dtype: torch.dtype
 
     def view(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The same place of another call's tensors."""
+        """The tensor at the same place of another call."""
         whole = tensors[self.slot]
         assert whole is not None
         if self.offset == 0 and whole.shape == self.shape and whole.stride() == self.stride:
@@ -67,64 +68,76 @@ class Where:
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // whole.element_size())
 
 
-class Address:
-    """As much of a tensor as a descriptor needs."""
+class Described:
+    """Stands in for a tensor descriptor and its tensor, of which known versions of Triton read only the address."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "block_shape", "padding", "shape", "strides")
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, address: int, like: Any) -> None:
+        self.address, self.shape, self.strides = address, like.shape, like.strides
+        self.block_shape, self.padding = like.block_shape, getattr(like, "padding", "zero")
+
+    @property
+    def base(self) -> Described:
+        """In place of the tensor."""
+        return self
 
     def data_ptr(self) -> int:
-        """As a tensor's."""
+        """As `Tensor.data_ptr`."""
         return self.address
-
-
-class Described:
-    """As much of a tensor descriptor as a launch needs."""
-
-    __slots__ = ("base", "block_shape", "padding", "shape", "strides")
-    round_f32_to_tf32 = False  # Triton asks for it from 3.7 on
-
-    def __init__(self, base: Address, like: TensorDescriptor) -> None:
-        self.base, self.shape, self.strides = base, like.shape, like.strides
-        self.block_shape, self.padding = like.block_shape, like.padding
 
 
 @dataclass
 class Launch:
-    """A kernel with its arguments, those that are tensors left open."""
+    """A kernel with its arguments, except for tensors."""
 
     run: Callable[..., None]
     args: list[Any]
     tensors: list[tuple[int, Where]]  # (place among the arguments, where)
-    descriptors: list[tuple[int, Where, TensorDescriptor]]
-    quick: DriverLaunch | None = None
+    descriptors: list[tuple[int, Where, Described]]
+    by_driver: DriverLaunch | None = None
     sources: list[tuple[int, int]] = field(default_factory=list)  # (slot, offset) of its addresses, by place
+
+    def with_addresses(self, at: Sequence[int], stream: int) -> None:
+        """Launch with the addresses of the slots instead of tensors."""
+        args = self.args.copy()
+        for place, where in self.tensors:
+            args[place] = at[where.slot] + where.offset
+        for place, where, like in self.descriptors:
+            args[place] = Described(at[where.slot] + where.offset, like)
+        self.run(*args, stream=stream)
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch with the tensors of the slots: the public way."""
+        args = self.args.copy()
+        for place, where in self.tensors:
+            args[place] = where.view(tensors)
+        for place, where, like in self.descriptors:
+            args[place] = TensorDescriptor.from_tensor(where.view(tensors), like.block_shape)
+        self.run(*args)
 
 
 @dataclass
 class Product:
-    """target = left @ right, or target += left @ right, or whatever else ``run`` does with three tensors."""
+    """target = left @ right, or target += left @ right, or what else ``run`` does with three tensors."""
 
     run: Callable[[Tensor, Tensor, Tensor, bool], None]
     target: Where
     left: Where
     right: Where
     first: bool
-    quick: None = None
 
 
 @dataclass
 class Recording:
-    """What one call did."""
+    """The launches and products of one call."""
 
     device: torch.device
     slots: list[Slot] = field(default_factory=list)
     steps: list[Launch | Product] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # a place of each tensor; anything else as it is
+    outputs: list[Any] = field(default_factory=list)  # the place of each tensor; other values unchanged
     inputs: int = 0
-    whole: bool = True  # nothing was met that has no slot
+    whole: bool = True  # every tensor so far has a slot
     turns: list[tuple[list[tuple[int, Slot]], Launch | Product, list[int]]] = field(default_factory=list)
     pooled: list[tuple[int, Slot]] = field(default_factory=list)
     pool_bytes: int = 0
@@ -144,11 +157,11 @@ class Recording:
                 slot.address >= other.address + other.bytes or other.address >= slot.address + slot.bytes
                 for other in self.slots
             )
-            self.whole &= apart and tensor.numel() > 0  # another call's inputs may lie elsewhere
+            self.whole &= apart and tensor.numel() > 0  # the inputs of another call need not overlap
             self.slots.append(slot)
 
     def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Tensor:
-        """Allocate, and remember it."""
+        """Allocate a slot."""
         made = like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
         slot = Slot(made.data_ptr(), made.nbytes, tuple(made.shape), dtype, zero, first=len(self.steps))
         slot.memory = StorageWeakRef(made.untyped_storage())
@@ -158,17 +171,14 @@ class Recording:
     def launched(self, run: Callable[..., None], args: list[Any], compiled: Any, programs: int) -> None:
         """A kernel was launched; ``compiled`` is None in the interpreter."""
         if not self.whole:
-            return  # nor keep alive what has no slot
+            return  # and keep no tensor without a slot alive
         open_tensors, descriptors, kept = [], [], list(args)
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and (where := self.find(arg)) is not None:
                 open_tensors.append((place, where))
                 kept[place] = None
             elif isinstance(arg, TensorDescriptor) and (where := self.find(arg.base)) is not None:
-                like = TensorDescriptor.__new__(TensorDescriptor)
-                like.shape, like.strides = list(arg.shape), list(arg.strides)
-                like.block_shape, like.padding = list(arg.block_shape), arg.padding
-                descriptors.append((place, where, like))
+                descriptors.append((place, where, Described(0, arg)))
                 kept[place] = None
         step = Launch(run, kept, open_tensors, descriptors)
         if not self.whole:
@@ -179,7 +189,7 @@ class Recording:
             open_at = [place for place, _ in places]
             likes = {place: like for place, _, like in descriptors}
             laid = [likes.get(place, arg) for place, arg in enumerate(kept)]
-            step.quick = DriverLaunch.of(compiled, programs, laid, open_at)
+            step.by_driver = DriverLaunch.of(compiled, programs, laid, open_at)
         self.steps.append(step)
 
     def multiplied(
@@ -198,8 +208,9 @@ class Recording:
             self.steps.append(Product(run, into, one, other, first))
 
     def find(self, tensor: Tensor) -> Where | None:
-        """The slot of a tensor: the one that lives and holds its address. Memory is given back and used again, also by
-        tensors that have no slot.
+        """The place of a tensor: in the slot that is alive and contains its address.
+
+        Freed memory is used again, also by tensors without a slot.
         """
         address = tensor.data_ptr()
         for index in reversed(range(len(self.slots))):
@@ -213,7 +224,7 @@ class Recording:
         return None
 
     def finish(self, outputs: Sequence[Any]) -> Recording | None:
-        """The recording, ready to be replayed; None if something cannot be."""
+        """The recording, ready to be replayed; None if it cannot be."""
         steps = len(self.steps)
         self.outputs = [self.find(output) if isinstance(output, Tensor) else output for output in outputs]
         if not self.whole or not steps:
@@ -221,8 +232,8 @@ class Recording:
         for slot in self.slots:
             slot.memory = None
         kept = {where.slot for where in self.outputs if isinstance(where, Where)}
-        made_at: list[list[tuple[int, Slot]]] = [[] for _ in range(steps)]  # what is allocated before a step
-        done_at: list[list[int]] = [[] for _ in range(steps)]  # and what is given back after it
+        made_at: list[list[tuple[int, Slot]]] = [[] for _ in range(steps)]  # slots to allocate before a step
+        done_at: list[list[int]] = [[] for _ in range(steps)]  # and to free after it
         for index, slot in enumerate(self.slots[self.inputs :], start=self.inputs):
             if slot.last < 0:
                 continue  # allocated and never used
@@ -242,8 +253,9 @@ class Recording:
     # -- replaying ------------------------------------------------------------------------------------------------
 
     def replay(self, inputs: Sequence[Tensor | None]) -> list[Any]:
-        """The same with other inputs of the same shapes."""
-        device, cuda = self.device, self.device.type == "cuda"
+        """The same launches with other inputs of the same shapes."""
+        device = self.device
+        by_address = device.type == "cuda" and is_known_version()
         tensors: list[Tensor | None] = [*inputs, *([None] * (len(self.slots) - self.inputs))]
         at = [0 if tensor is None else tensor.data_ptr() for tensor in inputs] + [0] * (len(self.slots) - self.inputs)
         if self.pooled:
@@ -251,40 +263,31 @@ class Recording:
             base = pool.data_ptr()
             for index, slot in self.pooled:
                 at[index] = base + slot.pool_at
-                if not cuda:
+                if not by_address:
                     part = pool[slot.pool_at : slot.pool_at + slot.bytes]
                     tensors[index] = part.view(slot.dtype).view(slot.shape)
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if cuda else 0
-        how, quiet = ({"stream": stream} if cuda else {}), no_launch_hooks()
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if by_address else 0
+        by_driver = by_address and no_launch_hooks()
         for made, step, done in self.turns:
             for index, slot in made:
                 make = torch.zeros if slot.zero else torch.empty
                 tensor = tensors[index] = make(slot.shape, dtype=slot.dtype, device=device)
                 at[index] = tensor.data_ptr()
-            if quiet and step.quick is not None:
-                step.quick(stream, [at[slot] + offset for slot, offset in step.sources])
-            elif isinstance(step, Launch):
-                args = step.args.copy()
-                if cuda:
-                    for place, where in step.tensors:
-                        args[place] = at[where.slot] + where.offset
-                    for place, where, like in step.descriptors:
-                        args[place] = Described(Address(at[where.slot] + where.offset), like)
-                else:
-                    for place, where in step.tensors:
-                        args[place] = where.view(tensors)
-                    for place, where, like in step.descriptors:
-                        args[place] = TensorDescriptor.from_tensor(where.view(tensors), like.block_shape)
-                step.run(*args, **how)
-            else:
+            if isinstance(step, Product):
                 step.run(step.target.view(tensors), step.left.view(tensors), step.right.view(tensors), step.first)
+            elif by_driver and step.by_driver is not None:
+                step.by_driver(stream, [at[slot] + offset for slot, offset in step.sources])
+            elif by_address:
+                step.with_addresses(at, stream)
+            else:
+                step.with_tensors(tensors)
             for index in done:
                 tensors[index] = None
         return [where.view(tensors) if isinstance(where, Where) else where for where in self.outputs]
 
 
 def replay_key(what: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """All that the launches of a call depend on."""
+    """All that the launches of a call depend on, so that equal keys may share a recording."""
     return (
         *what,
         *(None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors),
@@ -297,13 +300,13 @@ def replay_or_record(
     run: Callable[[Recording | None], tuple[Any, ...]],
     device: torch.device,
 ) -> Sequence[Any]:
-    """Replay the recording of this kind of call, or run it and leave one."""
-    known: Any = _recordings.get(kind, _UNKNOWN)  # one look: another thread may clear them
+    """Replay the recording of this kind of call, or run the call and record it."""
+    known: Any = _recordings.get(kind, _UNKNOWN)  # one lookup: another thread may clear them
     if known is not _UNKNOWN:
         return run(None) if known is None else known.replay(inputs)
     fresh = Recording(device)
     fresh.take(inputs)
-    if not fresh.whole:  # inputs share memory: the next ones of this kind may not, and are worth a recording
+    if not fresh.whole:  # inputs share memory; those of the next call of this kind may not, and can be recorded
         return run(None)
     outputs = run(fresh)
     made = fresh.finish(outputs)

@@ -1,26 +1,27 @@
-"""Kernels beside the two products of a softmax loss whose gradients are formed in forward; E and f_i are `direct_softmax`'s.
+"""Kernels beside the two products of the one-pass softmax loss; `softmax_kernels` computes E and f_i.
 
     dA_i = scale f_i sum_j E_ij b_j     dB_j = sum_i E_ij (scale f_i a_i)     dbias_j = sum_i f_i E_ij
 
-Where the features are a half type, two roundings are still in the positive's term: E_ij, and f_i a_i. A term that is
-most of the gradient, or all of it where scores are flat, is worth better: a dense loss rounds G, which is then -w_i, to
-itself. So the entry is also kept as it was before, and what the roundings changed is made good when the products are
-done, in float32 and for the positives alone: `finish_rows_kernel` in dA, `positives_kernel` in dB.
+With features of a half type, the term of the positive contains two roundings: of E_ij and of f_i a_i. That term may be
+most of the gradient, or all of it where scores are flat, and a dense loss rounds G, which is then -w_i, exactly. So the
+entry is also kept unrounded, and the roundings are corrected after the products, in float32 and for the positives alone:
+by `finish_rows_kernel` in dA, by `positives_kernel` in dB.
 """
 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import in_units, row_stride
 
 
-@triton.jit(do_not_specialize=["n", "a_stride", "b_stride"])
-def finish_rows_kernel(total, out, scaled, factor, entry, column, scale, a, a_stride, b, b_stride, dots, n, D: tl.constexpr,
-                       BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+@kernel(optional=("b", "entry", "column", "out", "scaled", "dots"), dynamic=("a_stride", "b_stride", "n"))
+def finish_rows_kernel(a, b, scale, total, factor, entry, column, out, scaled, dots, a_stride, b_stride, n,
+                       D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """out_i = scale f_i total_i, scaled_i = scale f_i a_i, and for each program the sum of f_i <total_i, a_i>.
 
-    That sum is the program's part of the scale's gradient. Where there are entries, what rounding took from the
-    positive's is put back: total_i += (entry - its rounding) b_pos.
+    That sum is the program's part of the scale's gradient. With ``entry``, the rounding of the positive's entry is
+    corrected: total_i += (entry - rounded entry) b_pos.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, ok = rows.to(tl.int64)[:, None], rows < n
@@ -59,7 +60,7 @@ def positives_of(row, here, col, a, scaled, factor, entry, s, D: tl.constexpr, S
     x = tl.load(a + row * STRIDE + col, mask=here, other=0.0).to(tl.float32)
     y = tl.load(scaled + row * D + col, mask=here, other=0.0).to(tl.float32)
     v = e.to(scaled.dtype.element_ty).to(tl.float32)
-    return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # what is not here may be infinite
+    return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # elsewhere values may be infinite
 
 
 @triton.jit
@@ -81,10 +82,10 @@ def positives_from(place, stop, mine, col, a, scaled, factor, entry, order, colu
     return exact, held
 
 
-@triton.jit(do_not_specialize=["n"])
-def runs_kernel(a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr,
-                BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """For `positives_kernel`, of a column that many rows have: what those from each RUN-th sorted place up to the next add."""
+@kernel(dynamic=("n",))
+def runs_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, n,
+                D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Partial sums for `positives_kernel`, of a column with many rows: from each RUN-th sorted place to the next."""
     chunks = tl.cdiv(D, WIDTH)
     run = tl.program_id(0) // chunks + 1
     col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
@@ -100,26 +101,27 @@ def runs_kernel(a, scaled, factor, entry, order, column, scale, exacts, helds, n
     tl.store(helds + run * D + col, held, mask=here)
 
 
-@triton.jit(do_not_specialize=["n"])
-def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, exacts, helds, n, D: tl.constexpr, STRIDE: tl.constexpr,
-                     EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """grad_j += sum over the rows i whose positive is j of scale f_i entry_i a_i - v_i s_i, v and s rounded: what dB holds.
+@kernel(dynamic=("n",))
+def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, grad, n,
+                     D: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
+    """grad_j += sum of scale f_i entry_i a_i - v_i s_i over the rows i whose positive is j; dB holds the rounded v_i s_i.
 
-    ``column`` is sorted, ``order`` says which row has it. A program has WIDTH features of one sorted place; the first of
-    a column takes all its rows, in order, and the others return. Most columns have one row, which is taken by itself;
-    from the next RUN-th place on, `runs_kernel` has added up what a column's rows add.
+    ``column`` is sorted; ``order`` has the row of each place. A program has WIDTH features of one sorted place. The first
+    program of a column adds all its rows, in order; the others return. Most columns have one row, which is added first.
+    From the next RUN-th place on, `runs_kernel` has added up the rows of a column.
 
-    A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before, and is rounded once more. What it holds
-    besides sum v_i s_i is the negatives' share, and an error of which the size is known, ulp^2 / 12 in the mean of its
-    square. So that the first rounding leaves no more than it must, the sum of both is multiplied by the negatives' part of
-    its squares (Stein's estimate), where it is not more than a rounding can be. A share that drowns in the rounding comes
-    to nothing, as it does where a dense gradient is rounded, and the positives' is then rounded once.
+    A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before and is rounded again. Besides sum v_i s_i
+    it holds the share of the negatives and a rounding error, whose mean square is known: ulp^2 / 12. To reduce that error,
+    the sum of both is multiplied by the negatives' part of its squares (Stein's estimate), where it is no larger than a
+    rounding can be. A share of the negatives below the rounding vanishes, as in a rounded dense gradient, and the share of
+    the positives is then rounded once.
     """
     chunks = tl.cdiv(D, WIDTH)
     place = tl.program_id(0) // chunks
     col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
     mine = tl.load(column + place)
-    first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # never of -1: these are the lowest
+    first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # false for -1, which sorts first
     where = grad + mine.to(tl.int64) * D + col
     here = first & (col < D)
     before = tl.load(where, mask=here, other=0.0).to(tl.float32)
@@ -145,17 +147,19 @@ def positives_kernel(grad, a, scaled, factor, entry, order, column, scale, exact
         seen = tl.sum(rest * rest, 0)
         rounding = tl.sum(ulp * ulp, 0) * (1.0 / 12.0)
         share = 1.0 - rounding / tl.where(seen == 0.0, 1.0, seen)
-        drowns = (tl.abs(rest) <= ulp) & (ulp < float("inf"))
-        rest = tl.where(drowns, rest * tl.where(share > 0.0, share, 0.0), rest)
+        rounding_only = (tl.abs(rest) <= ulp) & (ulp < float("inf"))
+        rest = tl.where(rounding_only, rest * tl.where(share > 0.0, share, 0.0), rest)
     tl.store(where, (exact + rest).to(grad.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["n", "m", "g_stride"])
-def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+@kernel(dynamic=("g_stride", "n", "m"))
+def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """The gradient of the bias: sum_i f_i E_ij for each column."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     ok = cols < m
-    read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))  # a row is as long in memory
+    read = cols < row_stride(
+        g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1)
+    )  # rows are padded to this length
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in range(0, n, BLOCK):
         rows = start + tl.arange(0, BLOCK)
@@ -170,13 +174,13 @@ def bias_kernel(g, g_stride, factor, out, n, m, FIRST: tl.constexpr, BLOCK: tl.c
     tl.store(out + cols, sums, mask=ok)
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(dynamic=("count",))
 def multiply_kernel(
-    values, out, by, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+    values, by, out, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out = values * by, in float32 up to the last rounding; in place, nothing to do for the usual 1.
+    """out = values * by, in float32 up to the last rounding. In place, the usual factor of 1 costs nothing.
 
-    ``count`` is a multiple of UNIT.
+    UNIT divides ``count``.
     """
     f = tl.load(by).to(tl.float32)
     count = in_units(count, UNIT)

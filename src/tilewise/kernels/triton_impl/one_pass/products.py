@@ -1,4 +1,4 @@
-"""Gradients of a softmax loss from its exponentials: two products, and what rounding took from the positives."""
+"""Gradients of a softmax loss from its exponentials: two products, and a correction for the rounding of positives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ POSITIVES_RUN = 64  # rows of one column that are added up one after another
 
 
 class Products:
-    """Gradients from E, a block of rows after another. Those of the features are ``dtype``; a half type takes one block.
+    """Gradients from E, one block of rows at a time. Feature gradients are ``dtype``; a half type needs one block.
 
     dA_i = scale f_i sum_j E_ij b_j,   dB_j = sum_i E_ij (scale f_i a_i),   dbias_j = sum_i f_i E_ij
 
-    What rounding did to the positives' entries of E, and to their rows, is made good in each of them.
+    Each of them is corrected for the rounding of the positives' entries of E and of their rows.
     """
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class Products:
         self.dots: list[Tensor] = []
 
     def add(self, held: Exponentials, i: slice, scaled: Tensor | None = None) -> None:
-        """The rows i, of which E, f_i, and perhaps scale f_i a_i are known."""
+        """Add the rows i, of which E, f_i, and possibly scale f_i a_i are given."""
         made, a = scaled is not None, self.call.a[i]
         if self.needs.b and scaled is None:
             scaled = self.call.empty(*a.shape, dtype=a.dtype)
@@ -55,12 +55,12 @@ class Products:
                 self._positives(held, a, scaled, self.grad_b)
 
     def grads(self) -> Grads:
-        """When all rows were added."""
+        """The gradients, after all rows were added."""
         scale = sum_parts(self.dots) if self.needs.scale else None
         return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
 
     def _rows(self, held: Exponentials, i: slice, scaled: Tensor | None) -> None:
-        """The gradients of the rows i, their part of the scale's, and, where it is asked for, scale f_i a_i."""
+        """The gradients of the rows i, their part of the scale's, and scale f_i a_i into ``scaled``, if given."""
         call, rows, out = self.call, i.stop - i.start, None if self.grad_a is None else self.grad_a[i]
         in_place = out is not None and out.dtype == torch.float32
         total = out if in_place else call.empty(rows, self.d, dtype=torch.float32)
@@ -70,19 +70,13 @@ class Products:
         dots = call.empty(programs) if self.needs.scale else None
         if dots is not None:
             self.dots.append(dots)
-        values: dict[str, Any] = {
-            "total": total,
-            "out": out,
-            "scaled": scaled,
-            "factor": held.factor,
-            "scale": call.pair.scale,
-        }
-        values |= {"a": a, "a_stride": a.stride(0), "dots": dots, "n": rows, "D": self.d}
+        values: dict[str, Any] = {"total": total, "out": out, "scaled": scaled, "dots": dots}
+        values |= {"a": a, "a_stride": a.stride(0), "b_stride": call.b.stride(0), "factor": held.factor}
         if held.rounded:
-            values |= {"entry": held.entry, "column": held.column, "b": call.b, "b_stride": call.b.stride(0)}
-        key = self.d, a.dtype, self.dtype, a.data_ptr() % 16, total.data_ptr() % 16
-        last = call.prepare(product_kernels.finish_rows_kernel, 4, 2, key).put(values)
-        last.put({"BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}).launch(programs)
+            values |= {"entry": held.entry, "column": held.column, "b": call.b}
+        values |= {"scale": call.pair.scale, "n": rows, "D": self.d, "BLOCK": FINISH_BLOCK}
+        values["WIDTH"] = min(FINISH_WIDTH, triton.next_power_of_2(self.d))
+        call.prepare(product_kernels.finish_rows_kernel).put(values).launch(programs)
 
     def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
         """The columns' gradients, corrected where they are the positive of a row."""
@@ -90,22 +84,20 @@ class Products:
         width = min(POSITIVES_WIDTH, triton.next_power_of_2(self.d))
         chunks, runs = cdiv(self.d, width), cdiv(len(a), POSITIVES_RUN)
         eps = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
-        key = self.d, a.stride(0), a.dtype, out.dtype, a.data_ptr() % 16, out.data_ptr() % 16
-        values: dict[str, Any] = {"grad": out, "a": a, "scaled": scaled, "column": column, "order": order}
+        values: dict[str, Any] = {"a": a, "scaled": scaled, "column": column, "order": order, "n": len(a)}
         values |= {"factor": held.factor, "entry": held.entry, "scale": self.call.pair.scale}
         values |= {"exacts": self.call.empty(runs, self.d), "helds": self.call.empty(runs, self.d)}
-        values |= {"n": len(a), "D": self.d, "STRIDE": a.stride(0), "RUN": POSITIVES_RUN}
-        values |= {"EPS": eps, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
-        steps = (product_kernels.runs_kernel, runs - 1), (product_kernels.positives_kernel, len(a))
-        for kernel, places in steps:
-            if places:
-                self.call.prepare(kernel, POSITIVES_WARPS, 2, key).put(values).launch(places * chunks)
+        values |= {"D": self.d, "STRIDE": a.stride(0), "RUN": POSITIVES_RUN, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
+        if runs > 1:
+            self.call.prepare(product_kernels.runs_kernel, POSITIVES_WARPS).put(values).launch((runs - 1) * chunks)
+        last = self.call.prepare(product_kernels.positives_kernel, POSITIVES_WARPS).put(values)
+        last.put({"grad": out, "EPS": eps}).launch(len(a) * chunks)
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
-        """The bias's part of these rows, set or added."""
+        """Set or add the share of these rows in the gradient of the bias."""
         e, factor = held.e, held.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
-        prepared = self.call.prepare(product_kernels.bias_kernel, 4, 2, (first, e.dtype)).put(values)
+        prepared = self.call.prepare(product_kernels.bias_kernel).put(values)
         prepared.put({"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}).launch(cdiv(self.m, BIAS_COLS))
         if held.rounded:
             lost = torch.where(held.column >= 0, factor * (held.entry - held.entry.to(e.dtype)), 0.0)

@@ -16,7 +16,7 @@ from tilewise.kernels.triton_impl.two_pass.backward import Backward, Bias
 
 
 class Sigmoid(Backward):
-    """Backward of the sigmoid loss, whose kernel writes the loss too, and the positives' entries of G as well."""
+    """Backward of the sigmoid loss. Its kernel also computes the loss and the entries of the positives in G."""
 
     def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
         super().__init__(
@@ -28,20 +28,14 @@ class Sigmoid(Backward):
 
     def loss_and_grads(self) -> tuple[Tensor, Grads]:
         """All macro-tiles."""
-        grads, call = self.run(), self.call
-        everything = slice(0, self.n), slice(0, self.m)
-        call.run(
-            sigmoid_kernels.softplus_kernel,
-            *everything,
-            self.sizes,
-            loss_part=self.safe_part,
-            needs_repair=self.needs_repair,
-        )
+        grads, rows, cols = self.run(), slice(0, self.n), slice(0, self.m)
+        values = {"loss_part": self.safe_part, "needs_repair": self.needs_repair}
+        self.call.run(sigmoid_kernels.softplus_kernel, rows, cols, self.sizes, **values)
         return torch.where(self.needs_repair[0] != 0, sum_parts([self.safe_part]), sum_parts([self.loss_part])), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         values = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
-        values |= {"needs_repair": self.needs_repair, "factor": self.inside, "TERMS": self.bits}
+        values |= {"needs_repair": self.needs_repair, "factor": self.inside, "TERMS": self.terms}
         self.call.run(sigmoid_kernels.sigmoid_kernel, i, j, self.sizes, **values)
         if bias is not None:
             bias.add(j)

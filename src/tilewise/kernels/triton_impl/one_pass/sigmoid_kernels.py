@@ -1,39 +1,31 @@
-"""Kernels for a sigmoid loss whose gradients are formed in forward: G of a macro-tile, and the loss from the same exponential.
+"""Kernels of the one-pass sigmoid loss: G of a macro-tile, and the loss from the same exponential.
 
     t = exp(x),   sigmoid(x) = t / (1 + t),   sum_j softplus(x_j) = log of the product of all 1 + t_j
 
-with -x at a positive. The product is kept less 1, so that many small t lose nothing. Where scores are so large that it
-leaves float32 (64 of them have a softplus above 1 nat in the mean, or one is above 69), needs_repair is cast, and
+with -x at a positive. The product less 1 is kept, so that small t are not lost. Where scores are so large that the product
+leaves float32 (the mean softplus of 64 of them is above 1 nat, or one is above 69), ``needs_repair`` is set, and
 `softplus_kernel` computes the loss again.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.primitives import (
-    LN2,
-    any_here,
-    own_column,
-    score_tile,
-    store_tile,
-    tile_dot,
-    tile_place,
-)
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import BIAS_COLS, BIAS_TOTAL, outer_factor
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import log1p, softplus_join
+from tilewise.kernels.triton_impl.bits import BIAS_COLS, BIAS_TOTAL
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.primitives import LN2, any_here, own_column, scored_tile, store_tile, tile_place
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
+from tilewise.kernels.triton_impl.two_pass.softplus_kernels import log1p, softplus_join, softplus_sum
 
 LARGEST_SCORE = tl.constexpr(100.0)  # a sigmoid of more, in units of log2, is 1
-JOINED = tl.constexpr(64)  # factors 1 + t that are multiplied before a logarithm is taken; of scores of 0, 2**64
-LARGEST_JOINED = tl.constexpr(2.0**99)  # beyond, scores were cut, or the product is out of range
+JOINED = tl.constexpr(64)  # factors 1 + t in one product; for scores of 0 it is 2**64
+LARGEST_JOINED = tl.constexpr(2.0**99)  # above, scores were clamped, or the product is out of range
 
 
 @triton.jit
 def log_of_two(one, other):
     """log((1 + one) (1 + other)), with one logarithm, where the product may be too large for float32."""
     large = tl.maximum(one, other) > 2.0**50
-    scaled = (one * 2.0**-64) * other + (
-        one + other
-    ) * 2.0**-64  # a product above 2**50 / 2**64, and 1 is nothing to it
+    scaled = (one * 2.0**-64) * other + (one + other) * 2.0**-64  # so large that + 1 has no effect
     joined = softplus_join(one, other)
     both = large & (tl.minimum(one, other) > 2.0**50)
     return log1p(tl.where(both, scaled, joined)) + tl.where(both, 64.0 * LN2, 0.0)
@@ -41,7 +33,7 @@ def log_of_two(one, other):
 
 @triton.jit
 def log_of_joined(t, R: tl.constexpr, C: tl.constexpr):
-    """The sum of log(1 + t) over each row, and the largest product of JOINED factors, less 1, that was met."""
+    """The sum of log(1 + t) over each row, and the largest product of JOINED factors, less 1."""
     if C <= JOINED:
         joined = tl.reduce(t, 1, softplus_join)
         logs = log1p(joined)
@@ -57,13 +49,16 @@ def log_of_joined(t, R: tl.constexpr, C: tl.constexpr):
     return logs, largest
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
-def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, bias_part,
-                   loss_part, needs_repair, n, m, first, ahead,
+@kernel(optional=(*SCORE_KEYS, "bias_part"), dynamic=TILE_NUMBERS)
+def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                   row_key, col_key, row_skip, col_skip,  # keys
+                   grad_row, factor,  # weights
+                   g_desc, bias_part, loss_part, needs_repair,  # outputs
+                   n, m, first, ahead,
                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile times ``factor``; what each program finds of the loss is added to its R numbers of loss_part."""
+    """G of one macro-tile times ``factor``. Each program adds its share of the loss to its R numbers of loss_part."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     f = outer_factor(factor)
@@ -71,12 +66,8 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
     loss = tl.load(mine)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         meets = any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE)
         if meets:
             key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
@@ -85,15 +76,15 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
         t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
         logs, largest = log_of_joined(t, R, C)
         loss += w * logs
-        fits = largest <= LARGEST_JOINED  # not so either if it is no number, after a product of more than all
+        fits = largest <= LARGEST_JOINED  # false for NaN, too
         tl.store(needs_repair + rows * 0, 1, mask=(rows < n) & (fits == 0))
-        # 1 / (1 + t) as a square: the root's reciprocal is one instruction, a division is six.
+        # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
         root = tl.rsqrt(1.0 + t)
         g = (t * (w * f)[:, None]) * (root * root)
         key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
         if meets:
             g = tl.where(key[:, None] == cols[None, :], -g, g)
-        # Who adds up the bias's gradient takes it that tiles know nothing of positives: sigmoid(x) = 1 - sigmoid(-x).
+        # `Bias` expects sums of tiles without positives: sigmoid(x) = 1 - sigmoid(-x).
         if BIAS_TOTAL & TERMS:
             own = tl.where((key >= tile_col * C) & (key < tile_col * C + C), w * f, 0.0)
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
@@ -104,27 +95,25 @@ def sigmoid_kernel(a_desc, b_desc, g_desc, scale, factor, bias, softcap, row_key
     tl.store(mine, loss)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
-def softplus_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, grad_row, loss_part, needs_repair,
+@kernel(optional=SCORE_KEYS, dynamic=TILE_NUMBERS)
+def softplus_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                    row_key, col_key, row_skip, col_skip,  # keys
+                    grad_row, needs_repair,  # weights, flag
+                    loss_part,  # output
                     n, m, first, ahead,
                     D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """If there is needs_repair: the loss alone, from numbers that no score can make too large."""
+    """If ``needs_repair`` is set: the loss alone, by terms that cannot overflow."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s = tl.load(scale)
     tiles = tl.where(tl.load(needs_repair) != 0, row_tiles * col_tiles, 0)
     loss = tl.zeros((R,), tl.float32)
     for tile in range(tl.program_id(0), tiles, PROGRAMS):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
         x = tl.where(key[:, None] == cols[None, :], -x, x)
-        total = tl.sum(tl.maximum(x, 0.0) * LN2 + log1p(tl.exp2(-tl.abs(x))), 1)
-        loss += tl.load(grad_row + rows, mask=rows < n, other=0.0) * total
+        loss += tl.load(grad_row + rows, mask=rows < n, other=0.0) * softplus_sum(x)
     tl.store(loss_part + tl.program_id(0) * R + tl.arange(0, R), loss)

@@ -2,9 +2,9 @@
 
     loss = share * sum_i ((row_lse_i + col_lse_i) / 2 - pos_i)
 
-A batch of a few thousand pairs takes the device less time than Python needs to go through autograd. So forward launches
-the kernels of the gradients right after its own: the host reads three tensors, looks up one recording, and is done. The
-gradients are saved in float32; `times` multiplies all of them by ``grad_output`` in one launch and rounds them.
+For a batch of a few thousand pairs the device is faster than Python on its way through autograd. So forward also
+launches the kernels of the gradients: the host reads three tensors and replays one recording. The gradients are saved in
+float32; `times` multiplies all of them by ``grad_output`` in one launch and rounds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.launch.call import Call, Prepared, cdiv, launch_settings, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, launch_settings, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.prepared import Prepared, kernel
 from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
 from tilewise.kernels.triton_impl.primitives import in_units
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
@@ -39,15 +40,10 @@ def loss_and_gradients(
         stats = Forward(call).run()
         loss, half, minus = call.empty(), call.empty(a.shape[0]), call.empty(a.shape[0])
         factors = (call.empty(), call.empty()) if a.dtype == torch.float16 else (None, None)
-        values: dict[str, Any] = {
-            "row_lse": stats.row_lse,
-            "col_lse": stats.col_lse,
-            "row_pos": stats.row_pos,
-            "loss": loss,
-        }
-        values |= {"half": half, "minus": minus, "scale": scale, "inside": factors[0], "outside": factors[1]}
-        values |= {"share": share, "n": a.shape[0], "BLOCK": SUM_BLOCK}
-        call.prepare(loss_kernel, 4, 2, (a.dtype,)).put(values).launch(1)
+        values: dict[str, Any] = {"row_lse": stats.row_lse, "col_lse": stats.col_lse, "row_pos": stats.row_pos}
+        values |= {"loss": loss, "half": half, "minus": minus, "scale": scale}
+        values |= {"inside": factors[0], "outside": factors[1], "share": share, "n": a.shape[0], "BLOCK": SUM_BLOCK}
+        call.prepare(loss_kernel).put(values).launch(1)
         incoming = GradStats(row_lse=half, col_lse=half, row_pos=minus)
         again = Call.of(pair, spec, options, recording)
         grads = Backward(again, stats, incoming, needs, scale.dtype, factors=factors).run()
@@ -77,11 +73,8 @@ def times(grads: Grads, grad_output: Tensor, a_dtype: torch.dtype, b_dtype: torc
         sizes = [0 if value is None else value.numel() for value in inputs[:2]]
         values: dict[str, Any] = dict(zip(("a", "b", "scale", "grad_output"), inputs, strict=True))
         values |= dict(zip(("a_out", "b_out", "scale_out"), outs, strict=True))
-        unit = unit_of(*sizes)
-        values |= {"a_size": sizes[0], "b_size": sizes[1], "UNIT": unit, "BLOCK": TIMES_BLOCK}
-        # An address that is no multiple of 16 compiles to another kernel: grad_output may lie anywhere.
-        key = (*dtypes, unit, grad_output.dtype, grad_output.data_ptr() % 16 == 0)
-        ready = Prepared(times_kernel, grad_output.device, 4, 2, key, recording).put(values)
+        values |= {"a_size": sizes[0], "b_size": sizes[1], "UNIT": unit_of(*sizes), "BLOCK": TIMES_BLOCK}
+        ready = Prepared(times_kernel, grad_output.device, 4, 2, recording).put(values)
         ready.launch(max(1, sum(cdiv(size, TIMES_BLOCK) for size in sizes)))
         return tuple(outs)
 
@@ -89,9 +82,9 @@ def times(grads: Grads, grad_output: Tensor, a_dtype: torch.dtype, b_dtype: torc
     return Grads(a=a, b=b, scale=scale)
 
 
-@triton.jit(do_not_specialize=["share", "n"])
-def loss_kernel(row_lse, col_lse, row_pos, scale, loss, half, minus, inside, outside, share, n, BLOCK: tl.constexpr):
-    """The loss, what it says of each statistic, and, in float16, the factors that keep G near 1."""
+@kernel(optional=("inside", "outside"), dynamic=("share", "n"))
+def loss_kernel(scale, row_lse, col_lse, row_pos, loss, half, minus, inside, outside, share, n, BLOCK: tl.constexpr):
+    """The loss, its gradient with respect to each statistic, and, in float16, the factors that keep G near 1."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -115,11 +108,11 @@ def times_block(source, target, factor, block, size, BLOCK: tl.constexpr):
     tl.store(target + at, (value * factor).to(target.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["a_size", "b_size"])
+@kernel(optional=("a", "b", "scale", "a_out", "b_out", "scale_out"), dynamic=("a_size", "b_size"))
 def times_kernel(
     a, b, scale, grad_output, a_out, b_out, scale_out, a_size, b_size, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Every gradient times the grad_output number; those that nobody needs are None. Sizes are multiples of UNIT."""
+    """Every gradient times ``grad_output``; a gradient that is not needed is None. UNIT divides the sizes."""
     program = tl.program_id(0)
     factor = tl.load(grad_output)
     a_blocks = tl.cdiv(a_size, BLOCK)

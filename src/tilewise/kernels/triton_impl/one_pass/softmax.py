@@ -11,10 +11,10 @@ from torch import Tensor
 from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, Needs, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, tile_descriptor, vector
-from tilewise.kernels.triton_impl.one_pass import softmax_kernels
+from tilewise.kernels.triton_impl.one_pass import softmax_kernels as kernels
 from tilewise.kernels.triton_impl.one_pass.exponentials import Exponentials, one_block, row_width
 from tilewise.kernels.triton_impl.one_pass.products import Products, sum_parts
-from tilewise.kernels.triton_impl.two_pass import positive_kernels
+from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
 START_BLOCK = 1024
 ROWS_BLOCK = 32  # rows of one program of `rows_kernel`
@@ -31,26 +31,15 @@ class Softmax:
         self.row_step = self._blocks()
         self.col_tiles = cdiv(self.m, self.sizes.cols)
         self.all_cols = slice(0, self.m)
-        own, hits = call.empty(self.n), call.empty(self.n)
-        call.run_positive(
-            positive_kernels.positive_kernel,
-            slice(0, self.n),
-            self.all_cols,
-            row_pos=own,
-            num_positives=hits,
-            peaks=None,
-        )
+        own, num_positives = call.empty(self.n), call.empty(self.n)
+        values: dict[str, Any] = {"row_pos": own, "num_positives": num_positives}
+        call.run_positive(positive_kernel, slice(0, self.n), self.all_cols, **values)
         self.needs_repair = call.empty(1, dtype=torch.int32)
-        rows = {"num_positives": hits, "weight": vector(weights.full(call.pair)), "square": vector(weights.square)}
-        rows |= {"own_at": call.empty(self.n), "shift": call.empty(self.n)}
-        values: dict[str, Any] = {
-            "own": own,
-            "row_shift": call.by_row["row_shift"],
-            "needs_repair": self.needs_repair,
-            "n": self.n,
-        }
-        start = call.prepare(softmax_kernels.start_kernel, 4, 2, ())
-        start.put(rows).put(values).put({"BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
+        rows = {"num_positives": num_positives, "weight": vector(weights.full(call.pair))}
+        rows |= {"square": vector(weights.square), "own_at": call.empty(self.n), "shift": call.empty(self.n)}
+        values = {"own": own, "row_shift": call.by_row["row_shift"], "needs_repair": self.needs_repair}
+        start = call.prepare(kernels.start_kernel).put(rows).put(values)
+        start.put({"n": self.n, "BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
         call.by_row |= rows
         call.row_cuts.clear()
         self.losses: list[Tensor] = []
@@ -89,26 +78,20 @@ class Softmax:
         return self.call.empty(rows, row_width(self.m, self.pair.a.dtype), dtype=self.pair.a.dtype)
 
     def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Exponentials:
-        """Of the rows i, with E in ``e``; and into ``scaled``, if it is there, scale f_i a_i."""
+        """Of the rows i, with E in ``e``; writes scale f_i a_i into ``scaled``, if given."""
         call, n = self.call, i.stop - i.start
-        desc = tile_descriptor(e, self.sizes)
-        shared = {"g_desc": desc, "row_part": row_part, "needs_repair": self.needs_repair}
-        gated, maxima = softmax_kernels.GATED.value, softmax_kernels.MAXIMA.value
-        for terms in (0, gated + maxima, gated):
-            call.run(softmax_kernels.exponent_kernel, i, self.all_cols, self.sizes, TERMS=terms, **shared)
-            if terms & maxima:
-                again = call.prepare(softmax_kernels.shift_kernel, 4, 2, ())
-                again.put(call.rows(i, self.sizes)).put(shared).put({"parts": self.col_tiles})
-                again.put({"MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}).launch(cdiv(n, ROWS_BLOCK))
+        rows, cols = call.rows(i, self.sizes), call.cols(self.all_cols, self.sizes)
+        shared = {"row_part": row_part, "needs_repair": self.needs_repair}
+        desc, programs = tile_descriptor(e, self.sizes), cdiv(n, ROWS_BLOCK)
+        blocks = {"parts": self.col_tiles, "MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}
+        repair, maxima = kernels.REPAIR.value, kernels.MAXIMA.value
+        for mode in (0, repair + maxima, repair):
+            call.run(kernels.exponent_kernel, i, self.all_cols, self.sizes, MODE=mode, g_desc=desc, **shared)
+            if mode & maxima:
+                call.prepare(kernels.shift_kernel).offer(rows).put(shared).put(blocks).launch(programs)
         vectors = {"factor": call.empty(n), "entry": call.empty(n), "column": call.empty(n, dtype=torch.int32)}
-        programs = cdiv(n, ROWS_BLOCK)
         self.losses.append(call.empty(programs))
-        a = call.rows(i, self.sizes)["a"]
-        key = self.d, call.score_bits, call.positive, a.dtype, a.data_ptr() % 16
-        last = call.prepare(softmax_kernels.rows_kernel, 4, 2, key)
-        last.put(call.fixed).put(call.rows(i, self.sizes)).put(call.cols(self.all_cols, self.sizes)).put(shared)
-        last.put({"parts": self.col_tiles, "g": e, "g_stride": e.stride(0), "scaled": scaled}).put(vectors)
-        last.put({"loss_part": self.losses[-1], "MANY_PARTS": MANY_PARTS})
-        last.put({"ahead": self.pair.row_start + i.start - self.pair.col_start, "WIDTH": WIDTH, "BLOCK": ROWS_BLOCK})
-        last.launch(programs)
+        last = call.prepare(kernels.rows_kernel).offer(call.fixed).offer(rows).offer(cols).put(shared).put(blocks)
+        last.put({"g": e, "g_stride": e.stride(0), "scaled": scaled, "loss_part": self.losses[-1], "WIDTH": WIDTH})
+        last.put({"ahead": call.ahead(i, self.all_cols)}).put(vectors).launch(programs)
         return Exponentials(e=e, **vectors)

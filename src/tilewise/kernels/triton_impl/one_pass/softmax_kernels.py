@@ -1,4 +1,4 @@
-"""Kernels for a softmax loss whose gradients are formed in forward: one fused product, then two plain ones.
+"""Kernels of the one-pass softmax loss: one fused product here, then two plain ones.
 
 A block of rows with all columns. With a shift t_i for each row,
 
@@ -6,43 +6,41 @@ A block of rows with all columns. With a shift t_i for each row,
     G_ij = f_i (e_ij - [positive] S_i w_i / (w_i + 2 z_i lse_i)) = f_i E_ij
     dA_i = f_i sum_j E_ij b_j     dB_j = sum_i E_ij (f_i a_i)
 
-`exponent_kernel` stores E in the type of the features as soon as a tile's product is there, when S is not yet known; no
-second pass over E is needed, since f_i is applied to the rows of A and of dA. `rows_kernel` overwrites the positive's
-entry, in float32 up to the same rounding: near the end of training e and S differ in their last digits only.
+`exponent_kernel` stores E in the type of the features before S is known. No second pass over E is needed, since f_i is
+applied to the rows of A and of dA. `rows_kernel` overwrites the entry of the positive, computed in float32: near the end
+of training e and S differ in their last digits only. The rounding of that entry is corrected after the products: see
+`product_kernels`.
 
-What the roundings of the positive's entry changed is made good when the products are done: see `direct_products`.
-
-The shift is the score of the row's positive, so that S_i = exp(loss_i) is never less than about 1. A loss above 55 (in
-nats) would leave the range in which E and its products are safe: then a tile casts needs_repair, and the block is done again
-with each row's maximum as its shift, without the host hearing of it.
+The shift is the score of the row's positive, so S_i = exp(loss_i) is never less than about 1. With a loss above 55 nats E
+and its products could overflow. Then a tile sets ``needs_repair``, and the block is computed again with the maximum of
+each row as its shift. The host does not need to know.
 """
 
-import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import SOFTCAP
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
-    SOFTCAP,
     own_column,
     row_stride,
-    score_tile,
+    scored_tile,
     store_tile,
-    tile_dot,
     tile_place,
 )
 
-LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile, before needs_repair is cast
-SMALLEST_SHARE = tl.constexpr(2.0**-20)  # of w_i in w_i + 2 z_i lse_i: closer to 0 it is taken for this
+LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile; above, needs_repair is set
+SMALLEST_SHARE = tl.constexpr(2.0**-20)  # |w_i + 2 z_i lse_i| is at least this share of |w_i|
 
-# What exponent_kernel does (bits of TERMS)
-GATED = tl.constexpr(1)  # only if there is needs_repair
+# Bits of MODE: what exponent_kernel does
+REPAIR = tl.constexpr(1)  # return unless needs_repair is set
 MAXIMA = tl.constexpr(2)  # the maximum of each row in each tile, instead of exponentials
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(optional=("row_shift", "square"), dynamic=("n",))
 def start_kernel(own, row_shift, num_positives, weight, square, own_at, shift, needs_repair, n, BLOCK: tl.constexpr):
-    """The positive's score from 0, in log2; the shift of each row, +inf (all exponentials 0) for one that does not count."""
+    """The score of the positive in log2, without the row's shift; and t_i, +inf (all exponentials 0) for ignored rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     x = tl.load(own + at, mask=ok, other=0.0) * LOG2E
@@ -53,39 +51,37 @@ def start_kernel(own, row_shift, num_positives, weight, square, own_at, shift, n
         counts = counts | (tl.load(square + at, mask=ok, other=0.0) != 0.0)
     counts = counts & (tl.load(num_positives + at, mask=ok, other=0.0) > 0.0)
     tl.store(own_at + at, x, mask=ok)
-    start = tl.where(tl.abs(x) < 1e30, x, 0.0)  # a positive that a bias of -inf rules out is no place to start from
+    start = tl.where(tl.abs(x) < 1e30, x, 0.0)  # a bias may make the positive -inf
     tl.store(shift + at, tl.where(counts, start, float("inf")), mask=ok)
     tl.store(needs_repair + at * 0, 0, mask=at == 0)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
-def exponent_kernel(a_desc, b_desc, g_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, shift, row_part, needs_repair,
+@kernel(optional=SCORE_KEYS, dynamic=TILE_NUMBERS)
+def exponent_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                    row_key, col_key, row_skip, col_skip, shift,  # keys, shift
+                    g_desc, row_part, needs_repair,  # outputs
                     n, m, first, ahead,
-                    D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                    D: tl.constexpr, MODE: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
     """E of a block of n rows and all m columns, in the type of the features; row_part is (column tiles, n)."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
-    if GATED & TERMS:
+    if REPAIR & MODE:
         tiles = tl.where(tl.load(needs_repair) != 0, tiles, 0)
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                 n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         ok_rows = rows < n
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
-        if MAXIMA & TERMS:
+        if MAXIMA & MODE:
             tl.store(row_part + tile_col * n + rows, tl.max(x, 1), mask=ok_rows)
         else:
             e = tl.exp2(x - tl.load(shift + rows, mask=ok_rows, other=float("inf"))[:, None])
             total = tl.sum(e, 1)
             tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
-            if not (GATED & TERMS):
+            if not (REPAIR & MODE):
                 tl.store(needs_repair + rows * 0, 1, mask=ok_rows & (total > LARGEST_SUM))
             if SOFTCAP & SCORE:
                 ratio = x * (1.0 / (softcap * LOG2E))
@@ -93,9 +89,9 @@ def exponent_kernel(a_desc, b_desc, g_desc, scale, bias, softcap, row_key, col_k
             store_tile(g_desc, tile_row * R, tile_col * C, e)
 
 
-@triton.jit(do_not_specialize=["n", "parts"])
+@kernel(dynamic=("n", "parts"))
 def shift_kernel(row_part, shift, needs_repair, n, parts, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """If there is needs_repair: the largest score of each row becomes its shift."""
+    """If ``needs_repair`` is set: the largest score of each row becomes its shift."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     high = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -105,19 +101,21 @@ def shift_kernel(row_part, shift, needs_repair, n, parts, MANY_PARTS: tl.constex
         part = tl.load(row_part + p.to(tl.int64)[:, None] * n + at[None, :], mask=here, other=float("-inf"))
         high = tl.maximum(high, tl.max(part, 0))
     before = tl.load(shift + at, mask=ok, other=0.0)
-    high = tl.where(tl.abs(high) < float("inf"), high, 0.0)  # +inf is for rows that do not count
+    high = tl.where(tl.abs(high) < float("inf"), high, 0.0)  # +inf is reserved for ignored rows
     change = (before < float("inf")) & (tl.load(needs_repair) != 0)
     tl.store(shift + at, tl.where(change, high, before), mask=ok)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "parts", "a_stride", "g_stride"])
-def rows_kernel(row_part, parts, shift, own_at, num_positives, weight, square, scale, softcap, row_key, needs_repair, g, g_stride, a, a_stride,
-                scaled, factor, entry, column, loss_part, n, m, first, ahead,
+@kernel(optional=("row_key", "square", "scaled"), dynamic=(*TILE_NUMBERS, "parts", "a_stride", "g_stride"))
+def rows_kernel(a, scale, softcap, row_key, shift,  # scores, keys, shift
+                row_part, own_at, num_positives, weight, square,  # sums and weights of rows
+                g, factor, entry, column, scaled, loss_part, needs_repair,  # outputs
+                a_stride, g_stride, parts, n, m, first, ahead,
                 D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                 MANY_PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """When all tiles of the rows are done: their loss, f_i, the positive's entry of E, and f_i a_i for the columns.
+    """After all tiles of the rows: their loss, f_i, the entry of the positive in E, and f_i a_i for the columns.
 
-    The entry goes to ``entry`` too, before it is rounded, and where it is to ``column``, -1 in a row that has none.
+    The entry is also written to ``entry``, before it is rounded, and its column to ``column``, -1 in a row without one.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
@@ -136,28 +134,28 @@ def rows_kernel(row_part, parts, shift, own_at, num_positives, weight, square, s
     key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     place = g + rows.to(tl.int64) * g_stride + key
     if (g.dtype.element_ty == tl.float32) and not (SOFTCAP & SCORE):
-        # The tile's own arithmetic for the positive: what is left of S - e is then exact, and a loss never negative.
+        # With the arithmetic of the tile for the positive, S - e is exact, and a loss is never negative.
         e = tl.load(place, mask=ok & (key >= 0), other=0.0)
         away = tl.where(e > 2.0**-60, tl.log2(e), away)
     loss = w * ((level - away) * LN2)
-    coming = w
-    missed = w != 0.0
+    lse_grad = w
+    invalid = w != 0.0
     if square is not None:
         z = tl.load(square + rows, mask=ok, other=0.0)
         lse = (level + t) * LN2
         loss += z * lse * lse
-        coming += 2.0 * z * lse
-        missed = missed | (z != 0.0)
+        lse_grad += 2.0 * z * lse
+        invalid = invalid | (z != 0.0)
     least = tl.abs(w) * SMALLEST_SHARE  # tensor first: the interpreter of Triton 3.7 cannot compare the other order
-    coming = tl.where(tl.abs(coming) < least, least, coming)
-    # A row that counts but whose positive is nowhere: a target out of range, and NaN says so.
-    missed = missed & (tl.load(num_positives + rows, mask=ok, other=1.0) == 0.0)
-    loss = tl.where(missed, float("nan"), tl.where(counts, loss, 0.0))
-    f = tl.where(missed, float("nan"), tl.where(counts, coming / total, 0.0))
+    lse_grad = tl.where(tl.abs(lse_grad) < least, least, lse_grad)
+    # A row that counts without a positive has a target out of range: its loss is NaN.
+    invalid = invalid & (tl.load(num_positives + rows, mask=ok, other=1.0) == 0.0)
+    loss = tl.where(invalid, float("nan"), tl.where(counts, loss, 0.0))
+    f = tl.where(invalid, float("nan"), tl.where(counts, lse_grad / total, 0.0))
     tl.store(factor + rows, f, mask=ok)
     tl.store(loss_part + tl.program_id(0), tl.sum(loss, 0))
-    tl.store(needs_repair + rows * 0, 0, mask=rows == 0)  # the next block starts without
-    share = w / tl.where(coming == 0.0, 1.0, coming)
+    tl.store(needs_repair + rows * 0, 0, mask=rows == 0)  # clear the flag for the next block
+    share = w / tl.where(lse_grad == 0.0, 1.0, lse_grad)
     exact = total * (tl.exp2(away - level) - share)
     if SOFTCAP & SCORE:
         ratio = own * (1.0 / (softcap * LOG2E))

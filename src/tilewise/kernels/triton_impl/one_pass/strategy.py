@@ -17,7 +17,8 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import gradients_like, gradients_of, is_one_sided, saved_gradients
 from tilewise.kernels.spec import Grads, Needs, Pair, PairShape, PairSpec, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, Prepared, launch_settings, on_device, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.call import Call, launch_settings, on_device, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
 from tilewise.kernels.triton_impl.one_pass import product_kernels, small_batch
 from tilewise.kernels.triton_impl.one_pass.exponentials import (
@@ -156,9 +157,7 @@ def multiplied(values: Tensor, by: Tensor, dtype: torch.dtype, overwrite: bool) 
     out = values if overwrite and values.dtype == dtype else torch.empty_like(values, dtype=dtype)
     with on_device(values):
         programs, count = 8 * multiprocessors(values.device), values.numel()
-        same, unit = out is values, unit_of(count)
-        key = values.dtype, out.dtype, same, values.data_ptr() % 16, out.data_ptr() % 16, by.dtype, by.data_ptr() % 16
-        prepared = Prepared(product_kernels.multiply_kernel, values.device, 4, 2, (*key, unit, count < 2**31))
-        prepared.put({"values": values, "out": out, "by": by, "count": count, "UNIT": unit, "IN_PLACE": same})
-        prepared.put({"PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
+        prepared = Prepared(product_kernels.multiply_kernel, values.device, 4, 2)
+        prepared.put({"values": values, "out": out, "by": by, "count": count, "UNIT": unit_of(count)})
+        prepared.put({"IN_PLACE": out is values, "PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
     return out

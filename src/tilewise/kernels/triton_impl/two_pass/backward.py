@@ -1,4 +1,4 @@
-"""Backward of the Triton backend: G of a macro-tile, then two products, added up in float32."""
+"""Backward of the Triton backend: G of a macro-tile, then two products, accumulated in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
-from tilewise.kernels.triton_impl import primitives as parts
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, tile_descriptor, unit_of, vector
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, unit_of, vector
+from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
-from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
+from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
+from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
@@ -36,13 +37,13 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
         return rows, rows
     all_rows, all_cols = cdiv(n, tile) * tile, cdiv(m, tile) * tile
     rows = min(rows, all_rows)
-    # A side that fits into one macro-tile gives the other side its gradient at once, without an accumulator.
+    # If one side fits into one macro-tile, the gradient of the other side is one product and needs no accumulator.
     if n <= ONE_MACRO and all_rows * tile <= entries:
         rows = all_rows
     elif m <= ONE_MACRO and all_cols * tile <= entries:
         rows = entries // all_cols // tile * tile
         return min(rows, block) if shape.dtype == torch.float16 else rows, all_cols
-    # Beyond 8192 columns the products gain nothing, and with as many rows they lose.
+    # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
     most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
     return rows, min(all_cols, max(tile, most), 65536)
 
@@ -71,7 +72,7 @@ class Backward:
         self.saved = saved if rows_only and self.row_step >= self.n else None
         self.factors: Factors | None = None
         if self.pair.a.dtype == torch.float16:
-            # G must stay near 1 in float16: divide by the size of what comes in, multiply at the end.
+            # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
             inside, outside = factors
             if inside is None or outside is None:
                 size = largest_gradient(grad).to(scale)
@@ -90,22 +91,26 @@ class Backward:
             "grad_col": row_in if sym else vector(grad.col_lse),
             "grad_pos_col": grad_pos if sym else None,
         }
-        bits = backward.ROWS.value * (grad.row_lse is not None)
-        bits += backward.ENTROPY.value * (grad.row_entropy is not None)
-        bits += backward.COLS.value * (call.by_col["grad_col"] is not None)
-        bits += backward.SOFTPLUS.value * self.spec.softplus + backward.ROW_SUM.value * (grad.row_sum is not None)
-        self.shared_bias = bool(call.score_bits & parts.ONE_BIAS.value)
-        bits += backward.MIRROR.value * sym + backward.BIAS_TOTAL.value * (needs.bias and self.shared_bias)
-        bits += backward.BIAS_COLS.value * (needs.bias and not self.shared_bias)
-        self.bits = bits
+        self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
+        self.both = grad.row_lse is not None and call.by_col["grad_col"] is not None
+        self.terms = bit_sum(
+            (bit.ROWS, grad.row_lse is not None),
+            (bit.COLS, call.by_col["grad_col"] is not None),
+            (bit.SOFTPLUS, self.spec.softplus),
+            (bit.ROW_SUM, grad.row_sum is not None),
+            (bit.MIRROR, sym),
+            (bit.ENTROPY, grad.row_entropy is not None),
+            (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
+            (bit.BIAS_COLS, needs.bias and not self.shared_bias),
+        )
         self.span = self._span()
         if self.span is not None:
             self._shares(self.span)
-        if call.positive in (parts.DIAGONAL.value, parts.ONE.value):
+        if call.positive in (bit.DIAGONAL.value, bit.ONE.value):
             own = vector(stats.row_pos)
             if own is None:
                 own = call.empty(self.n)
-                call.run_positive(positive.positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
+                call.run_positive(positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
             call.by_row["own"] = own
         call.row_cuts.clear()
         call.col_cuts.clear()
@@ -114,14 +119,13 @@ class Backward:
         return macro_tile(self.pair.shape, self.spec, self.sizes, self.call.options)
 
     def _span(self) -> Tensor | None:
-        """How far apart the log-sum-exps are, and the largest, when both directions share an exponential."""
+        """The span of the log-sum-exps and the largest of them, where both directions share an exponential."""
         call = self.call
-        if not (self.bits & backward.ROWS.value and self.bits & backward.COLS.value):
+        if not self.both:
             return None
         out = call.empty(2)
-        values = {"row_lse": call.by_row["row_lse"], "row_shift": call.by_row["row_shift"], "out": out, "n": self.n}
-        values |= {"col_lse": call.by_col["col_lse"], "col_shift": call.by_col["col_shift"], "m": self.m}
-        call.prepare(backward.span_kernel, 8, 2, ()).put(values).put({"BLOCK": SPAN_BLOCK}).launch(1)
+        values = {"n": self.n, "m": self.m, "out": out, "BLOCK": SPAN_BLOCK}
+        call.prepare(kernels.span_kernel, warps=8).offer(call.by_row).offer(call.by_col).put(values).launch(1)
         return out
 
     def _shares(self, span: Tensor) -> None:
@@ -132,8 +136,7 @@ class Backward:
         values: dict[str, Any] = {"row_share": u, "col_share": v, "factor": self.inside, "span": span}
         values |= {"n": self.n, "m": 0 if sym else self.m, "BLOCK": SPAN_BLOCK}
         programs = cdiv(self.n, SPAN_BLOCK) + (0 if sym else cdiv(self.m, SPAN_BLOCK))
-        ready = call.prepare(backward.share_kernel, 4, 2, ()).put(call.by_row).put(call.by_col)
-        ready.put(values).launch(programs)
+        call.prepare(kernels.share_kernel).offer(call.by_row).offer(call.by_col).put(values).launch(programs)
         call.by_row["row_share"], call.by_col["col_share"] = u, v
 
     def run(self) -> Grads:
@@ -154,7 +157,7 @@ class Backward:
         bias = Bias(self) if self.needs.bias else None
         views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
         if self.saved is not None:
-            # Where the row gradients go is not written before all columns are done.
+            # The memory of the row gradients is not written before all columns are done.
             spare = None if grad_a is None or grad_a.total is None else grad_a.out
             self.factors = Factors.of(call, self.saved, self.inside, spare)
         for i in row_pieces:
@@ -205,61 +208,61 @@ class Backward:
         )
 
     def _take_out(self, dots: Tensor) -> Tensor:
-        """The sum of ``dots`` without the factor that G was multiplied by: (), and half of it if each pair came twice."""
+        """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""
         out = self.call.empty()
         values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
-        values |= {"share": 0.5 if self.spec.symmetric else 1.0, "INVERSE": True, "BLOCK": SPAN_BLOCK}
-        self.call.prepare(backward.scale_kernel, 4, 2, ()).put(values).launch(1)
+        values |= {"share": 0.5 if self.spec.symmetric else 1.0, "BLOCK": SPAN_BLOCK}
+        self.call.prepare(kernels.scale_kernel).put(values).launch(1)
         return out
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         """G of the macro-tile (i, j)."""
         call = self.call
         part = None if bias is None else bias.part(i, j)
-        shared = {"factor": self.inside, "TERMS": self.bits}
-        span, factor = self.span, None
+        shared = {"factor": self.inside, "TERMS": self.terms}
+        span, row_factor = self.span, None
         if self.saved is not None and self.factors is not None:
-            factor = self.factors.ones
+            row_factor = self.factors.ones
             if j.start < self.saved.end:
-                factor = self.factors.each
-                span = self.saved.needs_repair  # a span that only the doubtful exceed
+                row_factor = self.factors.each
+                span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         for wide in (False, True) if self.span is not None else (True,):
-            more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide, "CARRY": span is not self.span}
-            call.run(backward.gradient_kernel, i, j, self.sizes, **more, **shared)
+            more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide}
+            call.run(kernels.gradient_kernel, i, j, self.sizes, **more, **shared)
         if self._meets(i, j):
-            more = {"g": g, "g_stride": g.stride(0), "row_factor": factor}
-            call.run_positive(positive.positive_gradient_kernel, i, j, **more, **shared)
+            more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
+            call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if bias is not None:
             bias.add(j)
 
     def _meets(self, i: slice, j: slice) -> bool:
         """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
-        if self.call.positive == parts.DIAGONAL.value:
+        if self.call.positive == bit.DIAGONAL.value:
             return self.call.meets_itself(i, j)
-        return self.call.positive == parts.ONE.value
+        return self.call.positive == bit.ONE.value
 
 
 class Bias:
-    """The gradient of the bias: column sums of G before it is rounded, or, for a bias that all columns share, its total.
+    """The gradient of the bias: column sums of G before it is rounded, or its total for a bias that all columns share.
 
-    The tiles leave an only positive out of G: what it adds to its column is added here.
+    The tiles leave out an only positive; its share of the column is added here.
     """
 
     def __init__(self, parent: Backward) -> None:
         self.parent, self.shared = parent, parent.shared_bias
         self.total = parent.pair.scale.new_zeros(1 if self.shared else parent.m)
-        self.factor = parent.inside.masked_fill(parent.inside == 0, backward.TINY_SCALE.value)  # as the kernels do
+        self.factor = parent.inside.masked_fill(parent.inside == 0, kernels.TINY_SCALE.value)  # as the kernels do
         self.held: Tensor | None = None
 
     def part(self, i: slice, j: slice) -> Tensor:
-        """Where the kernel puts the sums of G over the rows, or over the columns, of each tile."""
+        """Memory for the sums of G over the rows, or over the columns, of each tile."""
         n, m, sizes = i.stop - i.start, j.stop - j.start, self.parent.sizes
         size = cdiv(m, sizes.cols) * n if self.shared else cdiv(n, sizes.rows) * m
         self.held = self.total.new_empty(size)
         return self.held
 
     def add(self, j: slice) -> None:
-        """The share of one macro-tile."""
+        """Add the sums of one macro-tile."""
         assert self.held is not None
         if self.shared:
             self.total += self.held.sum()
@@ -267,32 +270,32 @@ class Bias:
             self.total[j] += self.held.view(-1, j.stop - j.start).sum(0)
 
     def _add_positives(self) -> None:
-        """A positive is worth g_pos more than the tiles know, or, of a sigmoid loss, 1 less: sigmoid(x) - 1."""
+        """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
         parent, call = self.parent, self.parent.call
-        if call.positive not in (parts.DIAGONAL.value, parts.ONE.value):
+        if call.positive not in (bit.DIAGONAL.value, bit.ONE.value):
             return
-        coming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if coming is None:
+        incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
+        if incoming is None:
             return
-        worth = coming * (-self.factor if parent.spec.softplus else self.factor)
+        share = incoming * (-self.factor if parent.spec.softplus else self.factor)
         if parent.spec.softcap:
-            own, zero = call.by_row["own"], parent.pair.row_shift
+            own, shift = call.by_row["own"], parent.pair.row_shift
             assert own is not None
-            worth = worth * (1.0 - ((own if zero is None else own + zero) / parent.spec.softcap).square())
-        rows = torch.arange(parent.n, device=coming.device) + parent.pair.row_start
+            share = share * (1.0 - ((own if shift is None else own + shift) / parent.spec.softcap).square())
+        rows = torch.arange(parent.n, device=incoming.device) + parent.pair.row_start
         key = rows if parent.pair.row_key is None else parent.pair.row_key
         here = key - parent.pair.col_start
         inside = (here >= 0) & (here < parent.m)
         if parent.spec.mask_self:
             inside &= key != rows
-        worth = torch.where(inside, worth, 0.0)
+        share = torch.where(inside, share, 0.0)
         if self.shared:
-            self.total += worth.sum()
+            self.total += share.sum()
         else:
-            self.total.index_put_((here.clamp(0, parent.m - 1),), worth, accumulate=True)  # sorts: no atomics
+            self.total.index_put_((here.clamp(0, parent.m - 1),), share, accumulate=True)  # sorts: no atomics
 
     def finish(self) -> Tensor:
-        """One number for each column. Columns that share one bias share its gradient: only their sum means anything."""
+        """One number for each column. A shared bias has one gradient, divided evenly: only the sum has a meaning."""
         self._add_positives()
         if self.shared:
             return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
@@ -300,19 +303,19 @@ class Bias:
 
 
 class Sum:
-    """The gradient of one side: products with G, added up and brought into their final type.
+    """The gradient of one side: products with G, added up and converted to their final type.
 
     ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
-    ``once``: each row meets one macro-tile only, so its product is final and needs no float32 accumulator.
-    ``dot``: the gradient of the scale is taken from this side.
-    ``out``: memory that the gradient may take.
+    ``once``: each row has one macro-tile only, so its product is final and needs no float32 accumulator.
+    ``dot``: the gradient of the scale is computed from this side.
+    ``out``: memory in which the gradient may be written.
     """
 
     def __init__(
         self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool, out: Tensor | None = None
     ) -> None:
         self.parent, self.whole, self.dot = parent, whole, dot
-        self.scaled = parent.outside is not None  # a factor is still to be multiplied in
+        self.scaled = parent.outside is not None  # a factor is multiplied at the end
         in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
         new = parent.call.empty
         held = rows if whole else min(rows, parent.row_step)
@@ -355,37 +358,30 @@ class Sum:
             return
         rows = i.stop - i.start
         source = self.out[i] if self.total is None else self.total[:rows]
-        programs = cdiv(rows, FINISH_ROWS)
-        dots = parent.call.empty(programs) if dot else None
-        values = {
-            "total": source,
-            "features": features[i] if dot else None,
-            "factor": parent.outside,
-            "out": self.out[i] if write else None,
-            "dots": dots,
-            "rows": rows,
-            "D": parent.d,
-            "stride": source.stride(0),
-            "out_stride": self.out.stride(0),
-            "feature_stride": features.stride(0),
-            "WRITE": write,
-            "SCALED": self.scaled,
-            "DOT": dot,
-            "BLOCK": FINISH_ROWS,
-            "WIDTH": min(256, triton.next_power_of_2(parent.d)),
-        }
-        values["UNIT"] = unit = unit_of(source.stride(0), self.out.stride(0), features.stride(0))
-        key = (parent.d, unit, write, self.scaled, dot, source.dtype, self.out.dtype, features.dtype)
-        aligned = source.data_ptr() % 16 == 0, self.out[i].data_ptr() % 16 == 0, features[i].data_ptr() % 16 == 0
-        parent.call.prepare(backward.finish_kernel, 4, 2, (*key, *aligned)).put(values).launch(programs)
+        dots = parent.call.empty(cdiv(rows, FINISH_ROWS)) if dot else None
+        out = self.out[i] if write else None
+        finish(parent.call.prepare(kernels.finish_kernel), source, features[i], parent.outside, out, dots)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:
             self.total = None
 
 
+def finish(
+    prepared: Prepared, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
+) -> None:
+    """Launch `finish_kernel`: out = factor * total, and parts of the sum of total * features."""
+    rows, d = total.shape
+    strides = total.stride(0), total.stride(0) if out is None else out.stride(0), features.stride(0)
+    values: dict[str, Any] = {"total": total, "features": None if dots is None else features, "factor": factor}
+    values |= {"out": out, "dots": dots, "rows": rows, "D": d, "UNIT": unit_of(*strides)}
+    values |= dict(zip(("stride", "out_stride", "feature_stride"), strides, strict=True))
+    values |= {"BLOCK": FINISH_ROWS, "WIDTH": min(256, triton.next_power_of_2(d))}
+    prepared.put(values).launch(cdiv(rows, FINISH_ROWS))
+
+
 def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
-    """Every row of target times its own number; called as `product` is."""
+    """Multiply every row of target by its own number; has the arguments of `product`."""
     target.mul_(each[:, None])
 
 

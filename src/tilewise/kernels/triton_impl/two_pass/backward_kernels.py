@@ -4,57 +4,61 @@
            + g_entropy_i p_ij (row_lse_i - x_ij - entropy_i),   p_ij = exp(x_ij - row_lse_i)
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
-so that one exponential serves both directions; if the log-sum-exps span too much for that (``span``), each direction
-takes its own. u and v are there before the first tile. All of it is float32 until G is rounded at the very end. An only
-positive of a row is not looked for in the tiles: `positive_kernel` writes its entry of G afterwards, in float32 up to the
-same rounding. The products with G are cuBLAS's.
+One exponential serves both directions. If the log-sum-exps span too much for that (``span``), each direction computes its
+own. `share_kernel` computes u and v before the first tile. Everything is float32 until G is rounded at the end. The tiles
+leave out the only positive of a row: `positive_gradient_kernel` writes its entry of G afterwards. cuBLAS computes the
+products with G.
 """
 
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton_impl.bits import (
+    BIAS_COLS,
+    BIAS_TOTAL,
+    COLS,
+    ENTROPY,
+    MANY,
+    MIRROR,
+    ROW_SUM,
+    ROWS,
+    SOFTCAP,
+    SOFTPLUS,
+)
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
-    MANY,
-    SOFTCAP,
+    NO_SHARE,
     in_units,
     positives,
-    score_tile,
+    scored_tile,
     store_tile,
-    tile_dot,
     tile_place,
 )
 
-# Which terms G has (bits of TERMS)
-ROWS = tl.constexpr(1)
-COLS = tl.constexpr(2)
-SOFTPLUS = tl.constexpr(4)
-ROW_SUM = tl.constexpr(8)
-MIRROR = tl.constexpr(16)  # scores are symmetric: the column's share of the positive is added too
-BIAS_TOTAL = tl.constexpr(32)  # sums of G over the rows of each tile, for a bias that all columns share
-ENTROPY = tl.constexpr(64)  # rows only
-BIAS_COLS = tl.constexpr(128)  # sums of G over the columns of each tile, for a bias of each column
-NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
+# Terms of G that may be missing, with their statistics
+OPTIONAL_TERMS = ("row_shift", "col_shift", "col_weight", "row_lse", "col_lse", "row_entropy", "grad_row", "grad_col",
+                  "grad_pos", "grad_pos_col", "grad_sum", "grad_entropy")  # fmt: skip
 
 
 @triton.jit
-def side(lse, zero, grad, at, ok, factor):
-    """Log-sum-exp in log2 units (+inf where nothing meets), its zero, and the incoming gradient."""
+def side(lse, shift, grad, at, ok, factor):
+    """Log-sum-exp in units of log2 (+inf for an empty sum), its shift, and its gradient times ``factor``."""
     level = tl.load(lse + at, mask=ok, other=float("inf"))
     level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
     start = tl.zeros_like(level)
-    if zero is not None:
-        start = tl.load(zero + at, mask=ok, other=0.0) * LOG2E
+    if shift is not None:
+        start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
     return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
 
 
 @triton.jit
-def entropy_side(lse, zero, entropy, grad_entropy, grad, at, ok, factor):
-    """Log-sum-exp in log2 units and its zero; h and v, such that the gradient of x is p (v - h (x - lse))."""
-    level, start, coming = side(lse, zero, grad_entropy, at, ok, factor)
+def entropy_side(lse, shift, entropy, grad_entropy, grad, at, ok, factor):
+    """Log-sum-exp in units of log2 and its shift; h and v, such that the gradient of x is p (v - h (x - lse))."""
+    level, start, coming = side(lse, shift, grad_entropy, at, ok, factor)
     value = -coming * tl.load(entropy + at, mask=ok, other=0.0)
     if grad is not None:
         value += tl.load(grad + at, mask=ok, other=0.0) * factor
@@ -63,7 +67,7 @@ def entropy_side(lse, zero, entropy, grad_entropy, grad, at, ok, factor):
 
 @triton.jit
 def outer_factor(factor):
-    """What every incoming gradient is multiplied by; a scale of exactly 0 is replaced, so that its gradient survives."""
+    """The factor of all gradients of statistics. A scale of exactly 0 is replaced, so that its gradient is not lost."""
     f = tl.load(factor)
     return tl.where(f == 0.0, TINY_SCALE, f)
 
@@ -72,7 +76,7 @@ def outer_factor(factor):
 def sigmoid(x):
     """1 / (1 + 2**-x), for x in units of log2; an infinite power gives 0.
 
-    The square of a root's reciprocal is two instructions, a division six.
+    The square of a reciprocal root takes two instructions, a division six.
     """
     root = tl.rsqrt(1.0 + tl.exp2(-x))
     return root * root
@@ -82,7 +86,7 @@ def sigmoid(x):
 def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse, row_entropy,
                   row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
                   TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """G of one tile, float32; an only positive left out. x lies t below the scores, u and v are the shares."""
+    """G of one tile, float32, without an only positive. x is the score less t; u and v are the shares."""
     ok_rows, ok_cols = rows < n, cols < m
     if SOFTPLUS & TERMS:
         g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
@@ -120,7 +124,7 @@ def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_sh
         value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
         if MIRROR & TERMS:
             value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-        g = tl.where(hit, g + value, g)  # not g + where(..): that tile would travel through shared memory
+        g = tl.where(hit, g + value, g)  # g + where(..) would move the tile through shared memory
     if ROW_SUM & TERMS:
         weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
         g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
@@ -130,16 +134,19 @@ def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_sh
     return g
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
-def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, row_key, col_key, row_skip, col_skip, row_shift,
-                    col_shift, col_weight, row_lse, col_lse, row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum,
-                    grad_entropy, bias_part, n, m, first, ahead,
+@kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
+def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
+                    row_lse, col_lse, row_entropy, row_share, col_share, span,  # statistics
+                    grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, factor,  # their gradients
+                    g_desc, bias_part,  # outputs
+                    n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
                     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile of n x m scores, every incoming gradient multiplied by ``factor``.
+    """G of one macro-tile of n x m scores, every gradient of a statistic multiplied by ``factor``.
 
-    Where both directions are asked for it is launched twice, and only the one that suits the span does anything.
+    For both directions it is launched twice, WIDE and not; the launch that does not suit the span returns at once.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
@@ -155,11 +162,8 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
         t = tl.load(span + 1)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
-        x = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE,
-                       t)  # fmt: skip
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t)  # fmt: skip
         g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse,
                           row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
         if BIAS_TOTAL & TERMS:
@@ -171,23 +175,23 @@ def gradient_kernel(a_desc, b_desc, g_desc, scale, factor, span, bias, softcap, 
 
 
 @triton.jit
-def extremes(values, zero, size, BLOCK: tl.constexpr):
-    """Largest and smallest finite value + zero."""
+def extremes(values, shift, size, BLOCK: tl.constexpr):
+    """Largest and smallest finite value + shift."""
     high = tl.full((BLOCK,), float("-inf"), tl.float32)
     low = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(values + at, mask=at < size, other=float("-inf"))
         ok = value > float("-inf")
-        if zero is not None:
-            value += tl.load(zero + at, mask=at < size, other=0.0)
+        if shift is not None:
+            value += tl.load(shift + at, mask=at < size, other=0.0)
         high = tl.maximum(high, tl.where(ok, value, float("-inf")))
         low = tl.minimum(low, tl.where(ok, value, float("inf")))
     return tl.max(high, 0), tl.min(low, 0)
 
 
-@triton.jit(do_not_specialize=["n", "m"])
-def span_kernel(row_lse, row_shift, col_lse, col_shift, out, n, m, BLOCK: tl.constexpr):
+@kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))
+def span_kernel(row_shift, col_shift, row_lse, col_lse, out, n, m, BLOCK: tl.constexpr):
     """How far apart the log-sum-exps of all rows and columns are, and t, the largest; in units of log2."""
     row_high, row_low = extremes(row_lse, row_shift, n, BLOCK)
     col_high, col_low = extremes(col_lse, col_shift, m, BLOCK)
@@ -196,10 +200,10 @@ def span_kernel(row_lse, row_shift, col_lse, col_shift, out, n, m, BLOCK: tl.con
     tl.store(out + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
 
 
-@triton.jit(do_not_specialize=["n", "m"])
-def share_kernel(row_lse, row_shift, grad_row, row_share, col_lse, col_shift, grad_col, col_share, factor, span, n, m,
+@kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))
+def share_kernel(row_shift, col_shift, row_lse, col_lse, span, grad_row, grad_col, factor, row_share, col_share, n, m,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """u of all rows, and behind them v of all columns."""
+    """u of all rows, and after them v of all columns."""
     program, row_blocks = tl.program_id(0), tl.cdiv(n, BLOCK)
     f, t = outer_factor(factor), tl.load(span + 1)
     if program < row_blocks:
@@ -212,41 +216,37 @@ def share_kernel(row_lse, row_shift, grad_row, row_share, col_lse, col_shift, gr
         tl.store(col_share + at, coming * tl.exp2((t - start) - level), mask=at < m)
 
 
-@triton.jit(do_not_specialize=["rows", "stride", "out_stride", "feature_stride"])
-def finish_kernel(total, features, factor, out, dots, rows, D: tl.constexpr, stride, out_stride, feature_stride, UNIT: tl.constexpr,
-                  WRITE: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr, BLOCK: tl.constexpr,
-                  WIDTH: tl.constexpr):  # fmt: skip
-    """out = factor * total in the type of out, and for each program the sum of total * features.
+@kernel(optional=("features", "factor", "out", "dots"), dynamic=("rows", "stride", "out_stride", "feature_stride"))
+def finish_kernel(total, features, factor, out, dots, rows, stride, out_stride, feature_stride,
+                  D: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """out = factor * total in the type of out, and for each program the sum of total * features in ``dots``.
 
-    All strides are multiples of UNIT.
+    A missing ``factor`` is 1. UNIT divides all strides.
     """
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     f = 1.0
-    if SCALED:
+    if factor is not None:
         f = tl.load(factor)
     dot = tl.zeros((BLOCK, WIDTH), tl.float32)
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         ok = (row < rows)[:, None] & (col < D)[None, :]
         value = tl.load(total + row[:, None] * in_units(stride, UNIT) + col[None, :], mask=ok, other=0.0).to(tl.float32)
-        if DOT:
+        if dots is not None:
             place = features + row[:, None] * in_units(feature_stride, UNIT) + col[None, :]
             dot += value * tl.load(place, mask=ok, other=0.0).to(tl.float32)
-        if WRITE:
+        if out is not None:
             place = out + row[:, None] * in_units(out_stride, UNIT) + col[None, :]
             tl.store(place, (value * f).to(out.dtype.element_ty), mask=ok)
-    if DOT:
+    if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
 
 
-@triton.jit(do_not_specialize=["count", "share"])
-def scale_kernel(dots, factor, out, count, share, INVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of the scale: the sum of all dots, the factor taken out again (or, not INVERSE, multiplied in)."""
+@kernel(dynamic=("count", "share"))
+def scale_kernel(dots, factor, out, count, share, BLOCK: tl.constexpr):
+    """The gradient of the scale: ``share`` times the sum of all dots, divided by the factor that G was multiplied by."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(dots + at, mask=at < count, other=0.0)
-    f = outer_factor(factor)
-    if INVERSE:
-        f = 1.0 / f
-    tl.store(out, tl.sum(total, 0) * f * share)
+    tl.store(out, tl.sum(total, 0) * (1.0 / outer_factor(factor)) * share)

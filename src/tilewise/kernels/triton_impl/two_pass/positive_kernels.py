@@ -1,21 +1,17 @@
 """The only positive of each row: its score, and its entry of G.
 
-A block of rows is multiplied with the columns that belong to them, gathered, by the same arithmetic as a tile; the
-diagonal of that product is what is wanted. n / P small products instead of a search in every tile.
+A block of rows is multiplied by the gathered columns of their positives, with the same arithmetic as a tile. The diagonal
+of that product holds the scores. n / P small products take the place of a search in every tile.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.primitives import BIAS, LN2, LOG2E, ONE_BIAS, SOFTCAP, own_column, row_stride, tanh
+from tilewise.kernels.triton_impl.bits import BIAS, COLS, ENTROPY, MIRROR, ONE_BIAS, ROW_SUM, ROWS, SOFTCAP, SOFTPLUS
+from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
-    COLS,
-    ENTROPY,
-    MIRROR,
-    NO_SHARE,
-    ROW_SUM,
-    ROWS,
-    SOFTPLUS,
+    OPTIONAL_TERMS,
     entropy_side,
     outer_factor,
     side,
@@ -26,7 +22,7 @@ from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
 @triton.jit
 def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
                D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """The score of each row with its own column, in units of log2, anything where key is -1; and the largest score met."""
+    """The score of each row with its own column, in units of log2, undefined where key is -1; and the largest score."""
     acc = tl.zeros((P, P), dtype=tl.float32)
     row_at = a + rows.to(tl.int64)[:, None] * row_stride(a, a_stride)
     col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * row_stride(b, b_stride)
@@ -48,14 +44,19 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
     return x * LOG2E, peak * LOG2E
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "a_stride", "b_stride"])
-def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row_shift, row_pos, num_positives, peaks, needs_repair, n, m, first, ahead,
+@kernel(
+    optional=("bias", "row_key", "row_shift", "num_positives", "peaks", "needs_repair"),
+    dynamic=(*TILE_NUMBERS, "a_stride", "b_stride"),
+)
+def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift,  # scores, keys, shift
+                    row_pos, num_positives, peaks, needs_repair,  # outputs
+                    a_stride, b_stride, n, m, first, ahead,
                     D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """Score of the positive, less the row's zero, and whether there is one; 0 and 0 if not.
+    """Score of the positive, less the shift of the row, and the number of positives; 0 and 0 without one.
 
-    On the way it meets P * P pairs, and leaves the largest of their scores (in log2) in peaks: a sample of all scores.
-    It runs before all tiles, so it takes back the needs_repair that they may cast.
+    Each program computes P * P scores. It stores the largest of them (in log2) in ``peaks``: a sample of all scores. It
+    runs before all tiles, so it also clears the repair flag.
     """
     if needs_repair is not None:
         tl.store(needs_repair, 0)
@@ -71,20 +72,23 @@ def positive_kernel(a, b, a_stride, b_stride, scale, bias, softcap, row_key, row
         tl.store(num_positives + rows, tl.where(key >= 0, 1.0, 0.0), mask=rows < n)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead", "g_stride"])
-def positive_gradient_kernel(g, g_stride, row_factor, own, factor, softcap, row_key, row_shift, col_shift, col_weight, row_lse, col_lse,
-                             row_entropy, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, n, m, first, ahead,
+@kernel(optional=(*OPTIONAL_TERMS, "row_key", "row_factor"), dynamic=(*TILE_NUMBERS, "g_stride"))
+def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_weight,  # scores, keys, shifts, weights
+                             row_lse, col_lse, row_entropy,  # statistics
+                             grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, factor,  # gradients
+                             row_factor, g,  # see below; output
+                             g_stride, n, m, first, ahead,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """The entry of G of each row's positive, whose score less the row's zero is ``own``, over what the tile wrote there.
+    """Overwrite the entry of G of each row's positive, whose score less the shift of the row is ``own``.
 
-    With ``row_factor``, the rows that G stands in are multiplied by it later, so the entry is divided by it.
+    With ``row_factor``, the rows of G are multiplied by it later, so the entry is divided by it.
     """
     rows = tl.program_id(0) * P + tl.arange(0, P)
     key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     ok = key >= 0
     f = outer_factor(factor)
-    from_zero = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
-    x = from_zero
+    from_shift = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
+    x = from_shift
     if row_shift is not None:
         x += tl.load(row_shift + rows, mask=ok, other=0.0) * LOG2E
     value = tl.zeros((P,), tl.float32)
@@ -92,11 +96,11 @@ def positive_gradient_kernel(g, g_stride, row_factor, own, factor, softcap, row_
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
     if ENTROPY & TERMS:
         level, _, coming, lifted = entropy_side(row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok, f)
-        below = from_zero - level
+        below = from_shift - level
         value += tl.exp2(below) * (lifted - coming * tl.maximum(below, NO_SHARE))
     elif ROWS & TERMS:
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
-        value += coming * tl.exp2(from_zero - level)
+        value += coming * tl.exp2(from_shift - level)
     if COLS & TERMS:
         level, start, coming = side(col_lse, col_shift, grad_col, key, ok, f)
         value += coming * tl.exp2((x - start) - level)

@@ -1,31 +1,29 @@
-"""Exponentials that forward carries over to backward, in memory that backward will need anyway.
+"""Exponentials that forward saves for backward, in memory that backward needs anyway.
 
-An exact loss that stores no scores computes them twice: four products against the three of a loss that stores all of
-them. But between the passes the memory of dB (m x d) lies idle. Forward fills it with
+An exact loss that stores no scores computes them twice: four products, where a loss that stores all scores has three. But
+the memory of dB (m x d) is unused between the passes. Forward fills it with
 
     e_ij = exp(x_ij - t)        of as many columns j as fit,  t a shift for all of them,
 
-and backward needs no product for G_ij = f_i E_ij, with f_i = g_i exp(t - lse_i) and E = e but for the positive's entry, which,
-as always, is written by itself. Nor does it multiply them: f_i is applied to the rows of A and of dA.
+so backward needs no product for G_ij = f_i E_ij, with f_i = g_i exp(t - lse_i) and E = e except for the entry of the
+positive, which is always written separately. It does not multiply E either: f_i is applied to the rows of A and of dA.
 
-    dA_i = f_i sum_j E_ij b_j + what other columns add        dB_j = sum_i E_ij (f_i a_i)     j saved
+    dA_i = f_i sum_j E_ij b_j + the terms of other columns        dB_j = sum_i E_ij (f_i a_i)     j saved
 
-The saved columns come first and lie at the end of the memory, so that dB is written in front of what is still
-to be read:
+The saved columns come first and lie at the end of the memory, so that dB is written in front of what is still to be read:
 
     dB     | 0 | 1 | 2 | 3 |                                       columns of chunk k, W_k <= W rows of d numbers
     e      |            | chunk 0 | chunk 1 | chunk 2 | chunk 3 |  n x W_k numbers each
 
     (W_0 + .. + W_k) d + (W_k + .. + W_K) n <= m d   for every k <= K,   so sum W_k <= (m - W) d / max(n, d)
 
-The columns after these wait in the memory in which backward will keep G of one macro-tile after another: they are the
-first that it holds.
+The next columns are saved in the memory in which backward keeps G of one macro-tile at a time: they are its first G.
 
-If the shift was no good guess for some row (`needs_repair`: forward had to repair a sum, or the row's log-sum-exp lies so far
-below t that what matters of its exponentials underflows), G is written over the exponentials, computed as for all other
-columns, and every f_i is 1; the host does not hear of it. The peak of one loss is that of backward, as
-before, only taken earlier: the gradient of the columns and G are held from forward on. Several losses that wait for one
-backward each hold their own.
+``needs_repair`` is set if the shift suits some row badly: forward had to repair a sum, or the log-sum-exp of the row is so
+far below t that its exponentials underflow. Then G is computed again and overwrites the exponentials, and every f_i is 1;
+the host does not need to know. The peak memory of one loss is that of backward, as without saved columns, but it is
+reached earlier: the gradient of the columns and G are allocated in forward. Several losses before one backward each
+allocate their own.
 """
 
 from __future__ import annotations
@@ -35,51 +33,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
+from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, guess_top
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
-DTYPES = (torch.bfloat16,)  # float16 has not the range of exponentials that are not normalized yet
-NARROWEST = 1024  # features; with fewer, the store leaves room for one program, not two, which costs what it saves
+DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
+NARROWEST = (
+    1024  # features; with fewer, the store leaves shared memory for one program instead of two, and nothing is gained
+)
 MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
-WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than is saved
+WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
 COLS = 8192  # of a chunk, at least
-SCORES = 2**26  # of a chunk: few rows get wide ones, since a small product leaves much of the card idle
-FULL_TILES = 256  # columns: a last, narrower chunk has a multiple of it
+SCORES = 2**26  # of a chunk: with few rows chunks are wide, since a small product does not fill the card
+FULL_TILES = 256  # divides the number of columns of a last, narrower chunk
 ALIGNED = 8  # numbers of a half type in 16 bytes
-# log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
+# Largest log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
 FARTHEST = tl.constexpr(90.0)
-# of |g_pos| in |g|: a smaller g is taken for this, so that E has an entry for g_pos
+# Smallest |g| relative to |g_pos|: a smaller g is replaced by it, so that E can represent the entry of g_pos
 SMALLEST_SHARE = tl.constexpr(2.0**-20)
-ROUNDING = tl.constexpr(2.0**-7)  # more than that of any type
+ROUNDING = tl.constexpr(2.0**-7)  # more than the rounding of any type
 FACTOR_ROWS, WIDTH = 32, 256
-SETTLED_ROWS = 1024  # at a time
+CHECKED_ROWS = 1024  # at a time
 
 
 @dataclass
 class SavedColumns:
-    """The exponentials of some columns, in what will be the gradient of all of them and in what will be G."""
+    """The exponentials of some columns, in the future memory of the gradient of all columns and of G."""
 
     memory: Tensor  # (m, d)
     rows: int
     cols: int  # of a chunk, at most
     inside: int  # columns whose exponentials lie in the memory
-    buffer: Tensor | None = None  # what will be G, flat
-    behind: int = 0  # columns whose exponentials lie there, next to the others
-    peaks: Tensor | None = None  # from which the shift is guessed
-    needs_repair: Tensor | None = None
+    buffer: Tensor | None = None  # the future memory of G, flat
+    behind: int = 0  # columns whose exponentials lie there, following the others
+    peaks: Tensor | None = None  # from which the shift is estimated
+    needs_repair: Tensor | None = None  # (1,) float32: 0, or a number above every span
     probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec) -> SavedColumns | None:
-        """Room for some, or None if this is no call for it. Only the columns' gradient and the rows' are wanted."""
+        """Memory for some columns; None for calls that cannot use it or are too small to gain."""
         n, m, d = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
         if pair.a.dtype not in DTYPES or n > MOST_ROWS or n * m * d < WORTH_IT:
             return None
@@ -87,7 +87,7 @@ class SavedColumns:
             return None
         if pair.row_skip is not None or pair.row_shift is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        room = m * d // max(n, d)  # columns, if chunks were narrow; a wide one leaves less
+        room = m * d // max(n, d)  # columns, with narrow chunks; wide chunks leave less
         cols = max(COLS, min(SCORES // n, room // 4) // FULL_TILES * FULL_TILES)
         inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
         if inside < cols:
@@ -99,8 +99,8 @@ class SavedColumns:
         """The first column that is not saved."""
         return self.inside + self.behind
 
-    def hold_g(self, cols: int, empty: Callable[..., Tensor]) -> None:
-        """Take the memory in which backward will keep G of that many columns at a time, and carry as many more in it."""
+    def allocate_g(self, cols: int, empty: Callable[..., Tensor]) -> None:
+        """Allocate G of ``cols`` columns for backward, and save as many more columns in it."""
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
             self.buffer = empty(self.rows * aligned(self.behind), dtype=self.memory.dtype)
@@ -111,7 +111,7 @@ class SavedColumns:
         return first + [slice(self.inside + j.start, self.inside + j.stop) for j in last]
 
     def chunk(self, j: slice) -> Tensor | None:
-        """Where the exponentials of the columns j, one of `columns`, are: (n, W); None for columns not saved."""
+        """The memory of the exponentials of the columns j, one of `columns`: (n, W); None for columns not saved."""
         n, width = self.rows, j.stop - j.start
         if j.start >= self.end:
             return None
@@ -123,29 +123,29 @@ class SavedColumns:
         return self.buffer[start : start + n * stride].view(n, stride)[:, :width]
 
     def g(self, rows: int, cols: int) -> Tensor | None:
-        """The memory of G, when no exponentials are left in it: (rows, cols); None if there is not as much."""
+        """The memory of G, once its exponentials are used: (rows, cols); None if it is too small."""
         if self.buffer is None or self.buffer.numel() < rows * cols:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
-    def settle(
+    def check(
         self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor | None, only_if: Tensor | None
     ) -> None:
-        """After forward: whether the shift, as `guess_top` takes it from the peaks, suits every row that meets a column.
+        """At the end of forward: set ``needs_repair`` if the shift, estimated from ``peaks``, suits some row badly.
 
-        If the device finds a 0 in ``only_if``, nothing was saved.
+        It is also set if ``only_if`` is 0 on the device: nothing was saved then.
         """
         assert peaks is not None
         assert row_lse is not None
         self.peaks, self.needs_repair = peaks, call.empty(1)
         values: dict[str, Any] = {"peaks": peaks, "peak_count": peaks.numel(), "row_lse": row_lse, "n": self.rows}
-        values |= {"repaired": repaired, "only_if": only_if, "needs_repair": self.needs_repair, "BLOCK": SETTLED_ROWS}
-        call.prepare(settle_kernel, 8, 2, ()).put(values).launch(1)
+        values |= {"repaired": repaired, "only_if": only_if, "needs_repair": self.needs_repair, "BLOCK": CHECKED_ROWS}
+        call.prepare(check_kernel, warps=8).put(values).launch(1)
 
 
 @dataclass
 class Factors:
-    """What saved exponentials are to be multiplied by, applied to the rows that they meet."""
+    """The factors of saved exponentials, applied to the rows of A and of dA."""
 
     each: Tensor  # f_i: (n,)
     ones: Tensor  # (n,), for the other columns
@@ -153,45 +153,37 @@ class Factors:
 
     @staticmethod
     def of(call: Call, saved: SavedColumns, factor: Tensor, place: Tensor | None) -> Factors:
-        """``factor`` is what all incoming gradients are multiplied by; ``place`` is memory that f_i a_i may take."""
+        """``factor`` multiplies the gradients of all statistics; f_i a_i may be written to ``place``."""
         assert saved.peaks is not None
         n, d = call.a.shape
         each, ones = call.empty(n), call.empty(n)
         scaled = call.empty(n, d, dtype=call.a.dtype) if place is None else place
         start = call.pair.col_start
-        values: dict[str, Any] = {
-            "a": call.a,
-            "each": each,
-            "ones": ones,
-            "scaled": scaled,
-            "n": n,
-            "m": saved.end,
-            "factor": factor,
-        }
-        values |= {"peaks": saved.peaks, "peak_count": saved.peaks.numel(), "needs_repair": saved.needs_repair}
-        values |= {"first": start, "ahead": call.pair.row_start - start, "WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}
-        prepared = call.prepare(factor_kernel, 4, 2, (d, call.positive, call.a.dtype))
-        prepared.put(call.fixed).put(call.by_row).put(values).launch(cdiv(n, FACTOR_ROWS))
+        values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": saved.needs_repair}
+        values |= {"peaks": saved.peaks, "peak_count": saved.peaks.numel(), "first": start, "n": n, "m": saved.end}
+        values |= {"each": each, "ones": ones, "scaled": scaled, "ahead": call.pair.row_start - start}
+        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row)
+        prepared.put(values).put({"WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}).launch(cdiv(n, FACTOR_ROWS))
         return Factors(each, ones, scaled)
 
 
 def aligned(cols: int) -> int:
-    """As many, or a few more, so that every row of a matrix starts at a 16-byte address."""
+    """``cols`` rounded up, so that every row of a matrix starts at a 16-byte address."""
     return cdiv(cols, ALIGNED) * ALIGNED
 
 
 def column_pieces(cols: int, step: int, saved: SavedColumns | None) -> list[slice]:
-    """The columns of each macro-tile, those first that are saved."""
+    """The columns of each macro-tile; saved columns come first."""
     if saved is None:
         return pieces(cols, step)
     start = saved.end
     return saved.columns() + [slice(start + j.start, start + j.stop) for j in pieces(cols - start, step)]
 
 
-@triton.jit(do_not_specialize=["peak_count", "n"])
-def settle_kernel(peaks, peak_count, row_lse, n, repaired, only_if, needs_repair, BLOCK: tl.constexpr):
-    """0, or as large a number as exceeds every span: if a sum was repaired, nothing saved, or t too far above a row."""
-    top = guess_top(peaks, peak_count) + BELOW_PEAK
+@kernel(optional=("only_if",), dynamic=("peak_count", "n"))
+def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n, BLOCK: tl.constexpr):
+    """Write 0, or a number above every span if a sum was repaired, nothing was saved, or t is too far above a row."""
+    top = estimated_top(peaks, peak_count) + BELOW_PEAK
     far = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, n, BLOCK):
         rows = first + tl.arange(0, BLOCK)
@@ -203,19 +195,21 @@ def settle_kernel(peaks, peak_count, row_lse, n, repaired, only_if, needs_repair
     tl.store(needs_repair, tl.where(wrong != 0, 1e9, 0.0))
 
 
-@triton.jit(do_not_specialize=["peak_count", "n", "m", "first", "ahead", "a_stride"])
-def factor_kernel(a, a_stride, own, row_key, row_lse, grad_row, grad_pos, factor, peaks, peak_count, needs_repair, each, ones, scaled, n, m,
-                  first, ahead, D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if there is needs_repair. A row that meets nothing has 0.
+@kernel(optional=("own", "row_key", "grad_pos"), dynamic=("peak_count", "n", "m", "first", "ahead", "a_stride"))
+def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, needs_repair,  # in
+                  each, ones, scaled,  # outputs
+                  peak_count, a_stride, n, m, first, ahead,
+                  D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if ``needs_repair`` is set. A row without columns has 0.
 
-    The positive's entry of E is the largest of its row, and often most of its gradient. If it is among the m saved
-    columns, f_i is changed in its last digits, so that the entry is G / f_i before and after it is rounded.
+    The entry of the positive is the largest of its row in E, and often most of its gradient. If it is among the m saved
+    columns, the last digits of f_i are changed, so that the entry is G / f_i before and after rounding.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
     outer = outer_factor(factor)
     level, _, coming = side(row_lse, None, grad_row, rows, ok, outer)
-    lift = tl.exp2((guess_top(peaks, peak_count) + BELOW_PEAK) - level)
+    lift = tl.exp2((estimated_top(peaks, peak_count) + BELOW_PEAK) - level)
     f = coming * lift
     if grad_pos is not None:
         worth = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer

@@ -41,48 +41,44 @@ INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 
 def forward(pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None) -> Stats:
     """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`."""
-    with on_device(pair.a), torch.no_grad():
-        pair = small_keys(pair, spec)
-        positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
-
-        def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
-            stats = forward_of(Call.of(pair, spec, options, recording), only_if).run()
-            return tuple(getattr(stats, name) for name in STATISTICS)
-
-        if host_may_limit(pair):
-            inputs = [*tensors_of(pair, spec), only_if]
-            values = replay_or_record(
-                replay_key(("forward", *launch_settings(pair, spec, options)), inputs), inputs, run, pair.a.device
-            )
-        else:
-            values = run(None)
-        stats = Stats(**dict(zip(STATISTICS, values, strict=True)))
-        return stats if positives is None else dataclasses.replace(stats, num_positives=positives)
+    return _forward(pair, spec, options, None, only_if)[0]
 
 
 def forward_saving(
     pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None
 ) -> tuple[Stats, SavedColumns | None]:
-    """The same, and what spares backward a part of its work, if the gradient of the columns will be asked for."""
-    saved = SavedColumns.of(pair, spec)
-    if saved is None:
-        return forward(pair, spec, options, only_if), None
+    """The same, and the exponentials of some columns, where a backward for both sides can use them."""
+    return _forward(pair, spec, options, SavedColumns.of(pair, spec), only_if)
 
-    def run(recording: Recording | None) -> tuple[Any, ...]:
-        forward = Forward(Call.of(pair, spec, options, recording), saved, only_if)
-        stats, held = forward.run(), forward.saved
-        found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
-        return stats.row_lse, stats.row_pos, stats.num_positives, *found
 
+def _forward(
+    pair: Pair, spec: PairSpec, options: TileOptions, saved: SavedColumns | None, only_if: Tensor | None
+) -> tuple[Stats, SavedColumns | None]:
     with on_device(pair.a), torch.no_grad():
-        inputs = [*tensors_of(pair, spec), saved.memory, only_if]
-        kind = replay_key(("carrying", *launch_settings(pair, spec, options)), inputs)
-        lse, pos, positives, *found = replay_or_record(kind, inputs, run, pair.a.device)
-        saved.buffer, behind, saved.peaks, saved.needs_repair = found
-        stats = Stats(row_lse=lse, row_pos=pos, num_positives=positives)
-        if behind is None:  # the workspace is too small
+        pair = small_keys(pair, spec)
+        positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
+
+        def run(recording: Recording | None) -> tuple[Any, ...]:
+            call = Call.of(pair, spec, options, recording)
+            work = TokenForward(call) if spec.token_stats else Forward(call, saved, only_if)
+            stats, held = work.run(), work.saved
+            found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
+            return *(getattr(stats, name) for name in STATISTICS), *found
+
+        if saved is not None or host_may_limit(pair):
+            inputs = [*tensors_of(pair, spec), only_if, None if saved is None else saved.memory]
+            kind = "forward" if saved is None else "forward_saving"
+            key = replay_key((kind, *launch_settings(pair, spec, options)), inputs)
+            values = replay_or_record(key, inputs, run, pair.a.device)
+        else:
+            values = run(None)
+        stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
+        if positives is not None:
+            stats = dataclasses.replace(stats, num_positives=positives)
+        buffer, behind, peaks, needs_repair = values[len(STATISTICS) :]
+        if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
-        saved.behind = behind
+        saved.buffer, saved.behind, saved.peaks, saved.needs_repair = buffer, behind, peaks, needs_repair
         return stats, saved
 
 
@@ -97,7 +93,7 @@ def backward(
     grad_dtype: torch.dtype | None = None,
     saved: object | None = None,
 ) -> Grads:
-    """Gradients: G of a macro-tile, then two products. ``saved`` is given away: its memory is the gradient."""
+    """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes the gradient of the columns."""
     out_dtype = grad_dtype or pair.a.dtype
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
@@ -122,8 +118,3 @@ def backward(
         if saved is not None:
             saved.buffer = None
         return Grads(a=a, b=b, scale=scale, bias=bias)
-
-
-def forward_of(call: Call, only_if: Tensor | None) -> Forward:
-    """The statistics of tokens take kernels of their own, so that others pay nothing for them."""
-    return TokenForward(call) if call.spec.token_stats else Forward(call, only_if=only_if)

@@ -1,31 +1,30 @@
-"""Row statistics of a macro-tile with entropies and largest scores: what is asked about the tokens of a language model.
+"""Row statistics of a macro-tile with entropies and largest scores, as a language model needs them for its tokens.
 
     t_i = max_j x_ij,   e_ij = exp(x_ij - t_i),   S_i = sum_j e_ij >= 1
     lse_i = t_i + log S_i        entropy_i = log S_i + sum_j e_ij (t_i - x_ij) / S_i        top_i = t_i, and its column
 
-Each row of a tile has its own maximum for a shift: the largest score is asked for anyway, nothing can overflow, and no
-two large numbers are subtracted. Parts p of a row merge into
+The shift of each row of a tile is its own maximum, which is needed anyway: nothing can overflow, and no two large
+numbers are subtracted. Parts p of a row merge into
 
     lse = log sum_p exp(lse_p)        entropy = sum_p w_p (entropy_p + lse - lse_p),   w_p = exp(lse_p - lse)
 
-All in units of log2 until a statistic is finished.
+All of it is in units of log2 until a statistic is finished.
 """
 
-import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.bits import ENTROPY, TOP
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, scored_tile, tile_place
 
-# What is asked for beside the log-sum-exp (bits of STATS)
-ENTROPY = tl.constexpr(1)
-TOP = tl.constexpr(2)
-NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["softcap", "n", "m", "first", "ahead"])
-def token_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, lse_part, entropy_part, top_part,
-                 place_part, n, m, first, ahead,
+@kernel(optional=(*SCORE_KEYS, "entropy_part", "top_part", "place_part"), dynamic=TILE_NUMBERS)
+def token_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                 row_key, col_key, row_skip, col_skip,  # keys
+                 lse_part, entropy_part, top_part, place_part,  # outputs
+                 n, m, first, ahead,
                  D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                  R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                  EXACT: tl.constexpr):  # fmt: skip
@@ -34,13 +33,9 @@ def token_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_ski
     s = tl.load(scale)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
-        rows = tile_row * R + tl.arange(0, R)
-        cols = tile_col * C + tl.arange(0, C)
+        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         at, ok = tile_col.to(tl.int64) * n + rows, rows < n
-        x = score_tile(
-            acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead, SCORE, POSITIVE
-        )
         top = tl.max(x, 1)
         if TOP & STATS:
             place = tl.min(tl.where(x == top[:, None], cols[None, :], NO_COLUMN), 1)
@@ -57,14 +52,19 @@ def token_kernel(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_ski
             tl.store(entropy_part + at, entropy, mask=ok)
 
 
-@triton.jit(do_not_specialize=["n", "parts", "first"])
-def merge_tokens_kernel(lse_part, entropy_part, top_part, place_part, row_shift, row_lse, row_entropy, row_top, row_top_col,
-                        n, parts, first, BEGIN: tl.constexpr, END: tl.constexpr, STATS: tl.constexpr,
+@kernel(
+    optional=("entropy_part", "top_part", "place_part", "row_shift", "row_entropy", "row_top", "row_top_col"),
+    dynamic=("n", "parts", "first"),
+)
+def merge_tokens_kernel(lse_part, entropy_part, top_part, place_part, row_shift,  # in
+                        row_lse, row_entropy, row_top, row_top_col,  # in and out
+                        n, parts, first,
+                        BEGIN: tl.constexpr, END: tl.constexpr, STATS: tl.constexpr,
                         MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold the parts of a macro-tile, whose columns start at ``first``, into the statistics of its rows.
 
-    From the first macro-tile (BEGIN) to the last (END) a row's largest score stays as it is, so that equal ones stay
-    equal; then its zero is subtracted.
+    From the first macro-tile (BEGIN) to the last (END) the largest score of a row includes its shift, so that equal
+    scores stay equal; then the shift is subtracted.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
@@ -104,7 +104,7 @@ def merge_tokens_kernel(lse_part, entropy_part, top_part, place_part, row_shift,
             column = tl.load(place_part + where, mask=here, other=NO_COLUMN)
             top = tl.max(score, 0)
             column = tl.min(tl.where(score == top[None, :], column, NO_COLUMN), 0)
-            # NaN is equal to nothing and leaves no column; any will do.
+            # NaN equals nothing and finds no column; any column will do.
             column = tl.minimum(column, NO_COLUMN - 1).to(tl.int64) + first
             place = tl.where(top > best, column, tl.where(top == best, tl.minimum(place, column), place))
             best = tl.maximum(best, top)

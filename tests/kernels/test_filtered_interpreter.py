@@ -1,4 +1,4 @@
-"""The kernels of skipping in Triton's interpreter, beside the torch backend's filter: one plan, one gradient."""
+"""The filter kernels in Triton's interpreter: same plan and gradients as the filter of the torch backend."""
 
 import doctest
 import math
@@ -11,19 +11,20 @@ from tests.kernels.interpreted import IN_THE_INTERPRETER
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.torch_impl.filtered import TorchFilter
-from tilewise.kernels.triton_impl.filtered import backward as skipping_backward
-from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
+from tilewise.kernels.triton_impl.filtered import backward as filter_backward
+from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import Blocks
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
+from tilewise.kernels.triton_impl.sizes import PairSizes
 from tilewise.options import TileOptions
 
-pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_dense")]
+pytestmark = [*IN_THE_INTERPRETER, pytest.mark.usefixtures("never_exact")]
 OPTIONS = TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
 ALL = Needs(a=True, b=True, scale=True, bias=True)
 
 
 @pytest.fixture
-def never_dense(monkeypatch):
+def never_exact(monkeypatch):
     monkeypatch.setattr(plans, "DENSE_SHARE", 2.0)
 
 
@@ -96,7 +97,7 @@ def test_a_small_workspace(monkeypatch):
     """Several chunks of columns, blocks of rows, groups of tiles and batches of pairs."""
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(skipping_backward, "pair_sizes", lambda *_: skipping_backward.PairSizes(16, 32, 16, 1, 1, 1))
+    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: PairSizes(16, 32, 16, 1, 1, 1))
     groups, batches = [], []
     plain_groups, plain_batches = Blocks.groups, Blocks.batches
     monkeypatch.setattr(Blocks, "groups", lambda *args: groups.append(made := list(plain_groups(*args))) or made)
@@ -144,7 +145,7 @@ def test_too_many_pairs(monkeypatch):
 
 
 def test_the_examples_of_the_host_side():
-    assert doctest.testmod(skipping_forward).failed == 0
+    assert doctest.testmod(filter_forward).failed == 0
 
 
 @pytest.mark.parametrize("most", [16, 20, 64, 1000])

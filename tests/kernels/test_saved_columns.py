@@ -1,4 +1,4 @@
-"""Exponentials that forward leaves for backward in the memory of the gradient and of G, in Triton's interpreter."""
+"""Exponentials that forward saves in the memory of the column gradients and of G, in Triton's interpreter."""
 
 import dataclasses
 import weakref
@@ -20,7 +20,7 @@ from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
-from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
@@ -32,22 +32,22 @@ NEEDS = Needs(a=True, b=True, scale=True)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Float32 in chunks of one tile: the interpreter knows no bfloat16."""
+    """Save float32 in chunks of one tile. The interpreter does not support bfloat16."""
     make_quick(monkeypatch)
     monkeypatch.setattr(replay, "_recordings", {})
-    monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(carried, "WORTH_IT", 0)
-    monkeypatch.setattr(carried, "COLS", 64)
-    monkeypatch.setattr(carried, "SCORES", 0)
-    monkeypatch.setattr(carried, "FULL_TILES", 32)
-    monkeypatch.setattr(carried, "NARROWEST", 8)
+    monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(saving, "WORTH_IT", 0)
+    monkeypatch.setattr(saving, "COLS", 64)
+    monkeypatch.setattr(saving, "SCORES", 0)
+    monkeypatch.setattr(saving, "FULL_TILES", 32)
+    monkeypatch.setattr(saving, "NARROWEST", 8)
     g_of(monkeypatch, 96)
 
 
 def g_of(monkeypatch, cols):
     """A workspace whose G has all rows and that many columns."""
     for module in (gradients, statistics):
-        monkeypatch.setattr(module, "macro_tile", lambda pair, *rest: (-(-pair.a.shape[0] // 64) * 64, cols))
+        monkeypatch.setattr(module, "macro_tile", lambda shape, *rest: (-(-shape.rows // 64) * 64, cols))
 
 
 def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
@@ -61,10 +61,10 @@ def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
 
 @pytest.mark.parametrize("g_cols", [0, 40, 96, 1000])
 @pytest.mark.parametrize("n, m, d", [(48, 400, 32), (24, 500, 64), (70, 333, 128), (64, 1000, 8), (50, 403, 16)])
-def test_what_is_carried_lies_behind_what_is_written(n, m, d, g_cols):
+def test_saved_columns_lie_behind_the_gradient_written_so_far(n, m, d, g_cols):
     found = SavedColumns.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
-    found.hold_g(g_cols, found.memory.new_empty)
+    found.allocate_g(g_cols, found.memory.new_empty)
     columns = column_pieces(m, 128, found)
     assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
     assert (columns[0].start, columns[-1].stop) == (0, m)
@@ -98,12 +98,12 @@ def test_few_rows_have_wide_chunks(n, m, width, monkeypatch):
 
 
 def test_chunks_are_no_wider_than_the_memory_has_room_for(monkeypatch):
-    """Many rows: the memory holds few columns, and a chunk as wide as all of them would leave no room for dB."""
+    """Many rows: the memory holds few columns. One chunk of all of them would leave no room for dB."""
     check_wide_chunks(300, 1000, 64, 300 * 250, monkeypatch)
 
 
 def check_wide_chunks(n, m, width, scores, monkeypatch):
-    monkeypatch.setattr(carried, "SCORES", scores)
+    monkeypatch.setattr(saving, "SCORES", scores)
     pair = pair_of(n, m, 64)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.cols == width
@@ -114,24 +114,24 @@ def check_wide_chunks(n, m, width, scores, monkeypatch):
         assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
 
 
-def test_too_few_columns_carry_nothing():
+def test_nothing_is_saved_for_few_columns():
     assert SavedColumns.of(pair_of(200, 333, 32), SPEC) is None
 
 
-@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "doubtful"])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "needs repair"])
 @pytest.mark.parametrize("n, m, d, g_cols", [(48, 400, 32, 96), (24, 501, 64, 500), (130, 700, 40, 64)])
 def test_gradients_with_and_without_are_the_same(n, m, d, g_cols, spread, monkeypatch):
     g_of(monkeypatch, g_cols)
     pair = pair_of(n, m, d, spread)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held is not None
-    assert bool(held.needs_repair > 0) == (spread > 500.0), "a guess that is too far off is noticed"
+    assert bool(held.needs_repair > 0) == (spread > 500.0), "a shift that is too far off sets the flag"
     plain = BACKEND.forward(pair, SPEC, OPTIONS)
     assert_close(stats.row_lse, plain.row_lse, 1e-6, "lse")
     grad = incoming_gradients(plain)
     want = BACKEND.backward(pair, plain, grad, NEEDS, SPEC, OPTIONS)
     memory = held.memory
-    assert (held.end == m) == (g_cols == 500), "what is left is all carried if it fits"
+    assert (held.end == m) == (g_cols == 500), "the other columns are saved too if they fit"
     got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
     assert got.b.data_ptr() == memory.data_ptr(), "the memory is the gradient"
     for name in ("a", "b"):  # exponents of about 90 have steps of 8e-6 in float32
@@ -141,9 +141,9 @@ def test_gradients_with_and_without_are_the_same(n, m, d, g_cols, spread, monkey
 
 
 @pytest.mark.parametrize("away", [-1, 1], ids=["far below the shift", "far above it"])
-def test_one_row_away_from_the_shift_is_noticed(away):
-    """The shift is guessed from positives. Far below it a row's exponentials vanish; far above it, in a column that is
-    nobody's positive, they overflow, and forward repairs the sum. Either way nothing that was carried may be used."""
+def test_one_row_far_from_the_shift_sets_the_repair_flag(away):
+    """The shift is estimated from positives. Far below it, the exponentials of a row underflow. Far above it, in a
+    column that is no row's positive, they overflow, and forward repairs the sum. Both times nothing saved is used."""
     pair = pair_of(m=400, d=32)
     pair = dataclasses.replace(pair, bias=None)
     if away > 0:
@@ -180,7 +180,7 @@ KEEP, SIGN = (torch.arange(100) % 3 > 0).float(), (-1.0) ** torch.arange(100)
 
 @pytest.mark.parametrize("kind, scale", [*((kind, 0.3) for kind in COMING), ("no positive", -0.5), ("hardly any", 0.0)])
 def test_every_kind_of_incoming_gradient(kind, scale):
-    """The factor of a row may be 0, tiny or negative, and its positive's entry is written in units of it."""
+    """The factor of a row may be 0, tiny or negative. The entry of its positive is divided by it."""
     pair = dataclasses.replace(pair_of(), scale=torch.tensor(scale))
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert bool(held.needs_repair == 0)
@@ -209,10 +209,10 @@ def test_fewer_gradients(needs):
             assert_close(one, other, 1e-3 if name == "scale" else 5e-6, name)  # the scale's is a sum that cancels
 
 
-@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "doubtful"])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 1000.0], ids=["plain", "peaked", "needs repair"])
 def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch):
-    """float16 in place of bfloat16. Both gradients are as near to float64 as those of the ordinary way."""
-    monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
+    """float16 instead of bfloat16. Both gradients are as close to float64 as without saved columns."""
+    monkeypatch.setattr(saving, "DTYPES", (torch.float16,))
     pair = pair_of(spread=spread)
     pair = dataclasses.replace(pair, a=pair.a.half(), b=pair.b.half(), row_key=pair.row_key.clamp(min=0))
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
@@ -233,8 +233,8 @@ def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch)
 
 
 def test_the_entry_of_the_positive_is_not_rounded_twice(monkeypatch):
-    """Flat scores: the gradient of a row is its positive's column, which a rounded entry would stretch."""
-    monkeypatch.setattr(carried, "DTYPES", (torch.float16,))
+    """Flat scores: the gradient of a row is its positive's column. A rounded entry would change its length."""
+    monkeypatch.setattr(saving, "DTYPES", (torch.float16,))
     pair = pair_of()
     pair = dataclasses.replace(pair, a=(pair.a * 0.1).half(), b=pair.b.half(), bias=None, row_key=torch.arange(48) * 4)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
@@ -251,7 +251,7 @@ def test_the_entry_of_the_positive_is_not_rounded_twice(monkeypatch):
 
 @pytest.mark.parametrize("peak, trusted", [(40.0, True), (80.0, False), (100.0, False), (130.0, False)])
 def test_one_row_far_above_the_others(peak, trusted):
-    """The shift is the largest score met; what a row far below it carries underflows."""
+    """The shift is the largest sampled score. The exponentials of a row far below it underflow."""
     pair = pair_of()
     a, key = pair.a * 0.1, pair.row_key.clamp(min=0)
     own = pair.b[key[3]]
@@ -266,14 +266,14 @@ def test_one_row_far_above_the_others(peak, trusted):
         assert_close(getattr(got, name), getattr(want, name), 2e-6, name)
 
 
-def test_it_spares_products(monkeypatch):
-    """The gradient kernel works on the other columns only."""
+def test_saved_columns_need_no_product(monkeypatch):
+    """The gradient kernel computes only the other columns."""
     pair = pair_of()
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     seen, plain = [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
-        seen.append(self.carried is not None and self.carried.chunk(j) is not None)
+        seen.append(self.saved is not None and self.saved.chunk(j) is not None)
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
@@ -282,8 +282,8 @@ def test_it_spares_products(monkeypatch):
     assert seen.count(False) == -(-(400 - held.end) // 96) >= 1
 
 
-def test_g_takes_the_memory_that_carried_exponentials(monkeypatch):
-    """So that the peak, which is backward's, does not rise; and it is free when backward ends."""
+def test_g_takes_the_memory_of_saved_exponentials(monkeypatch):
+    """The peak memory is that of backward and does not rise. The memory is freed when backward ends."""
     pair = pair_of()
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.buffer.numel() == 48 * 96
@@ -295,14 +295,14 @@ def test_g_takes_the_memory_that_carried_exponentials(monkeypatch):
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
     BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
-    assert {where for carried, where in seen if not carried} == {place}
+    assert {where for saved, where in seen if not saved} == {place}
     assert (True, place) in seen
     assert held.buffer is None
 
 
-@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "doubtful"])
-def test_later_steps_are_two_tapes(spread, monkeypatch):
-    """Other numbers, the same launches: nothing is set up again, and the result is that of a first call."""
+@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "needs repair"])
+def test_later_steps_replay_two_recordings(spread, monkeypatch):
+    """Other values, same launches: no new `Call` is made, and the result equals that of a first call."""
 
     def step(seed):
         pair = pair_of(spread=spread, seed=seed)
@@ -316,7 +316,7 @@ def test_later_steps_are_two_tapes(spread, monkeypatch):
     replay._recordings.clear()
     step(0)
     assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {
-        "carrying": True,
+        "forward_saving": True,
         "backward": True,
     }
     monkeypatch.setattr(launch.Call, "of", None)
@@ -324,20 +324,20 @@ def test_later_steps_are_two_tapes(spread, monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_a_workspace_too_small_for_all_rows_carries_nothing(monkeypatch):
-    """Backward could not use it."""
+def test_a_workspace_too_small_for_all_rows_saves_nothing(monkeypatch):
+    """Backward could not use saved columns there."""
     monkeypatch.setattr(statistics, "macro_tile", lambda *args: (32, 64))
     assert BACKEND.forward_saving(pair_of(), SPEC, OPTIONS)[1] is None
 
 
 @pytest.mark.parametrize("mib", [1, 3, 16, 256])
 @pytest.mark.parametrize("n, m, d", [(8192, 256_000, 2304), (16_384, 400_000, 1024), (1000, 50_257, 4096)])
-def test_carried_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib):
-    """G, which takes at most three quarters, is there in forward already."""
+def test_saved_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib):
+    """G is allocated in forward already and takes at most three quarters."""
     options = TileOptions(workspace_mib=mib)
     work = object.__new__(statistics.Forward)
     work.__dict__ |= {"call": SimpleNamespace(options=options), "spec": SPEC, "n": n, "m": m}
-    work.__dict__ |= {"sizes": sizes.WIDE_TABLE[9, 2][0], "carried": object()}
+    work.__dict__ |= {"sizes": sizes.TABLE["sm_90", 2].forward_wide, "saved": object()}
     rows, cols = (min(*both) for both in zip(work._macro(), (n, m), strict=True))
     assert 4 * rows * -(-cols // work.sizes.cols) <= 1.2 * options.workspace_bytes / 4
 
@@ -347,13 +347,13 @@ def test_carried_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib
     [{"col_lse": True}, {"softcap": 3.0}, {"row_sum": True}, {"mask_self": True}, {"positive": "none"}],
     ids=str,
 )
-def test_other_losses_carry_nothing(change):
+def test_other_losses_save_nothing(change):
     assert SavedColumns.of(pair_of(), dataclasses.replace(SPEC, **change)) is None
 
 
-def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
-    """The parts of a macro-tile lie in memory of the workspace's size: a wider one would be written past its end."""
-    monkeypatch.setattr(carried, "COLS", 128)
+def test_a_workspace_too_small_for_a_chunk_saves_nothing(monkeypatch):
+    """The partial sums of a macro-tile fit the workspace. A wider macro-tile would be written past its end."""
+    monkeypatch.setattr(saving, "COLS", 128)
     pair = pair_of()
     widest, plain = [], statistics.Forward._tiles
 
@@ -373,8 +373,8 @@ def test_a_workspace_too_small_for_a_chunk_carries_nothing(monkeypatch):
     assert_close(stats.row_lse, BACKEND.forward(pair, SPEC, OPTIONS).row_lse, 1e-6, "lse")
 
 
-def test_needs_that_do_without(monkeypatch):
-    """A frozen classifier, or a bias that learns, takes the ordinary way."""
+def test_needs_that_cannot_use_saved_columns(monkeypatch):
+    """A frozen classifier or a trainable bias: backward ignores the saved columns."""
     pair = pair_of()
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     grad = incoming_gradients(stats)
@@ -386,7 +386,7 @@ def test_needs_that_do_without(monkeypatch):
 
 @pytest.mark.parametrize("ignored", [0, 7])
 def test_the_loss_twice_through_one_graph(ignored, monkeypatch):
-    """From the public function: the first backward takes the memory, the second does without."""
+    """The public function: the first backward uses the saved columns, the second recomputes."""
     monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(40, 32, generator=generator, requires_grad=True)
@@ -408,8 +408,8 @@ def test_the_loss_twice_through_one_graph(ignored, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["no grad", "frozen classifier", "a second derivative"])
-def test_nothing_is_held_for_a_backward_that_takes_nothing(how, monkeypatch):
-    """An evaluation needs no memory for gradients, though its classifier is a parameter."""
+def test_nothing_is_saved_for_a_backward_that_cannot_use_it(how, monkeypatch):
+    """Evaluation takes no memory for gradients, although its classifier is a parameter."""
     monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
     hidden, classifier = torch.randn(40, 32, requires_grad=True), torch.nn.Parameter(torch.randn(300, 32))
     classifier.requires_grad_(how != "frozen classifier")

@@ -1,4 +1,4 @@
-"""Launches that were written down and are repeated with other tensors, in Triton's interpreter."""
+"""Recorded launches and their replay with other tensors, in Triton's interpreter."""
 
 import dataclasses
 import gc
@@ -9,13 +9,13 @@ import torch
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.pair_checks import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.backend import STATISTICS, TritonBackend
+from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass.strategy import STATISTICS
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -28,7 +28,7 @@ IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that nev
 
 
 @pytest.fixture(autouse=True)
-def tapes(monkeypatch):
+def recordings(monkeypatch):
     make_quick(monkeypatch)
     fresh = {}
     monkeypatch.setattr(replay, "_recordings", fresh)
@@ -65,26 +65,24 @@ def pair_of(spec: PairSpec, seed: int, n: int = 70, d: int = 24) -> Pair:
 def everything(pair: Pair, spec: PairSpec, needs: Needs | None = None):
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
-    grads = BACKEND.backward(
-        pair, stats, grad, needs or dataclasses.replace(all_needs(pair), bias=False), spec, OPTIONS
-    )
+    grads = BACKEND.backward(pair, stats, grad, needs or all_needs(pair)._replace(bias=False), spec, OPTIONS)
     values = [getattr(stats, name) for name in STATISTICS] + [grads.a, grads.b, grads.scale]
     return [value for value in values if value is not None]
 
 
 @pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS, LABELS, IDS], ids=["clip", "classes", "views", "labels", "ids"])
-def test_a_replay_is_the_call(spec, tapes, made):
+def test_a_replay_is_the_call(spec, recordings, made):
     everything(pair_of(spec, 0), spec)
     assert len(made) == 2
-    assert all(kept is not None for kept in tapes.values())
+    assert all(kept is not None for kept in recordings.values())
     got = [everything(pair_of(spec, seed), spec) for seed in (1, 2)]
     assert len(made) == 2, "the second and third call replay"
-    tapes.clear()
+    recordings.clear()
     for seed, values in zip((1, 2), got, strict=True):
         want = everything(pair_of(spec, seed), spec)
         assert len(values) == len(want)
         assert all(torch.equal(one, other) for one, other in zip(values, want, strict=True))
-        tapes.clear()
+        recordings.clear()
 
 
 def test_results_of_two_replays_are_apart():
@@ -95,8 +93,8 @@ def test_results_of_two_replays_are_apart():
     assert all(torch.equal(one, other) for one, other in zip(first, copies, strict=True))
 
 
-def test_what_a_tape_depends_on(tapes, made):
-    """Another shape, need, option or a shift of the rows is another tape; the same again is not."""
+def test_what_a_recording_depends_on(recordings, made):
+    """Another shape, need, option or a shift of the rows is another recording; the same again is not."""
     pair = pair_of(CLIP, 0)
     calls = [
         lambda: everything(pair, CLIP),
@@ -115,7 +113,7 @@ def test_what_a_tape_depends_on(tapes, made):
 
 
 @pytest.mark.parametrize("how", ["unaligned", "strided", "the same features twice", "overlapping"])
-def test_what_cannot_be_repeated_leaves_no_tape(how, tapes):
+def test_what_cannot_be_replayed_leaves_no_recording(how, recordings):
     pair = pair_of(CLIP, 0)
     if how == "unaligned":
         pair = dataclasses.replace(pair, a=torch.cat([pair.a.flatten(), torch.zeros(1)])[1:].view(70, 24))
@@ -127,13 +125,13 @@ def test_what_cannot_be_repeated_leaves_no_tape(how, tapes):
         whole = torch.randn(72, 24)
         pair = dataclasses.replace(pair, a=whole[:70], b=whole[2:])
     first = everything(pair, CLIP)
-    assert all(kept is None for kept in tapes.values())
+    assert all(kept is None for kept in recordings.values())
     assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), first, strict=True))
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_features_that_share_memory_do_not_spoil_their_kind(overlap, made):
-    """Where they lie is no part of it: the next ones lie apart and leave a tape, which serves the first as well."""
+    """Addresses are no part of a key: later inputs without shared memory are recorded, and all replay that."""
     whole, pair = torch.randn(70 + overlap, 24), pair_of(CLIP, 0)
     shared = dataclasses.replace(pair, a=whole[:70], b=whole[overlap:])
     want = everything(shared, CLIP)
@@ -145,9 +143,9 @@ def test_features_that_share_memory_do_not_spoil_their_kind(overlap, made):
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def test_memory_is_given_back_after_its_last_use(tapes):
+def test_memory_is_given_back_after_its_last_use(recordings):
     everything(pair_of(CLIP, 0), CLIP)
-    backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]
+    backward = recordings[next(kind for kind in recordings if kind[0] == "backward")]
     kept = {where.slot for where in backward.outputs if where is not None}
     slots = enumerate(backward.slots[backward.inputs :], start=backward.inputs)
     used = [index for index, slot in slots if slot.last >= 0 and slot.pool_at < 0]
@@ -157,19 +155,19 @@ def test_memory_is_given_back_after_its_last_use(tapes):
         assert any(index in done for _, _, done in backward.turns) == (index not in kept)
 
 
-def test_what_is_multiplied_is_a_tensor_of_its_own(tapes):
+def test_what_is_multiplied_is_a_tensor_of_its_own(recordings):
     everything(pair_of(CLIP, 0), CLIP)
-    backward = tapes[next(kind for kind in tapes if kind[0] == "backward")]
+    backward = recordings[next(kind for kind in recordings if kind[0] == "backward")]
     products = [step for step in backward.steps if isinstance(step, replay.Product)]
     assert len(products) == 2
     assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in (step.target, step.left, step.right))
 
 
-def test_only_so_many_tapes_are_kept(tapes, monkeypatch):
+def test_only_so_many_recordings_are_kept(recordings, monkeypatch):
     monkeypatch.setattr(replay, "MOST_RECORDINGS", 4)
     for n in range(64, 71):
         everything(pair_of(CLIP, 0, n=n), CLIP)
-        assert len(tapes) <= 4
+        assert len(recordings) <= 4
 
 
 def test_memory_that_torch_uses_again_is_no_slot():
@@ -221,17 +219,8 @@ def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
     assert sum(shape == (70, 72) for shape, _ in alive) == 1
 
 
-def test_a_replayed_descriptor_has_every_field_of_tritons():
-    """A launch on a GPU reads them all; this version of Triton may have more than the one before."""
-    like = TensorDescriptor.from_tensor(torch.zeros(4, 8), [4, 8])
-    made = tape.Described(tape.Address(0), like)
-    for field in dataclasses.fields(TensorDescriptor):
-        if field.name != "base":
-            assert getattr(made, field.name) == getattr(like, field.name)
-
-
-def test_threads_share_tapes(monkeypatch):
-    """One thread looks for its tape while another makes room."""
+def test_threads_share_recordings(monkeypatch):
+    """One thread looks for its recording while another makes room."""
 
     class Shared(dict):
         def __contains__(self, kind):

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: tile sizes, gradients that are asked or not, whole losses."""
+"""The Triton kernels in Triton's interpreter: tile sizes, gradients that are needed or not, whole losses."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""How gradients are rounded where exponentials wait, and the positives' share; in Triton's interpreter, on the CPU."""
+"""Rounding of gradients computed from saved exponentials, and the share of the positives; in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -8,14 +8,15 @@ from tests.compare import assert_close, assert_no_worse, relative_error
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 import triton.language as tl
-from tests.kernels.direct_pairs import ALL, EARLY, SOFTMAX, softmax_pair, take_several_blocks
 from tests.kernels.interpreted import IN_THE_INTERPRETER
+from tests.kernels.one_pass_pairs import ALL, ONE_PASS, SOFTMAX, softmax_pair, take_several_blocks
 from triton.runtime import interpreter
 
-from tilewise.kernels.spec import Needs, Pair
-from tilewise.kernels.torch_impl import one_pass as kernels
-from tilewise.kernels.triton_impl.launch import call as launch
-from tilewise.kernels.triton_impl.one_pass import softmax as direct
+from tilewise.kernels.spec import Needs, Pair, RowWeights
+from tilewise.kernels.triton_impl.launch.call import Call
+from tilewise.kernels.triton_impl.one_pass.exponentials import Exponentials, row_width
+from tilewise.kernels.triton_impl.one_pass.products import Products
+from tilewise.kernels.triton_impl.one_pass.strategy import gradients, loss_and_gradients
 
 pytestmark = IN_THE_INTERPRETER
 
@@ -40,7 +41,7 @@ def several_blocks(monkeypatch):
 
 
 def exponentials_of(pair, dtype, each):
-    """Features in ``dtype``, and what waits for backward. Made here: the interpreter gets bfloat16 products wrong."""
+    """Features in ``dtype``, and their exponentials. Computed here: the interpreter gets bfloat16 products wrong."""
     half = Pair(**(vars(pair) | {"a": pair.a.to(dtype), "b": pair.b.to(dtype)}))
     x = pair.scale * half.a.float() @ half.b.float().T
     counts, column = each != 0, pair.row_key.clamp(min=0)
@@ -50,9 +51,9 @@ def exponentials_of(pair, dtype, each):
     e[~counts] = 0.0
     e.scatter_(1, column[:, None], entry[:, None])
     column = torch.where(counts, column, -1).int()
-    memory = torch.full((len(e), kernels.row_width(e.shape[1], dtype)), torch.nan, dtype=dtype)
+    memory = torch.full((len(e), row_width(e.shape[1], dtype)), torch.nan, dtype=dtype)
     memory[:, : e.shape[1]] = e
-    return half, kernels.Exponentials(e=memory, factor=each / total, entry=entry, column=column)
+    return half, Exponentials(e=memory, factor=each / total, entry=entry, column=column)
 
 
 def dense_gradients(pair, each, k):
@@ -76,7 +77,7 @@ def test_gradients_of_bfloat16_exponentials_are_rounded_once():
     half, held = exponentials_of(pair, torch.bfloat16, each)
     errors = {}
     for k in (1.0, 3.0, 1.0 / 3.0, 1.0 + 2.0**-9):
-        grads = kernels.gradients(held, half, torch.tensor(k), Needs(scale=True, bias=True), EARLY)
+        grads = gradients(held, half, torch.tensor(k), Needs(scale=True, bias=True), ONE_PASS)
         exact = dense_gradients(as_float64(half), each, k)
         for got, theirs, want in zip((grads.a, grads.b), dense_gradients(half, each, k), exact, strict=True):
             assert got.dtype == torch.bfloat16
@@ -127,7 +128,7 @@ def test_the_positives_share_is_as_exact_as_that_of_a_dense_loss(make, k):
     pair, each = make()
     half, held = exponentials_of(pair, torch.bfloat16, each)
     wanted = Needs(scale=True, bias=len(pair.b) < 10_000)  # slow in the interpreter
-    grads = kernels.gradients(held, half, torch.tensor(k), wanted, EARLY)
+    grads = gradients(held, half, torch.tensor(k), wanted, ONE_PASS)
     exact, dense = dense_gradients(as_float64(half), each, k), dense_gradients(half, each, k)
     assert_no_worse(grads.a, dense[0], exact[0], "rows")
     assert_no_worse(grads.b, dense[1], exact[1], "columns")
@@ -144,22 +145,21 @@ def test_without_the_correction_it_is_not(monkeypatch):
     pair, each = flat()
     half, held = exponentials_of(pair, torch.bfloat16, each)
     exact, dense = dense_gradients(as_float64(half), each, 1.0), dense_gradients(half, each, 1.0)
-    monkeypatch.setattr(kernels.Exponentials, "rounded", False)
-    grads = kernels.gradients(held, half, torch.ones(()), Needs(), EARLY)
+    monkeypatch.setattr(Exponentials, "rounded", False)
+    grads = gradients(held, half, torch.ones(()), Needs(), ONE_PASS)
     assert relative_error(grads.b, exact[1]) > 2.5 * relative_error(dense[1], exact[1])
     assert relative_error(grads.a, exact[0]) > 1.3 * relative_error(dense[0], exact[0])
 
 
-def test_a_gradient_that_waits_in_float32_has_the_whole_share(monkeypatch, several_blocks):
+def test_a_gradient_saved_in_float32_has_the_whole_share(monkeypatch, several_blocks):
     """All kernels, in float16: what is left is the rounding of E among the negatives."""
-    monkeypatch.setattr(direct, "why_not", lambda *_: None)
     made = flat(n=200, m=400, d=24)[0]
     pair = Pair(**(vars(made) | {"a": made.a.half(), "b": made.b.half()}))
     pair.row_key[:50] = 3
-    _, grads = kernels.direct(pair, kernels.RowWeights(each=torch.ones(200)), ALL, SOFTMAX, EARLY)
+    _, grads = loss_and_gradients(pair, RowWeights(each=torch.ones(200)), ALL, SOFTMAX, ONE_PASS)
     exact = dense_gradients(as_float64(pair), torch.ones(200), 1.0)
-    monkeypatch.setattr(kernels.Exponentials, "rounded", False)
-    _, plain = kernels.direct(pair, kernels.RowWeights(each=torch.ones(200)), ALL, SOFTMAX, EARLY)
+    monkeypatch.setattr(Exponentials, "rounded", False)
+    _, plain = loss_and_gradients(pair, RowWeights(each=torch.ones(200)), ALL, SOFTMAX, ONE_PASS)
     for got, before, want in zip((grads.a, grads.b), (plain.a, plain.b), exact, strict=True):
         assert got.dtype == torch.float32
         assert relative_error(got, want) < 3e-5 < 1e-4 < relative_error(before, want)
@@ -176,10 +176,10 @@ def test_a_column_may_have_any_number_of_rows(most):
     column = torch.randint(0, columns, (n,), generator=generator, dtype=torch.int32)
     column[torch.randperm(n, generator=generator)[:most]] = 7
     column[::30] = -1
-    held = kernels.Exponentials(e=a[:, :1], factor=factor, entry=entry, column=column)
-    work = object.__new__(direct.Products)
+    held = Exponentials(e=a[:, :1], factor=factor, entry=entry, column=column)
+    work = object.__new__(Products)
     pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(1.5))
-    work.call, work.d = launch.Call.of(pair, SOFTMAX, EARLY), d
+    work.call, work.d = Call.of(pair, SOFTMAX, ONE_PASS), d
     grad = torch.zeros(columns, d)
     work._positives(held, pair.a, scaled, grad)
     exact = 1.5 * (factor * entry).double()[:, None] * pair.a.double()
@@ -191,7 +191,7 @@ def test_a_column_may_have_any_number_of_rows(most):
 @pytest.mark.usefixtures("to_nearest")
 @pytest.mark.parametrize("negatives", [0.0, 1e-4, 1e-3, 4e-3, 1e-2, 1.0])
 def test_two_roundings_leave_little_more_than_one(negatives):
-    """Whatever the negatives' share is: of the rounding that comes before, what can be told from it is taken out."""
+    """For any share of the negatives, most of the first rounding is removed."""
     generator = torch.Generator().manual_seed(0)
     a, other = (torch.randn(128, 200, generator=generator) for _ in range(2))
     a, entry = a.bfloat16(), -torch.rand(128, generator=generator) - 1.0
@@ -200,9 +200,9 @@ def test_two_roundings_leave_little_more_than_one(negatives):
     share = negatives * other
     grad = (share + entry.bfloat16()[:, None].float() * scaled.float()).bfloat16()
     column = torch.arange(128, dtype=torch.int32)
-    held = kernels.Exponentials(e=a[:, :1], factor=k * factor, entry=entry, column=column)
-    work = object.__new__(direct.Products)
-    work.call, work.d = launch.Call.of(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, EARLY), 200
+    held = Exponentials(e=a[:, :1], factor=k * factor, entry=entry, column=column)
+    work = object.__new__(Products)
+    work.call, work.d = Call.of(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS), 200
     work._positives(held, a, scaled, grad)
     want = share.double() - 3.0 * a.double()
     assert relative_error(grad, want) <= 1.45 * relative_error(want.bfloat16(), want)
@@ -213,7 +213,7 @@ def test_nan_in_one_row_reaches_its_column_only_through_it():
     pair, each = flat(n=20, m=60)
     pair.a[3] = torch.nan
     half, held = exponentials_of(pair, torch.bfloat16, each)
-    grads = kernels.gradients(held, half, torch.ones(()), Needs(), EARLY)
+    grads = gradients(held, half, torch.ones(()), Needs(), ONE_PASS)
     assert grads.a[3].isnan().all()
     assert grads.b[pair.row_key[3]].isnan().all()
     assert not grads.a[4:].isnan().any()

@@ -1,4 +1,4 @@
-"""A sample of the rows says whether skipping pays, and one of two ways is taken, in Triton's interpreter."""
+"""The probe of the filter: a sample of the rows decides between filter and exact case, in Triton's interpreter."""
 
 import dataclasses
 import weakref
@@ -9,21 +9,20 @@ import torch.nn.functional as F
 from tests.compare import assert_close
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.quick_interpreter import make_quick
-from tests.kernels.test_skipping_interpreter import make_pair
+from tests.kernels.test_filtered_interpreter import make_pair
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import Needs, Pair, PairSpec, Stats
+from tilewise.kernels.host_scalar import HostScalar
+from tilewise.kernels.spec import Needs, PairSpec, Stats
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
-from tilewise.kernels.triton_impl.filtered.forward import SkipForward
+from tilewise.kernels.triton_impl.filtered import forward as filter_forward
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
-from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.ops import filtered
-from tilewise.ops import rows as drop_rows
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -36,15 +35,15 @@ ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Small calls ask a sample too, and carry float32, a tile at a time: the interpreter knows no bfloat16."""
+    """Small calls are probed too, and save float32 in chunks of one tile. The interpreter does not support bfloat16."""
     make_quick(monkeypatch)
     monkeypatch.setattr(replay, "_recordings", {})
-    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
-    monkeypatch.setattr(carried, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(carried, "WORTH_IT", 0)
-    monkeypatch.setattr(carried, "COLS", 64)
-    monkeypatch.setattr(carried, "FULL_TILES", 64)
-    monkeypatch.setattr(carried, "NARROWEST", 8)
+    monkeypatch.setattr(filter_forward, "WORTH_PROBING", 0)
+    monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(saving, "WORTH_IT", 0)
+    monkeypatch.setattr(saving, "COLS", 64)
+    monkeypatch.setattr(saving, "FULL_TILES", 64)
+    monkeypatch.setattr(saving, "NARROWEST", 8)
 
 
 def flat_pair(dtype=torch.float32, **settings):
@@ -69,18 +68,18 @@ def rule(pair, spec, order, rows):
 @pytest.mark.parametrize("softcap", [0.0, 12.0])
 @pytest.mark.parametrize("ignored", [0, 25])
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (1100, 200, 23), (64, 512, 8)])
-def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype, monkeypatch):
-    """Rows that do not count have no say."""
+def test_the_probe_follows_the_rule_for_all_rows(n, m, d, ignored, softcap, dtype, monkeypatch):
+    """Ignored rows are not counted."""
     pair, _ = make_pair(dtype, n, m, d, zero=dtype == torch.float32)
     pair.row_key[:ignored] = -1
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
     spec = dataclasses.replace(SPEC, softcap=softcap)
-    forward = SkipForward(pair, spec, OPTIONS)
+    forward = FilterForward(pair, spec, OPTIONS)
     assert forward._sample_size() == 16
-    order, place, dense = forward._probe(16)
+    order, place, keep_all = forward._probe(16)
     ((kept, pairs, share),) = asked
-    assert dense == plain(kept, pairs, share)
+    assert keep_all == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]
     assert len(index.unique()) == 16
     valid = pair.row_key[index[1:]] >= 0
@@ -99,24 +98,24 @@ def test_the_sample_answers_by_the_rule_of_all(n, m, d, ignored, softcap, dtype,
     assert not (falls > 0.01).any()
 
 
-def test_without_room_for_a_sample_none_is_asked(monkeypatch):
+def test_no_probe_without_memory_for_a_sample(monkeypatch):
     pair, _ = make_pair(torch.float32)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 15 * 4)
-    forward = SkipForward(pair, SPEC, OPTIONS)
+    forward = FilterForward(pair, SPEC, OPTIONS)
     assert forward._sample_size() == 0
     forward.run()
     assert torch.equal(forward.order, plans.order_columns(pair))
-    assert forward.dense is None
+    assert forward.keep_all is None
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
-    assert SkipForward(pair, SPEC, OPTIONS)._sample_size() == 16
+    assert FilterForward(pair, SPEC, OPTIONS)._sample_size() == 16
 
 
 @TYPES
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
-def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
+def test_flat_rows_take_the_exact_case(n, m, d, dtype):
     pair, grad = flat_pair(dtype, n=n, m=m, d=d, zero=False)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [1]
+    assert plan.keep_all.tolist() == [1]
     valid = pair.row_key >= 0
     assert (plan.mass[:, valid] == plans.KEPT).all()
     assert (plan.mass[:, ~valid] == 0).all()
@@ -130,30 +129,30 @@ def test_flat_rows_take_the_exact_loss_s_way(n, m, d, dtype):
     assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
     assert held is None or held.needs_repair == 0
     got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
-    right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, carried=want_held)
+    right = TritonBackend().backward(pair, want, grad, needs, SPEC, EXACT, saved=want_held)
     for name in ("a", "b", "scale"):
         assert torch.equal(getattr(got, name), getattr(right, name)), name
 
 
 @TYPES
 @pytest.mark.parametrize("n, m, d", [(66, 331, 24)])
-def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
-    """As without a sample, with dB in the memory that was to carry exponentials."""
+def test_peaked_rows_are_filtered(n, m, d, dtype, monkeypatch):
+    """Same result as without a probe. dB is written to the memory of the saved exponentials."""
     monkeypatch.setattr(plans, "DENSE_SHARE", 0.8)  # a small vocabulary has few tiles
     pair, grad = make_pair(dtype, n, m, d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [0]
+    assert plan.keep_all.tolist() == [0]
     assert (held is None) == (dtype == torch.float16)
     assert held is None or held.needs_repair > 0
     got = TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held)
     assert held is None or (got.b.data_ptr() == held.memory.data_ptr() and held.buffer is None)
     monkeypatch.setattr(plans, "order_columns", lambda pair: plan.order)
-    monkeypatch.setattr(skipping_forward, "WORTH_PROBING", torch.inf)
+    monkeypatch.setattr(filter_forward, "WORTH_PROBING", torch.inf)
     want_stats, want = TritonFilter().forward(pair, SPEC, OPTIONS)
     for name in ("row_lse", "row_pos", "num_positives"):
         assert torch.equal(getattr(stats, name), getattr(want_stats, name)), name
-    for name in ("order", "mass", "mean", "kept", "dense"):
+    for name in ("order", "mass", "mean", "kept", "keep_all"):
         assert torch.equal(getattr(plan, name), getattr(want, name)), name
     right = TritonFilter().backward(pair, want_stats, want, grad, needs, SPEC, OPTIONS)
     for name in ("a", "b", "scale"):
@@ -162,12 +161,12 @@ def test_peaked_rows_skip(n, m, d, dtype, monkeypatch):
 
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (130, 400, 40)])
 def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
-    """It expected few pairs, and many are kept: backward computes all, and what was not carried is not used."""
+    """The probe expects few pairs, but many are kept: backward computes all and ignores what was not saved."""
     monkeypatch.setattr(plans, "PROBED_SHARE", NEVER)
     pair, grad = flat_pair(n=n, m=m, d=d, zero=False)
     needs = Needs(a=True, b=True, scale=True)
     stats, plan, held = TritonFilter().forward_saving(pair, SPEC, OPTIONS)
-    assert plan.dense.tolist() == [1]
+    assert plan.keep_all.tolist() == [1]
     assert held.needs_repair > 0
     assert TritonFilter().backward(pair, stats, plan, grad, needs, SPEC, OPTIONS, saved=held) is None
     got = TritonBackend().backward(pair, stats, grad, needs, SPEC, OPTIONS, saved=held)
@@ -178,14 +177,14 @@ def test_a_sample_that_was_wrong(n, m, d, monkeypatch):
 
 
 def test_several_blocks_of_rows_and_chunks_of_columns(monkeypatch):
-    """Both ways in a workspace that holds little at once."""
+    """Both cases in a small workspace."""
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**15)
     pair, grad = make_pair(torch.float32, n=66, m=203)
     for share, dense in ((ALWAYS, 1), (NEVER, 0)):
         monkeypatch.setattr(plans, "PROBED_SHARE", share)
         monkeypatch.setattr(plans, "DENSE_SHARE", 1.0)
         stats, plan = TritonFilter().forward(pair, SPEC, OPTIONS)
-        assert plan.dense.tolist() == [dense]
+        assert plan.keep_all.tolist() == [dense]
         want = TritonBackend().forward(pair, SPEC, EXACT)
         assert_close(stats.row_lse, want.row_lse, 1e-5, "lse")
         got = TritonFilter().backward(
@@ -217,43 +216,43 @@ class Problem:
 
 
 @pytest.fixture
-def no_zero(monkeypatch):
-    """As in bfloat16, where rows have no zero of their own."""
+def no_shift(monkeypatch):
+    """As in bfloat16, where rows have no shift."""
     monkeypatch.setattr("tilewise.losses.cross_entropy._target_scores", lambda *args: None)
 
 
-@pytest.mark.usefixtures("no_zero")
+@pytest.mark.usefixtures("no_shift")
 @pytest.mark.parametrize(
     "spread, ignored, share",
     [(0.1, 0, None), (0.1, 7, None), (0.1, 0, NEVER), (5.0, 7, None), (5.0, 0, ALWAYS)],
-    ids=["flat", "flat, some ignored", "flat, skipped", "peaked, some ignored", "peaked, dense"],
+    ids=["flat", "flat, some ignored", "flat, filtered", "peaked, some ignored", "peaked, exact"],
 )
 def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
-    """The first backward takes the memory, the second does without; whichever way was taken, gradients are right."""
+    """The first backward uses the saved memory, the second recomputes. Gradients are right in both cases."""
     if share is not None:
         monkeypatch.setattr(plans, "PROBED_SHARE", share)
     dense = spread < 1 or share == ALWAYS
     problem = Problem(spread, ignored)
-    carries, products, plain = [], [], gradients.Backward._gradient
+    saved, products, plain = [], [], gradients.Backward._gradient
 
     def watched(self, g, desc, i, j, bias):
-        products.append(self.carried is not None and bool(self.carried.needs_repair == 0))
+        products.append(self.saved is not None and bool(self.saved.needs_repair == 0))
         plain(self, g, desc, i, j, bias)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
     of = SavedColumns.of
-    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: carries.append(of(*args)) or carries[-1]))
+    monkeypatch.setattr(SavedColumns, "of", staticmethod(lambda *args: saved.append(of(*args)) or saved[-1]))
     with tw.record_filtering() as report:
         loss = problem.loss()
     assert report.dense == [dense]
-    assert len(carries) == 1
+    assert len(saved) == 1
     assert (report.largest_dropped[0] == 0.0) == dense
     if dense and share != NEVER:
         assert report.kept_share == [1.0]
     first = torch.autograd.grad(loss, problem.leaves, retain_graph=True)
     assert bool(products) == dense
-    assert any(products) == (dense and share != NEVER), "exponentials are used where they were carried, and only there"
-    assert first[1].data_ptr() == carries[0].memory.data_ptr()
+    assert any(products) == (dense and share != NEVER), "exponentials are used where they were saved, and only there"
+    assert first[1].data_ptr() == saved[0].memory.data_ptr()
     products.clear()
     second = torch.autograd.grad(loss, problem.leaves)
     assert not any(products)
@@ -265,57 +264,9 @@ def test_the_loss_twice_through_one_graph(spread, ignored, share, monkeypatch):
         assert all(torch.equal(one, want) for one, want in zip(first, exact, strict=True))
 
 
-@pytest.fixture
-def events(monkeypatch):
-    """What happens between the question which rows count and the statistics, and to how many rows."""
-    seen = []
-
-    def watched(owner, name, rows):
-        plain = getattr(owner, name)
-
-        def method(self, *args):
-            seen.append((name, rows(self)))
-            return plain(self, *args)
-
-        monkeypatch.setattr(owner, name, method)
-
-    watched(SkipForward, "begin", lambda self: self.n)
-    watched(SkipForward, "run", lambda self: self.n)
-    watched(drop_rows.Asked, "answer", lambda self: self.rows)
-    monkeypatch.setattr(filtered, "_in_vain", set())
-    return seen
-
-
-@pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("ignored", [0, 30, 58])
-def test_a_sample_is_asked_before_it_is_known_which_rows_count(ignored, spread, events, monkeypatch):
-    """If too few of the sample count, others are asked. If all was in vain, the next call of the kind asks later, with
-    the same result."""
-    monkeypatch.setattr(plans, "FEWEST_PROBED", 4)
-    monkeypatch.setattr(plans, "ROWS_PROBED", 4)
-    problem = Problem(spread, ignored)
-    first = torch.autograd.grad(problem.loss(), problem.leaves)
-    few = ignored == 58  # of 16 rows that were asked, fewer than 4 count
-    again = [("begin", 72 - ignored)] if few else []
-    assert events == [("begin", 72), ("answer", 72), ("run", 72 - ignored), *again]
-    events.clear()
-    filtered._in_vain.add(filtered._kind_of(Pair(a=problem.leaves[0], b=problem.leaves[1], scale=torch.ones(()))))
-    second = torch.autograd.grad(problem.loss(), problem.leaves)
-    early = [("begin", 72)] if ignored else []  # without ignored rows it is done where it is needed
-    last = again if ignored else [("begin", 72)]
-    assert events == [("answer", 72), *early, ("run", 72 - ignored), *last]
-    assert not filtered._in_vain, "it was not in vain this time"
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    for one, want in zip(first, problem.dense(), strict=True):
-        assert_close(one, want, 5e-6 if spread < 1 else 1e-2)
-    monkeypatch.setattr(TritonFilter, "leaves_out", lambda self, pair: pair.a.shape[0] == 72)
-    torch.autograd.grad(problem.loss(), problem.leaves)
-    assert bool(filtered._in_vain) == (ignored > 0)
-
-
 @pytest.mark.parametrize("spread", [0.1, 5.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("settings", [{}, {"dtype": torch.float16}, {"softcap": 20.0}], ids=str)
-def test_where_nothing_can_be_carried(settings, spread):
+def test_where_nothing_can_be_saved(settings, spread):
     problem = Problem(spread, **settings)
     with tw.record_filtering() as report:
         loss = problem.loss()
@@ -325,7 +276,7 @@ def test_where_nothing_can_be_carried(settings, spread):
         assert_close(one, want, 1e-2 if spread > 1 else 3e-3 if settings.get("dtype") else 5e-6)
 
 
-@pytest.mark.usefixtures("no_zero")
+@pytest.mark.usefixtures("no_shift")
 @pytest.mark.parametrize("how", ["only the rows", "a second derivative", "dropped"])
 def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
     problem, memory, of = Problem(0.1), [], SavedColumns.of
@@ -351,7 +302,7 @@ def test_memory_is_not_held_longer_than_needed(how, monkeypatch):
         assert memory[0]() is None
 
 
-def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
+def test_host_scalars_lie_on_the_host_whatever_the_default_device(monkeypatch):
     """Memory that no device can reach cannot be pinned: a default device of "cuda" was an error."""
 
     class Event:
@@ -362,5 +313,5 @@ def test_what_is_told_lies_on_the_host_whatever_the_default_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     number = torch.ones(1, dtype=torch.int32)
     with torch.device("meta"):
-        told = carried.HostScalar(number)
-    assert told() == 1
+        copy = HostScalar(number)
+    assert copy() == 1

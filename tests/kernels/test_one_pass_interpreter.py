@@ -1,4 +1,4 @@
-"""The kernels that form gradients in forward, in Triton's interpreter, on the CPU."""
+"""The one-pass kernels in Triton's interpreter, on the CPU."""
 
 import dataclasses
 
@@ -9,14 +9,18 @@ from tests.losses.loss_cases import converted, problem, solve
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
-from tests.kernels.direct_pairs import ALL, EARLY, LATE, softmax_pair, take_several_blocks
 from tests.kernels.interpreted import IN_THE_INTERPRETER
+from tests.kernels.one_pass_pairs import ALL, ONE_PASS, TWO_PASS, softmax_pair, take_several_blocks
 
 import tilewise as tw
-from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.kernels.scalar_loss import gradients_of
+from tilewise.kernels.spec import Needs, Pair, PairSpec, RowWeights
+from tilewise.kernels.torch_impl.one_pass import TorchOnePass
 from tilewise.kernels.triton_impl import sizes
-from tilewise.kernels.triton_impl.one_pass import softmax as direct
+from tilewise.kernels.triton_impl.backend import TritonBackend
+from tilewise.kernels.triton_impl.one_pass import strategy
+from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
+from tilewise.kernels.triton_impl.one_pass.strategy import loss_and_gradients, multiplied
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = IN_THE_INTERPRETER
@@ -34,7 +38,7 @@ def several_blocks(monkeypatch):
 
 def check(name, **size):
     made = problem(name, torch.float32, **size)
-    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    loss, grads = solve(made.ours, made.leaves, options=ONE_PASS)
     want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
@@ -43,7 +47,7 @@ def check(name, **size):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_equals_the_oracle(name, monkeypatch):
-    monkeypatch.setattr(kernels, "two_passes", None)
+    monkeypatch.setattr(TritonBackend, "backward", None)
     check(name)
 
 
@@ -55,7 +59,7 @@ def test_several_blocks(name):
 
 def test_float16_sigmoid():
     made = problem("siglip", torch.float16)
-    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    loss, grads = solve(made.ours, made.leaves, options=ONE_PASS)
     want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
@@ -64,15 +68,15 @@ def test_float16_sigmoid():
 
 def test_float16_softmax_is_left_to_two_passes():
     made = problem("cross_entropy", torch.float16)
-    _, grads = solve(made.ours, made.leaves, options=EARLY)
-    _, want = solve(made.ours, made.leaves, options=LATE)
+    _, grads = solve(made.ours, made.leaves, options=ONE_PASS)
+    _, want = solve(made.ours, made.leaves, options=TWO_PASS)
     for leaf in want:
         assert_close(grads[leaf], want[leaf], 1e-3, leaf)
 
 
 def both(pair, spec, weights, needs):
     """From the kernels, and in float64."""
-    got = kernels.direct(pair, weights, needs, spec, EARLY)
+    got = loss_and_gradients(pair, weights, needs, spec, ONE_PASS)
     wide = {
         name: value.double()
         for name, value in vars(pair).items()
@@ -80,35 +84,34 @@ def both(pair, spec, weights, needs):
     }
     exact = Pair(**(vars(pair) | wide))
     square = None if weights.square is None else weights.square.double()
-    want = kernels.direct(
-        exact, kernels.RowWeights(each=weights.each.double(), square=square), needs, spec, tw.TileOptions()
-    )
-    return got, want
+    wide_weights, rows = RowWeights(each=weights.each.double(), square=square), pair.a.shape[0]
+    loss, saved = TorchOnePass().forward(exact, wide_weights, needs, spec, tw.TileOptions(), rows)
+    return got, (loss, gradients_of(saved, needs, rows))
 
 
 @pytest.mark.usefixtures("several_blocks")
 @pytest.mark.parametrize("scale", [400.0, 4000.0])
 def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
-    """Losses of hundreds of nats: the exponentials overflow, cast needs_repair, and are done again with each row's maximum."""
+    """Losses of hundreds of nats: the exponentials overflow and are computed again with the maximum of each row."""
     pair, spec = softmax_pair(150, 90, 16, scale)
-    pair.a[70:] *= 1e-3  # rows of the second block are harmless: needs_repair does not last
-    doubts = []
+    pair.a[70:] *= 1e-3  # the second block needs no repair
+    shifts = []
 
-    class Spied(direct.Softmax):
-        def _exponentials(self, e, row_part, i, scaled):
+    class Spied(Softmax):
+        def _exponentials(self, e, row_part, i, scaled=None):
             assert self.needs_repair.item() == 0
             result = super()._exponentials(e, row_part, i, scaled)
-            doubts.append(self.call.by_row["shift"][i].clone())
+            shifts.append(self.call.by_row["shift"][i].clone())
             return result
 
-    monkeypatch.setattr(direct, "Softmax", Spied)
-    weights = kernels.RowWeights(each=torch.full((150,), 1 / 150))
+    monkeypatch.setattr(strategy, "Softmax", Spied)
+    weights = RowWeights(each=torch.full((150,), 1 / 150))
     (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
     assert want.item() > 60.0
-    assert len(doubts) == 2
+    assert len(shifts) == 2
     scores = (pair.scale * pair.a @ pair.b.T) * 1.4426950408889634
-    assert_close(doubts[0], scores[:128].amax(1), 1e-5)
-    assert_close(doubts[1], scores[128:].gather(1, pair.row_key[128:, None]).squeeze(1), 1e-5)
+    assert_close(shifts[0], scores[:128].amax(1), 1e-5)
+    assert_close(shifts[1], scores[128:].gather(1, pair.row_key[128:, None]).squeeze(1), 1e-5)
     assert_close(loss, want, 1e-5)
     for field in ("a", "b", "scale"):
         assert_close(getattr(grads, field), getattr(want_grads, field), 2e-4, field)  # scores of 1000 have 4 digits
@@ -124,7 +127,7 @@ def test_rows_that_do_not_count():
     each[::3] = 0.0
     each[1] = 0.0  # of class weight 0
     pair = Pair(**(vars(pair) | {"row_key": key}))
-    (loss, grads), (want, want_grads) = both(pair, spec, kernels.RowWeights(each=each), ALL)
+    (loss, grads), (want, want_grads) = both(pair, spec, RowWeights(each=each), ALL)
     assert_close(loss, want, 1e-6)
     assert not grads.a[::3].any()
     assert not grads.a[1].any()
@@ -141,9 +144,7 @@ def test_a_class_that_is_ruled_out(softcap):
     bias[pair.row_key[0]] = -torch.inf
     for target in (pair.row_key, (pair.row_key + 1) % 90):
         masked = Pair(**(vars(pair) | {"bias": bias, "row_key": target}))
-        (loss, grads), (want, want_grads) = both(
-            masked, spec, kernels.RowWeights(each=torch.ones(70)), Needs(bias=True)
-        )
+        (loss, grads), (want, want_grads) = both(masked, spec, RowWeights(each=torch.ones(70)), Needs(bias=True))
         assert loss.isinf() == want.isinf()
         assert not (softcap and loss.isinf())
         assert loss.isinf() or abs(loss - want) < 1e-4
@@ -154,7 +155,7 @@ def test_a_class_that_is_ruled_out(softcap):
 def test_a_target_that_no_column_has_is_not_a_number():
     pair, spec = softmax_pair(20, 30, 8, 1.0)
     pair.row_key[3] = 30
-    loss, grads = kernels.direct(pair, kernels.RowWeights(each=torch.ones(20)), ALL, spec, EARLY)
+    loss, grads = loss_and_gradients(pair, RowWeights(each=torch.ones(20)), ALL, spec, ONE_PASS)
     assert loss.isnan()
     assert grads.b.isnan().any()
 
@@ -163,12 +164,12 @@ def test_a_z_loss_that_cancels_the_weight_of_a_row():
     pair, spec = softmax_pair(20, 30, 8, 1.0)
     lse = torch.logsumexp(pair.a @ pair.b.T, 1)
     each = torch.ones(20)
-    weights = kernels.RowWeights(each=each, square=-0.5 / lse)  # w + 2 z lse is 0 but for rounding
+    weights = RowWeights(each=each, square=-0.5 / lse)  # w + 2 z lse is 0 but for rounding
     (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
     assert_close(loss, want, 1e-5)
     for field in ("a", "b", "scale"):
         assert_close(getattr(grads, field), getattr(want_grads, field), 1e-5, field)
-    alone = kernels.RowWeights(each=torch.zeros(20), square=torch.full((20,), 0.1))
+    alone = RowWeights(each=torch.zeros(20), square=torch.full((20,), 0.1))
     (loss, grads), (want, want_grads) = both(pair, spec, alone, ALL)
     assert_close(loss, want, 1e-5)
     assert_close(grads.a, want_grads.a, 1e-5)
@@ -182,7 +183,7 @@ def test_only_what_is_needed(field, softplus):
     if softplus:
         spec = PairSpec(softplus=True, positive="one")
     needs = Needs(**(dict.fromkeys(("a", "b", "scale", "bias"), False) | {field: True}))
-    (_, grads), (_, want) = both(pair, spec, kernels.RowWeights(each=torch.full((70,), 0.1)), needs)
+    (_, grads), (_, want) = both(pair, spec, RowWeights(each=torch.full((70,), 0.1)), needs)
     assert [name for name in ("a", "b", "scale", "bias") if getattr(grads, name) is not None] == [field]
     assert_close(getattr(grads, field), getattr(want, field), 2e-6)
 
@@ -190,21 +191,21 @@ def test_only_what_is_needed(field, softplus):
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
 def test_sigmoid_of_small_and_large_scores(scale, columns, monkeypatch):
-    """Scores near 0 make products of 2**columns; above 69 nats they cast needs_repair, and the loss is taken anew."""
+    """Scores near 0 make products of 2**columns. Above 69 nats the loss is computed again."""
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(64, columns, 64, 1, 1, 1, 2))
     ran = []
 
-    class Spied(direct.Sigmoid):
+    class Spied(strategy.Sigmoid):
         def loss_and_grads(self):
             result = super().loss_and_grads()
             ran.append(self.needs_repair.item())
             return result
 
-    monkeypatch.setattr(direct, "Sigmoid", Spied)
+    monkeypatch.setattr(strategy, "Sigmoid", Spied)
     pair, _ = softmax_pair(80, 300, 8, scale)
     pair = Pair(a=pair.a, b=pair.b, scale=pair.scale, bias=torch.linspace(-0.2, 0.2, 300))
     spec, needs = PairSpec(softplus=True, positive="one"), Needs(a=True, b=True, scale=True, bias=True)
-    weights = kernels.RowWeights(each=torch.full((80,), 1 / 80))
+    weights = RowWeights(each=torch.full((80,), 1 / 80))
     (loss, grads), (want, want_grads) = both(pair, spec, weights, needs)
     assert ran == [int(scale == 300.0)]
     assert_close(loss, want, 1e-6)
@@ -217,7 +218,7 @@ def test_the_positive_is_subtracted_before_rounding():
     """Of a row that is sure of its answer the gradient is what float32 makes of 1 - p, not a rounding of 1."""
     pair, spec = softmax_pair(64, 64, 32, 1.0)
     pair = Pair(a=pair.a, b=pair.a.clone(), scale=torch.tensor(40.0))
-    (loss, grads), (want, want_grads) = both(pair, spec, kernels.RowWeights(each=torch.ones(64)), ALL)
+    (loss, grads), (want, want_grads) = both(pair, spec, RowWeights(each=torch.ones(64)), ALL)
     assert want.item() < 1e-2
     assert_close(loss, want, 1e-3)
     assert relative_error(grads.a, want_grads.a) < 1e-3
@@ -225,11 +226,11 @@ def test_the_positive_is_subtracted_before_rounding():
 
 @pytest.mark.parametrize("k", [1.0, 0.37])
 def test_multiply_in_place(k):
-    values, other = torch.randn(70, 90), torch.empty(70, 90, dtype=torch.float16)
+    values = torch.randn(70, 90)
     want = values * k
-    direct.multiply(values, torch.tensor(k), other)
-    assert torch.equal(other, want.half())
-    direct.multiply(values, torch.tensor(k), values)
+    assert torch.equal(multiplied(values, torch.tensor(k), torch.float16, True), want.half())
+    assert torch.equal(multiplied(values, torch.tensor(k), torch.float32, False), want)
+    assert multiplied(values, torch.tensor(k), torch.float32, True) is values
     assert torch.equal(values, want)
 
 
@@ -238,12 +239,13 @@ def test_multiply_in_place(k):
     "n, m, d", [(8192, 128_256, 4096), (65_536, 65_536, 512), (100, 1_000_000, 64), (5000, 5000, 8192)]
 )
 def test_a_call_allocates_what_it_says(n, m, d, mib):
-    work = object.__new__(direct.Softmax)
+    work = object.__new__(Softmax)
     options = tw.TileOptions(workspace_mib=mib)
     pair = Pair(
         a=torch.empty(n, d, dtype=torch.bfloat16, device="meta"), b=torch.empty(m, d, device="meta"), scale=None
     )
-    for size in (sizes.TABLE[9, 2][1], sizes.WIDE_TABLE[9, 2][1]):
+    row = sizes.TABLE["sm_90", 2]
+    for size in (row.gradient, row.gradient_wide):
         work.__dict__ |= {
             "call": type("Call", (), {"options": options}),
             "pair": pair,
@@ -266,15 +268,15 @@ def test_an_infinite_score_is_seen_in_the_loss(where):
     pair, spec = softmax_pair(20, 128, 8, 1.0)
     pair = Pair(**(vars(pair) | {"bias": torch.zeros(128)}))
     {"row": pair.a[3], "column": pair.b[7], "bias": pair.bias}[where][0] = torch.inf
-    weights = kernels.RowWeights(each=torch.full((20,), 0.05))
-    loss, _ = kernels.direct(pair, weights, ALL, spec, EARLY)
+    weights = RowWeights(each=torch.full((20,), 0.05))
+    loss, _ = loss_and_gradients(pair, weights, ALL, spec, ONE_PASS)
     assert not loss.isfinite()
 
 
 def test_sigmoid_of_scores_whose_product_is_out_of_range():
     """(1 + t) (1 + t') is infinite, times 0 it is no number, and the loss is still a finite one."""
     a, b = torch.ones(2, 1, requires_grad=True), torch.tensor([[-0.84], [0.30]], requires_grad=True)
-    loss = tw.siglip_loss(a, b, 100.0, 0.0, options=EARLY)
+    loss = tw.siglip_loss(a, b, 100.0, 0.0, options=ONE_PASS)
     want = tw.siglip_loss(a.double(), b.double(), 100.0, 0.0, options=tw.TileOptions(backend="torch"))
     assert_close(loss, want, 1e-6)
     got, exact = (torch.autograd.grad(value, (a, b)) for value in (loss, want))

@@ -1,13 +1,13 @@
-"""Options, a spec and random pairs for the tests of the kernels that form gradients in forward."""
+"""Options, a spec and random pairs for the tests of the one-pass kernels."""
 
 import torch
 
 import tilewise as tw
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.one_pass import softmax as direct
+from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 
-EARLY, LATE = (
+ONE_PASS, TWO_PASS = (
     tw.TileOptions(backend="triton", precision="highest", gradients=when) for when in ("forward", "backward")
 )
 SOFTMAX, ALL = PairSpec(row_lse=True, positive="one"), Needs(a=True, b=True, scale=True, bias=False)
@@ -22,6 +22,6 @@ def softmax_pair(n, m, d, scale, seed=0):
 
 def take_several_blocks(monkeypatch):
     """So little memory that a hundred rows need several blocks, and their gradients several pieces."""
-    monkeypatch.setattr(direct.Softmax, "_blocks", lambda self: 128)
+    monkeypatch.setattr(Softmax, "_blocks", lambda self: 128)
     monkeypatch.setattr(tw.TileOptions, "workspace_bytes", 2**14)
     monkeypatch.setattr(gradients, "ONE_MACRO", 50)

@@ -1,0 +1,26 @@
+"""Switches of the kernels, compile-time constants each."""
+
+import triton.language as tl
+
+# Bits of SCORE: what a score consists of, apart from its product
+BIAS = tl.constexpr(1)  # one number for each column
+SOFTCAP = tl.constexpr(2)
+SKIP = tl.constexpr(4)
+MASK_SELF = tl.constexpr(8)
+ONE_BIAS = tl.constexpr(16)  # the same number for all columns
+
+# Values of POSITIVE
+DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
+ONE = tl.constexpr(2)  # row_key holds the global index of the column
+MANY = tl.constexpr(3)  # equal keys
+
+# Bits of STATS, the statistics that a kernel computes, and of TERMS, the terms of G
+ROWS = tl.constexpr(1)  # log-sum-exp of rows
+COLS = tl.constexpr(2)  # log-sum-exp of columns
+SOFTPLUS = tl.constexpr(4)
+ROW_SUM = tl.constexpr(8)
+MIRROR = tl.constexpr(16)  # scores are symmetric: a column is a row too, and has positives
+ENTROPY = tl.constexpr(32)  # of rows
+TOP = tl.constexpr(64)  # the largest score of a row and its column
+BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
+BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column

@@ -1,0 +1,74 @@
+"""Compile the one-pass kernels for many cards: `python -m tests.kernels.compile_one_pass`. See `compiling`."""
+
+from tests.kernels.compiling import compiled, compiled_tiles, row_for, show
+
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
+from tilewise.kernels.triton_impl.one_pass import product_kernels, sigmoid_kernels, softmax_kernels
+from tilewise.kernels.triton_impl.one_pass.softmax import MANY_PARTS
+
+DIAGONAL, ONE = bit.DIAGONAL.value, bit.ONE.value
+BIAS_AND_CAP, SKIP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True)), bit.SKIP.value
+REPAIR, MAXIMA = softmax_kernels.REPAIR.value, softmax_kernels.MAXIMA.value
+ONE_BIAS, BIAS_TOTAL = bit.ONE_BIAS.value, bit.BIAS_TOTAL.value
+# name -> (kernel, POSITIVE, SCORE, MODE or TERMS, optional arguments that are not None)
+TILED = {
+    "exponents of cross entropy": (softmax_kernels.exponent_kernel, ONE, 0, 0, {"row_key"}),
+    "exponents, bias and softcap": (softmax_kernels.exponent_kernel, ONE, BIAS_AND_CAP, 0, {"row_key", "bias"}),
+    "exponents of info_nce with ids": (softmax_kernels.exponent_kernel, DIAGONAL, SKIP, 0, {"row_skip", "col_skip"}),
+    "repaired exponents": (softmax_kernels.exponent_kernel, ONE, 0, REPAIR, {"row_key"}),
+    "repaired maxima": (softmax_kernels.exponent_kernel, ONE, 0, REPAIR + MAXIMA, {"row_key"}),
+    "repaired softplus": (sigmoid_kernels.softplus_kernel, DIAGONAL, ONE_BIAS, 0, {"bias"}),
+    "sigmoid": (sigmoid_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, {"bias", "bias_part"}),
+}
+ROWS = {"D": 4096, "SCORE": bit.SOFTCAP.value, "POSITIVE": ONE, "MANY_PARTS": MANY_PARTS, "WIDTH": 128, "BLOCK": 32}
+RUNS = {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}
+# name -> (kernel, constants, optional arguments that are not None)
+SMALL = {
+    "start": (softmax_kernels.start_kernel, {"BLOCK": 1024}, {"square", "row_shift"}),
+    "shift": (softmax_kernels.shift_kernel, {"MANY_PARTS": MANY_PARTS, "BLOCK": 32}, set()),
+    "rows": (softmax_kernels.rows_kernel, ROWS, {"square", "row_key", "scaled"}),
+    "finish": (
+        product_kernels.finish_rows_kernel,
+        {"D": 4096, "BLOCK": 8, "WIDTH": 256},
+        {"b", "entry", "column", "out", "scaled", "dots"},
+    ),
+    "positives": (product_kernels.positives_kernel, RUNS | {"EPS": 2.0**-7}, set()),
+    "runs": (product_kernels.runs_kernel, RUNS, set()),
+    "bias": (product_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, set()),
+    "multiply": (
+        product_kernels.multiply_kernel,
+        {"UNIT": 8, "PROGRAMS": 264, "BLOCK": 4096, "IN_PLACE": True},
+        set(),
+    ),
+}
+ALL = tuple(TILED)
+ENDS = ALL[0], ALL[-1]
+# (capability, type, wide features, names)
+CARDS = [
+    (90, "bf16", False, ALL),
+    (90, "bf16", True, ALL[:2] + ALL[-1:]),
+    (90, "fp32", False, ENDS),
+    (80, "bf16", False, ENDS),
+    (89, "bf16", False, ENDS),
+    (89, "fp32", False, ENDS),
+    (100, "bf16", False, ENDS),
+]
+
+
+def main() -> None:
+    for capability, dtype, wide, names in CARDS:
+        row = row_for(capability, dtype)
+        sizes = row.gradient_wide if wide else row.gradient
+        for name in names:
+            kernel, kind, score, terms, present = TILED[name]
+            switches = {"D": 512, "SCORE": score, "POSITIVE": kind, "TERMS": terms, "MODE": terms, "EXACT": FULL}
+            made = compiled_tiles(kernel, switches, present, dtype, capability, sizes)
+            show(capability, name, made, sizes.programs, dtype=dtype)
+    for name, (kernel, constants, present) in SMALL.items():
+        types = {"out": "*fp32", "order": "*i64"} if name in ("bias", "runs", "positives") else {}
+        show(90, name, compiled(kernel, constants, present, "bf16", 90, types=types))
+
+
+if __name__ == "__main__":
+    main()

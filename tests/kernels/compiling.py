@@ -1,0 +1,90 @@
+"""Compile kernels for cards that are not present. Triton needs no card to compile.
+
+A script prints a line of JSON for each kernel and card. It runs in a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+
+import triton
+from tests.kernels.resources import stack_bytes
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tilewise.kernels.triton_impl.launch.prepared import _declared
+from tilewise.kernels.triton_impl.sizes import TABLE, architecture
+
+FLOATS = {"softcap", "tolerance", "usable", "share"}
+# Pointers that are not float32, by name
+POINTERS = dict.fromkeys(
+    ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "place_part", "column")
+    + (
+        "order",
+        "place",
+        "rows",
+        "starts",
+        "firsts",
+        "table",
+        "row_place",
+        "row_count",
+        "col_place",
+        "col_count",
+        "hide",
+    ),
+    "*i32",
+)
+POINTERS |= dict.fromkeys(("row_key", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64")
+FEATURES = {"a", "b", "g", "out", "scaled", "values", "grad", "mean", "mass", "product", "features"}
+
+
+def row_for(capability: int, dtype: str):
+    """The row of the size table."""
+    return TABLE[architecture(divmod(capability, 10)), 4 if dtype == "fp32" else 2]
+
+
+def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warps=4, stages=2, types=None):
+    """The compiled kernel.
+
+    Args:
+        constants: values of compile-time constants; those that the kernel lacks are left out.
+        present: optional arguments that are not None.
+        blocks: sizes of the blocks of tensor descriptors, by name.
+        types: types that differ from the tables above, by name.
+    """
+    places, optional, dynamic = _declared[kernel.fn]
+    blocks, types = blocks or {}, types or {}
+    signature, values = {}, {}
+    for name, place in places.items():
+        if name.isupper() or (name in optional and name not in present):
+            signature[name], values[(place,)] = "constexpr", constants[name] if name.isupper() else None
+        elif name in blocks:
+            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
+        elif place in dynamic:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+        else:
+            default = f"*{dtype}" if name in FEATURES else "*fp32"
+            signature[name] = types.get(name) or POINTERS.get(name, default)
+    # As at run time, every tensor starts at a 16-byte address.
+    aligned = {(places[name],): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compiled_tiles(kernel, constants, present, dtype, capability, sizes, **more):
+    """The same for a kernel over tiles of these sizes."""
+    piece = sizes.rows, sizes.cols // sizes.pieces
+    blocks = {
+        "a_desc": (sizes.rows, sizes.depth),
+        "b_desc": (sizes.cols, sizes.depth),
+        "g_desc": piece,
+        "e_desc": piece,
+    }
+    tile = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": 264}
+    how = {"blocks": blocks, "warps": sizes.warps, "stages": sizes.stages}
+    return compiled(kernel, constants | tile, present, dtype, capability, **how, **more)
+
+
+def show(capability, kernel, result, programs=1, **more) -> None:
+    """Print a line about a compiled kernel."""
+    line = {"capability": capability, "kernel": kernel, "shared": result.metadata.shared, "programs": programs} | more
+    print(json.dumps(line | {"stack": stack_bytes(result.asm["cubin"])}), flush=True)
