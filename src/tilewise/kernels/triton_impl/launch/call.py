@@ -242,7 +242,8 @@ def host_may_limit(pair: Pair) -> bool:
 def launch_settings(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:
     """What the launches depend on, apart from tensors."""
     one_shift = pair.col_shift is pair.row_shift
-    return pair.row_start, pair.col_start, one_shift, spec, options, float32_precision()
+    precision = float32_precision() if pair.a.dtype == torch.float32 else None
+    return pair.row_start, pair.col_start, one_shift, spec, options, precision
 
 
 def tensors_of(pair: Pair, spec: PairSpec) -> list[Tensor | None]:

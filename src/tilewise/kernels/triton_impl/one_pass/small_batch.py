@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, launch_settings, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, launch_settings, unit_of
 from tilewise.kernels.triton_impl.launch.prepared import Prepared, kernel
 from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
 from tilewise.kernels.triton_impl.primitives import in_units
@@ -49,7 +49,7 @@ def loss_and_gradients(
         grads = Backward(again, stats, incoming, needs, scale.dtype, factors=factors).run()
         return loss, grads.a, grads.b, grads.scale
 
-    inputs = (*tensors_of(pair, spec),)
+    inputs = pair.a, pair.b, pair.scale
     key = replay_key(("small batch", share, needs, *launch_settings(pair, spec, options)), inputs)
     loss, grad_a, grad_b, grad_scale = replay_or_record(key, inputs, run, a.device)
     assert loss is not None
