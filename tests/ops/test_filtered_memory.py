@@ -1,9 +1,12 @@
 """Skipping needs the gradients and the workspace, in which its plan lies: peak resident memory in a fresh process."""
 
+import platform
+
 import pytest
 from benchmarks.measure import cpu_peak_bytes
 
 MIB = 2**20
+SLACK = (1 if platform.machine() == "x86_64" else 4) * MIB  # elsewhere torch's own buffers for products differ
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -14,5 +17,5 @@ def test_scratch_stays_within_the_workspace(dtype):
     gradients, vectors = (n + m) * d * 4, 24 * (n + m) * 8
     assert (
         cpu_peak_bytes("tests.ops.filtered_memory:measured", arguments)
-        <= workspace_mib * MIB + gradients + vectors + MIB
+        <= workspace_mib * MIB + gradients + vectors + SLACK
     )
