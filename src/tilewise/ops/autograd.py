@@ -377,8 +377,7 @@ class _Eager(torch.autograd.Function):
         if not torch.is_grad_enabled() and holds_numbers(tensors[0]):
             found = rest.operator.backward(call, saved, once, grads, needs, eager=True)
         if found is None:
-            nothing = tensors[0].new_empty(0)
-            again = [nothing if place < 0 else saved[place] for place in ctx.order]
+            again = [torch.empty(0) if place < 0 else saved[place] for place in ctx.order]
             values: Sequence[Tensor | None] = _registered_backward(rest.operator, call, again, grads, needs)
         else:
             values = _in_types(found, call.leaves)
