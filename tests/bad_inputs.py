@@ -1,4 +1,4 @@
-"""Every bad input that the losses and their options refuse: the call, its error, and what the error has to say."""
+"""Bad inputs of the losses and their options: the call, the error type, and what its message must contain."""
 
 import math
 
@@ -21,13 +21,13 @@ def cross_entropy(hidden=A, classifier=B, target=Y, **settings):
 
 
 def on_mps(call):
-    """The call with features of an Apple GPU, which need not be there."""
+    """The call with fake features on an Apple GPU; no such device is needed."""
     with FakeTensorMode():
         features = torch.empty(6, 4, device="mps")
         return call(features, features)
 
 
-# name: (call, error, (argument or wish, what came, what to do))
+# name: (call, error, (what is expected, what was passed, what to do))
 BAD = {
     # features
     "a list": (
@@ -73,7 +73,7 @@ BAD = {
     "a module for its output": (
         lambda: cross_entropy(torch.nn.ReLU()),
         DtypeError,
-        ("input is a tensor", "ReLU", "what it returns"),
+        ("input is a tensor", "ReLU", "Pass its output"),
     ),
     "classifier transposed": (
         lambda: cross_entropy(classifier=torch.ones(4, 9)),
@@ -170,7 +170,7 @@ BAD = {
     "smoothing 1.5": (
         lambda: cross_entropy(label_smoothing=1.5),
         RangeError,
-        (r"label_smoothing is in \[0, 1\]", "1.5", "share"),
+        (r"label_smoothing is in \[0, 1\]", "1.5", "fraction"),
     ),
     "smoothing nan": (
         lambda: cross_entropy(label_smoothing=math.nan),
@@ -258,7 +258,7 @@ BAD = {
     "no tokens to shift": (
         lambda: cross_entropy(A[0], B, torch.tensor(1), shift=1),
         ShapeError,
-        ("tokens, features", r"\(4,\)", "Add|outside"),
+        ("tokens, features", r"\(4,\)", "Add|yourself"),
     ),
     "classifier width": (
         lambda: cross_entropy(classifier=B[:, :2]),
@@ -319,7 +319,7 @@ BAD = {
     "mask alone": (
         lambda: tw.info_nce(A, B, negative_mask=Y > 2),
         ConfigError,
-        ("negative_mask says", "there are none", "pass both"),
+        ("negative_mask marks", "there are none", "Pass both"),
     ),
     "mask numbers": (
         lambda: tw.info_nce(A, B, A, negative_mask=Y),
@@ -349,7 +349,7 @@ BAD = {
     "nothing to tell apart": (
         lambda: tw.info_nce(A, B, in_batch=False),
         ConfigError,
-        ("in_batch=False", "without negative_keys", "pass some"),
+        ("in_batch=False", "without negative_keys", "Pass negative_keys"),
     ),
     "symmetric alone": (
         lambda: tw.info_nce(A, B, A, in_batch=False, symmetric=True),
@@ -374,9 +374,13 @@ BAD = {
         BackendError,
         ("backend 'triton' cannot serve", r"float64 on cpu: it (needs a CUDA|multiplies)", 'backend="auto"'),
     ),
-    "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
+    "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, torch, triton")),
     "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),
-    "travelling type": (lambda: OPTIONS(ring_gradients="half"), ConfigError, ("no type", "half", "choose one of")),
+    "ring gradients": (
+        lambda: OPTIONS(ring_gradients="half"),
+        ConfigError,
+        ("no ring_gradients", "half", "choose one of"),
+    ),
     "gradients when": (lambda: OPTIONS(gradients="never"), ConfigError, ("no gradients", "never", "choose one of")),
     "workspace 0": (
         lambda: OPTIONS(workspace_mib=0),

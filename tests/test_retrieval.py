@@ -360,7 +360,11 @@ REFUSED = {
         "gallery_ids is a tensor of integers, got list. Use torch.as_tensor()",
         lambda: retrieval_ranks(X, Y, query_ids=INDEX, gallery_ids=[0, 1, 2, 3, 4]),
     ),
-    "positives device": (DeviceError, "like the queries", lambda: retrieval_ranks(X, Y, INDEX.to("meta"))),
+    "positives device": (
+        DeviceError,
+        "positives and queries need one device",
+        lambda: retrieval_ranks(X, Y, INDEX.to("meta")),
+    ),
     "no items": (RangeError, "-1 for none", lambda: retrieval_ranks(X, Y[:0], INDEX)),
     "exclude range": (RangeError, "exclude", lambda: retrieval_ranks(X, Y, exclude=INDEX + 3)),
     "exclude answer": (

@@ -1,7 +1,7 @@
-"""Arguments of the public functions: checked once, at the door, with words that help.
+"""Checks of the arguments of public functions. Each message says what is expected, what was passed, what to do.
 
-Checks of values (targets, temperatures) read them on the host, so they happen for CPU tensors outside of
-`torch.compile` only. On a GPU, or compiled, a value out of range gives NaN, never a plausible number.
+Checks of values (targets, temperatures) read them on the host. They run only for CPU tensors outside of
+`torch.compile`. On a GPU, or in a compiled graph, a value out of range gives NaN, never a plausible number.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tilewise.options import DEFAULT_OPTIONS, TileOptions
 Reduction = Literal["none", "sum", "mean"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Asking torch which of them it knows stops torch.compile in torch 2.11.
+# Computed at import: torch.compile cannot trace is_autocast_available in torch 2.11.
 AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
 
 
 def check_reduction(reduction: str) -> None:
-    """One of the three words."""
+    """Check that the reduction is "none", "sum" or "mean"."""
     if reduction not in get_args(Reduction):
         raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
 
 
 def check_options(options: TileOptions | None) -> TileOptions:
-    """The options, or the default ones."""
+    """The options, or the defaults for None."""
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, TileOptions):
-        raise DtypeError(f"options is a TileOptions, got {type(options).__name__}: use tilewise.TileOptions(...)")
+        raise DtypeError(f"options is a TileOptions, got {type(options).__name__}. Use tilewise.TileOptions(...)")
     return options
 
 
 def group_name(group: Any) -> str:
-    """Name of a process group, by which an operator finds it. "" for None, which means this process only."""
+    """The name by which an operator looks up a process group; "" for None, which means this process only."""
     if group is None:
         return ""
     name = getattr(group, "group_name", None)
@@ -46,7 +46,7 @@ def group_name(group: Any) -> str:
         how = "For all ranks, pass torch.distributed.group.WORLD"
         if hasattr(group, "get_group"):
             how = "Pass its .get_group()"
-        elif group == -100:  # torch's answer of new_group on the ranks outside
+        elif group == -100:  # the value that new_group returns on ranks outside of the group
             how = "new_group returns this on ranks outside of the group. Call the loss only on its members"
         raise DtypeError(
             f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r}. {how}"
@@ -61,34 +61,57 @@ def group_name(group: Any) -> str:
 
 
 def _is_stale(group: Any, name: str) -> bool:
-    """Whether `torch.distributed` knows another group by this name. Names start again after destroy_process_group."""
+    """Whether another group is registered under this name. Names are reused after destroy_process_group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     if not isinstance(group, torch.distributed.ProcessGroup):
         return False
     try:
         registered = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    except RuntimeError:  # destroyed: the operator reports it
+    except RuntimeError:  # destroyed; the operator raises the error
         return False
     return registered is not group
 
 
 def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
-    """A floating tensor of that many dimensions, in autocast's type where autocast is on."""
+    """Check a floating tensor of ``dims`` dimensions. Returns it, converted to autocast's type if autocast is on."""
     check_floating(name, features, dims)
     return autocast(features)
 
 
+def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
+    """Check that an argument is a tensor. ``kind`` names what is expected in the message."""
+    if not isinstance(value, Tensor):
+        raise DtypeError(f"{name} is {kind}, got {type(value).__name__}. {tensor_of(value)}")
+
+
+def tensor_of(value: Any) -> str:
+    """Advice on how to get a tensor from ``value``."""
+    if isinstance(value, torch.nn.Module):
+        return "Pass its .weight" if hasattr(value, "weight") else "Pass its output"
+    if isinstance(value, list | tuple) and any(isinstance(item, str) for item in value):
+        return (
+            "Number the strings with one table for both sides: number = {name: i for i, name in enumerate(sorted("
+            "{*query_names, *gallery_names}))}, then torch.tensor([number[name] for name in names])"
+        )
+    return "Use torch.as_tensor()"
+
+
+def check_integers(name: str, values: Tensor, advice: str = "Convert it with .long()") -> None:
+    """Check that a tensor has an integer type."""
+    if values.dtype not in INTEGERS:
+        raise DtypeError(f"{name} holds integers, got {values.dtype}. {advice}")
+
+
 def check_floating(name: str, features: Tensor, dims: int) -> None:
-    """A floating tensor of that many dimensions."""
-    if not isinstance(features, Tensor):
-        raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. {tensor_of(features)}")
+    """Check a floating tensor of ``dims`` dimensions."""
+    check_tensor(name, features)
     if features.layout is not torch.strided:
         raise DtypeError(f"{name} is a dense tensor, got {features.layout}. Convert it with .to_dense()")
     if not torch.compiler.is_compiling() and hasattr(features, "device_mesh"):
         raise DtypeError(
-            f"{name} is a plain tensor, got a {type(features).__name__}, of which this rank holds a part. Call the "
-            "loss inside of the forward of the module that FSDP has wrapped, where its weights are whole"
+            f"{name} is a plain tensor, got a {type(features).__name__}, of which this rank holds one shard. Call the "
+            "loss inside of the forward of the module that FSDP wraps, where its weights are gathered"
         )
     if features.dtype not in FLOATS:
         raise DtypeError(
@@ -103,23 +126,16 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
 
 
 def check_has_float64(name: str, features: Tensor) -> None:
-    """A device on which vectors can be float64, whatever type the features have."""
+    """Check that the device supports float64, in which sums are kept for features of every type."""
     if features.device.type == "mps":
         raise DeviceError(
             f"{name} must be on a device that has float64, in which sums of scores are kept, got {features.device}. "
-            "Pass .cpu() of all tensors; gradients find their way back"
+            "Pass .cpu() of all tensors; autograd copies the gradients back"
         )
 
 
-def tensor_of(value: Any) -> str:
-    """How to get the tensor that was wanted out of what came."""
-    if isinstance(value, torch.nn.Module):
-        return "Pass its .weight" if hasattr(value, "weight") else "Pass what it returns"
-    return "Convert it with torch.as_tensor()"
-
-
 def autocast(features: Tensor) -> Tensor:
-    """The features in the type of the active autocast region; float64 stays, as autocast leaves it."""
+    """The features in the type of the active autocast region. Like autocast, leaves float64 unchanged."""
     kind = features.device.type
     if features.dtype == torch.float64 or kind not in AUTOCAST_DEVICES:
         return features
@@ -129,13 +145,13 @@ def autocast(features: Tensor) -> Tensor:
 
 
 def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
-    """Same width, type and device."""
+    """Check that two tensors have the same width, type and device."""
     first, second = names
     if a.shape[-1] != b.shape[-1]:
-        turned = b.dim() == 2 and a.shape[-1] == b.shape[0]
+        transposed = b.dim() == 2 and a.shape[-1] == b.shape[0]
         raise ShapeError(
             f"{first} and {second} need the same number of features, got {tuple(a.shape)} and {tuple(b.shape)}. "
-            + (f"Pass {second}.T, if it is transposed" if turned else "Did one encoder skip its projection head?")
+            + (f"Pass {second}.T, if it is transposed" if transposed else "Did one encoder skip its projection head?")
         )
     check_device(names, a, b)
     if a.dtype != b.dtype:
@@ -146,13 +162,13 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
 
 
 def check_device(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
-    """Same device."""
+    """Check that two tensors are on the same device."""
     if a.device != b.device:
         raise DeviceError(f"{names[0]} and {names[1]} need one device, got {a.device} and {b.device}. Move one of them")
 
 
 def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
-    """Row i of one belongs to row i of the other."""
+    """Check that two tensors, paired row by row, have the same number of rows."""
     if a.shape[0] != b.shape[0]:
         raise ShapeError(
             f"row i of {names[0]} belongs to row i of {names[1]}, so both need the same number of rows, "
@@ -161,26 +177,25 @@ def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
 
 
 def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """Integer ids, one for each row, as int64 on the device of the features."""
-    if not isinstance(ids, Tensor):
-        raise DtypeError(f"{name} is a tensor of integers, got {type(ids).__name__}. Use torch.as_tensor()")
-    if ids.dtype not in INTEGERS and ids.dtype != torch.bool:
-        raise DtypeError(f"{name} holds integers, got {ids.dtype}. Convert it with .long()")
+    """Check integer ids, one for each row, on the device of the features. Returns them as int64."""
+    check_tensor(name, ids, "a tensor of integers")
+    if ids.dtype != torch.bool:
+        check_integers(name, ids)
     if ids.dim() != 1 or ids.shape[0] not in sizes:
         wanted = " or ".join(f"({size},)" for size in dict.fromkeys(sizes))
-        how = "Flatten it" if ids.numel() in sizes else "Views of one sample repeat its entry"
+        how = "Flatten it" if ids.numel() in sizes else "For several views of a sample, repeat its entry"
         raise ShapeError(f"{name} has one entry for each row, so its shape is {wanted}, got {tuple(ids.shape)}. {how}")
     check_device((name, "the features"), ids, like)
     return ids.long()
 
 
 def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False) -> Tensor:
-    """A number or a tensor of one element, as a 0-d tensor on the device of the features."""
+    """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ShapeError(
                 f"{name} is one number, got a tensor of shape {tuple(value.shape)}. "
-                "Multiply the features by it if every row has its own"
+                "If every row has its own value, multiply the features by it"
             )
         if not value.dtype.is_floating_point:
             raise DtypeError(f"{name} is a floating number, got {value.dtype}. Convert it with .float()")
@@ -189,41 +204,41 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
                 check_device((name, "the features"), value, like)
             value = value.to(like.device)
         if can_read(value) and not torch.isfinite(value).all():
-            raise RangeError(f"{name} must be finite, got {value.item()}. Did a step with a large gradient spoil it?")
+            raise RangeError(f"{name} must be finite, got {value.item()}. Check for a step with a very large gradient")
         if positive and can_read(value) and not value.item() > 0:
             raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
-        return value if value.dim() == 0 else value.reshape(())  # a view is a step of the graph
+        return value if value.dim() == 0 else value.reshape(())  # avoids a needless view in the graph
     check_number(name, value, positive=positive)
     stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.full((), value, dtype=stat, device=like.device)
 
 
 def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
-    """What scores are multiplied by where they are divided by a temperature: 1 / value, a 0-d tensor.
+    """Check a temperature. Returns its reciprocal, a 0-d tensor, by which the scores are multiplied.
 
-    The division is made in the type of the statistics: half a type's digits, or float32's beside float64 features,
-    would be a temperature of its own.
+    The reciprocal is computed in the type of the statistics. In a narrower type its rounding error would amount to a
+    different temperature.
     """
     number = check_scalar("temperature", value, like, positive=True)
     if number.dtype != torch.float64:
         number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
     if isinstance(value, Tensor) and not can_read(number):
-        number = torch.where(number > 0, number, torch.nan)  # nobody looked
+        number = torch.where(number > 0, number, torch.nan)  # its value was not checked
     return number.reciprocal()
 
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """A finite Python number."""
+    """Check a finite Python number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name} is a number, got {type(value).__name__}. Convert it with float()")
     if positive and not value > 0:
         raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     if not -float("inf") < value < float("inf"):
-        raise RangeError(f"{name} must be finite, got {value}. Check what it was computed from")
+        raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
 
 
 def can_read(values: Tensor) -> bool:
-    """Whether values may be looked at here without waiting for a device or breaking a graph."""
+    """Whether the host can read values without synchronizing with a device or breaking a graph."""
     if torch.compiler.is_compiling() or values.device.type != "cpu":
         return False
     return type(values) in (Tensor, torch.nn.Parameter) or not is_fake(values)

@@ -1,11 +1,11 @@
-"""What can go wrong, as types. Every message says what was wanted, what came, and what to do.
+"""Exceptions of tilewise. Every message says what was expected, what was passed, and what to do.
 
-Each error is also the built-in that a Python user expects, so ``except ValueError`` keeps working.
+Each type is also the built-in exception that a Python user expects, so ``except ValueError`` works.
 """
 
 
 class TilewiseError(Exception):
-    """Anything that tilewise refuses."""
+    """Base class of all errors that tilewise raises."""
 
 
 class ShapeError(TilewiseError, ValueError):
@@ -17,7 +17,7 @@ class DtypeError(TilewiseError, TypeError):
 
 
 class DeviceError(TilewiseError, ValueError):
-    """Tensors that live on different devices."""
+    """Tensors on different devices, or on a device that is not supported."""
 
 
 class RangeError(TilewiseError, ValueError):
@@ -33,11 +33,11 @@ class BackendError(TilewiseError, ValueError):
 
 
 class GroupError(TilewiseError, RuntimeError):
-    """Ranks of a process group that disagree, or a rank that is gone."""
+    """Ranks of a process group whose arguments differ, or a rank that no longer responds."""
 
 
 class GradientError(TilewiseError, RuntimeError):
-    """A derivative that is not available, such as the second one."""
+    """A derivative that is not available, such as a second derivative."""
 
 
 class DataError(TilewiseError, ValueError):

@@ -1,4 +1,4 @@
-"""How a loss is computed. No field changes its value beyond rounding."""
+"""Options that say how a loss is computed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ GradientsIn = Literal["auto", "forward", "backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class TileOptions:
-    """How a loss is computed, never what it computes.
+    """How a loss is computed. Except for ``filter_tolerance``, no field changes a result beyond rounding.
 
     Args:
-        backend: "auto" takes the fastest backend that can serve the call; a name takes that one or fails.
-        workspace_mib: the most scratch memory that one call may take, in MiB. Gradients and statistics,
-            which grow with the rows plus the columns, come on top.
-        precision: products of float32 inputs. "torch" follows ``torch.get_float32_matmul_precision()``,
+        backend: "auto" chooses the fastest backend that can serve the call. A name selects that backend; if it cannot
+            serve the call, an error is raised.
+        workspace_mib: upper limit of the scratch memory of one call, in MiB. Gradients and statistics, which grow with
+            the number of rows plus columns, are not included.
+        precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
-        filter_tolerance: the largest probability mass that backward may leave out of a row. 0 is exact;
-            a backend may always leave out less than it is allowed to.
-        ring_gradients: over a group, the type in which gradients of columns travel and are added up: "float32"
-            (float64 for float64 features), or "features" for their own type, which halves the bytes of bfloat16
-            at the price of one rounding per rank.
-        gradients: when the gradients of a scalar loss are formed. "backward" computes the scores a second time;
-            "forward" forms the gradients at once (three products instead of four, memory for a block of scores),
-            where the loss permits it: `linear_cross_entropy`, `info_nce` and `siglip_loss` with a mean or sum, in
-            one process. Elsewhere it changes nothing, but that "backward" keeps a small `clip_loss` on a GPU from
-            launching its gradients early. "auto" does so where that memory fits the workspace.
+        filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
+            stays exact; gradients change by no more than the documented bound. 0, the default, is exact. A backend
+            may drop less.
+        ring_gradients: over a group, the type in which the gradients of columns are sent and summed. "float32" (float64
+            for float64 features), or "features" for the type of the features, which halves the traffic of bfloat16
+            and rounds once per rank.
+        gradients: when the gradients of a scalar loss are computed. "forward" is the one-pass strategy: loss and
+            gradients come from one pass over the scores, with three products instead of four and memory for a block
+            of scores. "backward" is the two-pass strategy: backward computes the scores a second time. "auto" lets
+            the route decide; `tilewise.explain` shows its decision. A loss that has no one-pass strategy, such as one
+            with reduction="none" or with a group, uses two passes in any case.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'
@@ -53,16 +55,15 @@ class TileOptions:
             raise ConfigError(f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}")
         if self.ring_gradients not in get_args(RingGradients):
             raise ConfigError(
-                f"no type {self.ring_gradients!r} of travelling gradients; choose one of "
-                f"{', '.join(get_args(RingGradients))}"
+                f"no ring_gradients {self.ring_gradients!r}; choose one of {', '.join(get_args(RingGradients))}"
             )
         if self.gradients not in get_args(GradientsIn):
             raise ConfigError(f"no gradients {self.gradients!r}; choose one of {', '.join(get_args(GradientsIn))}")
         if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
-            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}. Round it down")
+            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}. Round it")
         if self.workspace_mib < 1:
             raise ConfigError(
-                f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs some scratch memory; "
+                f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs scratch memory; "
                 "the default is 256"
             )
         if not isinstance(self.filter_tolerance, (int, float)) or not 0.0 <= self.filter_tolerance < 1.0:
@@ -72,7 +73,7 @@ class TileOptions:
 
     @property
     def workspace_bytes(self) -> int:
-        """The same limit in bytes."""
+        """`workspace_mib` in bytes."""
         return self.workspace_mib * 2**20
 
 

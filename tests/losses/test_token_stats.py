@@ -193,9 +193,9 @@ def test_empty():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda x: ours(x, want=("entropy", "rank")), r"want names statistics.*log_prob, entropy.*got 'rank'"),
-    (lambda x: tw.linear_token_stats(x.hidden, x.head, want="log_prob"), r"log_prob is about.*no target.*Pass target"),
-    (lambda x: ours(x, want=("entropy",)).accuracy, r'accuracy asks for "correct".*want=\("correct",\)'),
+    (lambda x: ours(x, want=("entropy", "rank")), r"want is a sequence of names.*log_prob, entropy.*got 'rank'"),
+    (lambda x: tw.linear_token_stats(x.hidden, x.head, want="log_prob"), r"log_prob needs a target.*Pass target"),
+    (lambda x: ours(x, want=("entropy",)).accuracy, r'accuracy requires "correct".*want=\("correct",\)'),
 ])  # fmt: skip
 def test_errors_say_what_to_do(call, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,1 +1,1 @@
-"""What happens on ONE pair of local blocks: statistics of their scores, and gradients. No groups, no losses."""
+"""Statistics and gradients of the scores of ONE pair of local blocks. No process groups, no losses."""

@@ -1,6 +1,6 @@
-"""The oracle: builds all scores, short enough to believe. For tests, docs and benchmarks only.
+"""The oracle: stores all scores and follows the definitions. For tests, docs and benchmarks only.
 
-Everything is plain autograd, in the type of the inputs up to float64.
+Gradients come from autograd. The type of the computation is that of the inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tilewise.kernels.spec import Pair, PairSpec, Stats
 
 
 def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
-    """All scores (n, m), -inf where a pair is excluded, and where the positives are: (n, m) bool."""
+    """All scores (n, m), -inf for an excluded pair, and the mask of the positives: (n, m) bool."""
     x_nm = pair.scale * (pair.a @ pair.b.T)
     if pair.bias is not None:
         x_nm = x_nm + pair.bias
@@ -36,7 +36,7 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
 
 
 def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
-    """The statistics of `Stats`, by their definitions."""
+    """The statistics of `Stats`, computed by their definitions."""
     x_nm, positive = dense_scores(pair, spec)
     row_shift = 0 if pair.row_shift is None else pair.row_shift[:, None]
     col_shift = 0 if pair.col_shift is None else pair.col_shift[None, :]
@@ -58,8 +58,8 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
 
 
 def _entropy(x_nm: Tensor) -> Tensor:
-    """-sum_j p_ij log p_ij of p = softmax(x): (n,), 0 for a row in which nothing meets."""
-    nothing = (x_nm == -torch.inf).all(1, keepdim=True)
-    log_p = torch.log_softmax(x_nm.masked_fill(nothing, 0.0), 1)
+    """-sum_j p_ij log p_ij of p = softmax(x): (n,), 0 for a row whose pairs are all excluded."""
+    empty = (x_nm == -torch.inf).all(1, keepdim=True)
+    log_p = torch.log_softmax(x_nm.masked_fill(empty, 0.0), 1)
     terms = log_p.exp() * torch.where(log_p == -torch.inf, 0.0, log_p)
-    return -terms.masked_fill(nothing, 0.0).sum(1)
+    return -terms.masked_fill(empty, 0.0).sum(1)

@@ -1,16 +1,16 @@
-"""Leaving out what carries no probability: which (row, tile) pairs backward may skip, and what stands in for them.
+"""The plan of the filter: which (row, tile) pairs backward drops, and what replaces them.
 
 Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) tiles, d features.
 
     forward    order the columns by their mean score, largest first
                M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of row i in tile t
-               row i drops the tiles of least mass, as many as together stay below the tolerance; never its positive's
-               a large call asks a sample of its rows first: if they keep too much, forward and backward are the exact
-               loss's
-    backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    where (t, i) is kept
-               G_ij = g_i M_ti / W                       where it is dropped: the tile's mean stands in for its columns
+               row i drops the tiles of least mass, as many as together stay below the tolerance; never the tile of
+               its positive
+               a large call first tests a sample of its rows: if they keep too much, the exact forward and backward run
+    backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    if (t, i) is kept
+               G_ij = g_i M_ti / W                       if it is dropped: each column gets the mean of its tile
 
-With a soft cap, whose derivative belongs to each entry, what stands in is multiplied by the derivative at the score of
+With a soft cap, which has a slope at each score, the mean is multiplied by the slope at the score whose exponential is
 the tile's mean exponential. With D_i <= tolerance the mass that row i drops,
 
     sum_j |error of G_ij|  <=  2 |g_i| D_i
@@ -28,19 +28,19 @@ from torch import Tensor
 from tilewise.kernels.spec import FilterPlan, Pair
 from tilewise.options import TileOptions
 
-KEPT = -1.0  # in the plan: this pair is computed
+KEPT = -1.0  # value in the plan of a pair that is computed
 WIDEST_TILE, NARROWEST_TILE = 256, 16
-FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there is something to choose from
-SMALLEST_TOLERANCE = 2.0**-100  # below, what is left of a mass over it has no digits in float32
-MARGIN = 1.0 - 2.0**-8  # of the tolerance is used: sums of float32 numbers may be that wrong
-HALVINGS = 12  # of the interval in which a row's threshold lies: log2(tiles) wide at first
-DENSE_SHARE = 0.17  # of the pairs, with tiles of 256 columns: with more of them kept, computing all is faster
-PROBED_SHARE = 0.88  # of DENSE_SHARE: if a sample of the rows keeps more, nothing is gathered and chosen at all
-MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # rows of a sample: so many of them, one in 64
+FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there are enough to choose from
+SMALLEST_TOLERANCE = 2.0**-100  # below it, dropped masses would be subnormal float32 numbers with too few digits
+MARGIN = 1.0 - 2.0**-8  # fraction of the tolerance that is used; allows for the rounding of float32 sums
+HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T
+DENSE_SHARE = 0.17  # if more than this fraction of the pairs is kept, computing all is faster (tiles of 256 columns)
+PROBED_SHARE = 0.88  # fraction of DENSE_SHARE: if a sample of the rows keeps more, the filter is not used
+MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # a sample has one in 64 rows, at least 16, at most 128
 
 
 def tile_width(m: int) -> int:
-    """Columns of a tile, from the number of all.
+    """The number of columns of a tile, for m columns.
 
     >>> [tile_width(m) for m in (100, 1000, 32064, 256000)]
     [16, 16, 128, 256]
@@ -52,12 +52,12 @@ def tile_width(m: int) -> int:
 
 
 def tile_count(m: int) -> int:
-    """How many tiles m columns have."""
+    """The number of tiles of m columns."""
     return -(-m // tile_width(m))
 
 
 def mean_row(pair: Pair) -> Tensor:
-    """The mean of the rows, one without a positive counted as zeros: (d,)."""
+    """The mean of the rows, (d,). A row without a positive counts as zeros."""
     assert pair.row_key is not None
     counts = (pair.row_key >= 0).to(pair.a.dtype)
     if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
@@ -65,13 +65,13 @@ def mean_row(pair: Pair) -> Tensor:
     else:
         total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)
         for start in range(0, pair.a.shape[0], 4096):
-            part = slice(start, start + 4096)
-            total += counts[part].to(total.dtype) @ pair.a[part].to(total.dtype)
+            rows = slice(start, start + 4096)
+            total += counts[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
     return total / pair.a.shape[0]
 
 
 def order_by(product_m: Tensor, pair: Pair) -> Tensor:
-    """The columns by their score, which is still to be scaled and moved by the bias, largest first: (m,) int32."""
+    """The columns ordered by scale * product + bias, largest first: (m,) int32."""
     score = product_m.to(pair.stat_dtype) * pair.scale
     if pair.bias is not None:
         score = score + pair.bias
@@ -79,14 +79,14 @@ def order_by(product_m: Tensor, pair: Pair) -> Tensor:
 
 
 def order_columns(pair: Pair) -> Tensor:
-    """The columns by their score with the mean row, largest first: (m,) int32."""
+    """The columns ordered by their score with the mean row, largest first: (m,) int32."""
     return order_by(torch.mv(pair.b, mean_row(pair).to(pair.b.dtype)), pair)
 
 
 def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
-    """Rows of a sample whose scores take half the workspace at most; 0 if it would be too small to tell anything.
+    """The number of rows of a sample whose scores fit half the workspace, a power of 2; 0 if it would be too small.
 
-    A power of 2. ``column_bytes`` is what one row takes for each column.
+    ``column_bytes`` is the memory of one row per column.
 
     >>> [sample_size(n, 256_000, 2, TileOptions()) for n in (40, 300, 2048, 8192, 65536)]
     [0, 16, 32, 128, 128]
@@ -98,7 +98,7 @@ def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
 
 
 def sample_of(n: int, rows: int) -> slice:
-    """So many of n rows, spread evenly.
+    """A slice of ``rows`` evenly spaced rows of n.
 
     >>> list(range(100))[sample_of(100, 4)]
     [0, 25, 50, 75]
@@ -107,26 +107,26 @@ def sample_of(n: int, rows: int) -> slice:
 
 
 def too_many(kept: Tensor, pairs: int | Tensor, share: float = 1.0) -> Tensor:
-    """Whether more of the pairs are kept than this share of DENSE_SHARE: (1,) int32, where ``kept`` is.
+    """Whether the kept fraction of the pairs exceeds share * DENSE_SHARE: (1,) int32, on the device of ``kept``.
 
-    ``pairs`` may be a number that only the device knows.
+    ``pairs`` may be a tensor on the device.
     """
     most = most_kept(pairs, share) if isinstance(pairs, int) else (kept_share(share) * pairs.double()).long()
     return (kept.sum() > most).to(torch.int32).view(1)
 
 
 def most_kept(pairs: int, share: float = 1.0) -> int:
-    """So many of the pairs at most are computed one by one."""
+    """The largest number of kept pairs for which the filter is used."""
     return int(kept_share(share) * pairs)
 
 
 def kept_share(share: float) -> float:
-    """This share of DENSE_SHARE, which is no more than all."""
+    """share * DENSE_SHARE, at most 1."""
     return min(1.0, share * DENSE_SHARE)
 
 
 def places_of(order: Tensor, pair: Pair) -> Tensor:
-    """Where in the order the positive of each row is: (n,) int64, -1 for a row without one."""
+    """The position of each row's positive in the order: (n,) int64, -1 for a row without one."""
     assert pair.row_key is not None
     m = order.shape[0]
     place_m = torch.empty(m, dtype=torch.int64, device=order.device)
@@ -136,7 +136,7 @@ def places_of(order: Tensor, pair: Pair) -> Tensor:
 
 
 def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
-    """The plan of a call that drops nothing; the columns may then be in any order."""
+    """The plan of a call that drops nothing. The order of the columns does not matter."""
     assert pair.row_key is not None
     valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
     if order is None:
@@ -148,7 +148,7 @@ def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
 
 
 def no_rows(pair: Pair) -> FilterPlan:
-    """The plan of a call whose rows are all ignored: every row drops everything."""
+    """The plan of a call whose rows are all ignored: every row drops every tile."""
     n, m, tiles = pair.a.shape[0], pair.b.shape[0], tile_count(pair.b.shape[0])
     order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
     mass, mean = pair.a.new_zeros((tiles, n)), pair.a.new_zeros((tiles, pair.b.shape[1]))
@@ -156,12 +156,12 @@ def no_rows(pair: Pair) -> FilterPlan:
 
 
 def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
-    """How many columns each tile has, those with a bias of -inf left out: (T,) float32, at least 1."""
+    """The number of columns of each tile, without those with a bias of -inf: (T,) float32, at least 1."""
     m, width = order.shape[0], tile_width(order.shape[0])
     tiles = tile_count(m)
     if bias is None:
         count = torch.full((tiles,), float(width), device=order.device)
-        count[-1:].fill_(float(m - (tiles - 1) * width))  # a plain assignment would make the host wait
+        count[-1:].fill_(float(m - (tiles - 1) * width))  # an assignment would synchronize
         return count
     live = torch.zeros(tiles * width, device=order.device)
     live[:m] = (bias[order.long()] > -torch.inf).float()
@@ -169,7 +169,7 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def row_steps(n: int, tiles: int, options: TileOptions) -> int:
-    """Rows at a time, such that the masses of all their tiles take a quarter of the workspace."""
+    """The number of rows whose masses in all tiles take a quarter of the workspace."""
     return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles)) // 64 * 64)
 
 
@@ -181,21 +181,21 @@ def choose(
     tolerance: float,
     width: int,
 ) -> Tensor:
-    """What each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
+    """The tiles that each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
 
-    The threshold of a row is found by halving: tiles of less mass are dropped, and together they stay below
-    ``tolerance``. It starts where no row can drop too much: every tile below tolerance / T.
+    A row drops the tiles whose mass is below a threshold, which is found by bisection: their sum must stay below
+    ``tolerance``. The first lower bound, tolerance / T, is safe for every row.
 
     Args:
         part_tn: the log-sum-exp of each row in each tile.
-        lse_n: and in all of them.
-        place_n: where in the order the row's positive is, or -1.
-        valid_n: rows that count; the others drop everything, and nothing stands in for it.
+        lse_n: the log-sum-exp of each row over all tiles.
+        place_n: the position of the row's positive in the order, or -1.
+        valid_n: False for an ignored row, which drops all tiles with a mass of 0.
     """
     tiles = part_tn.shape[0]
     tile = torch.arange(tiles, device=part_tn.device)[:, None]
     log_mass = part_tn - lse_n[None, :]
-    # NaN is not below anything: what is not a number is kept, and seen.
+    # Comparisons with NaN are false, so NaN is kept: the positive's tile by this line, and NaN scores stay visible.
     log_mass = torch.where(tile == (place_n // width)[None, :], torch.nan, log_mass)
     mass = log_mass.exp()
     usable = tolerance * MARGIN

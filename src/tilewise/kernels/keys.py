@@ -1,4 +1,4 @@
-"""Questions about integer keys that need no scores, in O((n + m) log m).
+"""Functions of integer keys that need no scores. Cost: O((n + m) log m).
 
 Axes: n rows, m columns.
 """
@@ -12,7 +12,7 @@ from tilewise.kernels.spec import Pair, PairSpec
 
 
 def match_counts(row_key: Tensor, col_key: Tensor) -> Tensor:
-    """For each row the number of columns of equal key: (n,) int64.
+    """The number of columns with the key of each row: (n,) int64.
 
     >>> match_counts(torch.tensor([1, 2, 9]), torch.tensor([2, 1, 1]))
     tensor([2, 1, 0])
@@ -22,18 +22,18 @@ def match_counts(row_key: Tensor, col_key: Tensor) -> Tensor:
 
 
 def num_positives(pair: Pair, spec: PairSpec) -> Tensor:
-    """The number of positives of each row, the sample itself aside: (n,), in the type of the statistics."""
+    """The number of positives of each row, without the sample itself: (n,), in `stat_dtype`."""
     assert pair.row_key is not None
     assert pair.col_key is not None
     count = match_counts(pair.row_key, pair.col_key)
     if spec.mask_self:
-        here = torch.arange(pair.a.shape[0], device=count.device) + (pair.row_start - pair.col_start)
-        count = count - self_matches(pair.row_key, pair.col_key, here)
+        own_col = torch.arange(pair.a.shape[0], device=count.device) + (pair.row_start - pair.col_start)
+        count = count - self_matches(pair.row_key, pair.col_key, own_col)
     return count.to(pair.stat_dtype)
 
 
 def dense_ranks(row_key: Tensor, col_key: Tensor) -> tuple[Tensor, Tensor]:
-    """The same keys as small int32 numbers that are equal where the keys are; -1 for a row that matches nothing.
+    """Keys renumbered as small int32 numbers, equal if and only if the keys are; -1 for a row without a match.
 
     >>> dense_ranks(torch.tensor([70, 10]), torch.tensor([90, 70, 70]))
     (tensor([ 0, -1], dtype=torch.int32), tensor([2, 0, 0], dtype=torch.int32))

@@ -1,7 +1,7 @@
-"""How float32 products are rounded.
+"""Precision of float32 products.
 
-PyTorch is told in two ways: `torch.set_float32_matmul_precision`, and `fp32_precision` of `torch.backends`. The first
-sets the second too; after the second alone, asking by the first is an error.
+PyTorch has two settings: `torch.set_float32_matmul_precision`, and `fp32_precision` of `torch.backends`. The first also
+sets the second. If only the second was set, `torch.get_float32_matmul_precision` raises an error.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import torch
 
 
 def float32_precision() -> str:
-    """What holds for a GPU, whichever way it was told: "highest", or "high" where TF32 is permitted."""
+    """The current precision on a GPU, from either setting: "highest", or "high" if TF32 is permitted."""
     return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Float32 products as `TileOptions.precision` asks for."""
-    ways = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    held = [way.fp32_precision for way in ways]
-    if precision == "torch" or set(held) <= ({"tf32"} if precision == "high" else {"ieee", "none"}):
+    """A context in which float32 products have the precision of `TileOptions.precision`."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    saved = [backend.fp32_precision for backend in backends]
+    if precision == "torch" or set(saved) <= ({"tf32"} if precision == "high" else {"ieee", "none"}):
         yield
         return
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # told by the second way alone
+    except RuntimeError:  # only `fp32_precision` was set
         before = None
     if before is not None:
         torch.set_float32_matmul_precision(precision)
     else:
-        for way in ways:
-            way.fp32_precision = "tf32" if precision == "high" else "ieee"
+        for backend in backends:
+            backend.fp32_precision = "tf32" if precision == "high" else "ieee"
     try:
         yield
     finally:
         if before is not None:
             torch.set_float32_matmul_precision(before)
-        for way, value in zip(ways, held, strict=True):
-            way.fp32_precision = value
+        for backend, value in zip(backends, saved, strict=True):
+            backend.fp32_precision = value

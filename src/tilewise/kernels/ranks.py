@@ -1,13 +1,13 @@
-"""Ranks of right answers: how many gallery items score above them.
+"""The contract of retrieval: the rank of a right answer is the number of gallery items that score above it.
 
 Axes: n queries (rows), c gallery items of one block (columns), d features, e excluded items per query.
 
-A rank compares scores with one another, so all of them must come out of the same arithmetic: a matrix product
-rounds differently for other shapes, and two equal gallery rows would no longer tie. A `Scorer` has one arithmetic,
-in which a score depends on its two feature vectors alone, not on where they stand, how many others there are, or
-which block they came with: `ranks_tiled` runs everywhere, `triton_impl.ranks` stores no scores.
+A rank compares scores with one another, so all scores must be computed in the same way. A matrix product rounds
+differently for different shapes, and two equal gallery rows would no longer tie. In a `Scorer`, a score depends only on
+its two feature vectors, not on their positions, the number of other items, or the block. `torch_impl.ranks` runs on
+every device; `triton_impl.ranks` stores no scores.
 
-Everything works on one block of gallery items with its column offset, and adds up (or merges) over blocks:
+Each function works on one block of gallery items and its column offset. Results are added or merged over blocks:
 
     for block in blocks:  scorer.pair_scores(block, index, score)
     answers = answers_of(index, score, scorer.side)
@@ -27,7 +27,7 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.options import Precision
 
-#: Larger than any index: stands for "none yet" where the smallest index wins.
+#: Means "none yet". Larger than any index, so that the smallest index wins.
 NO_INDEX = torch.iinfo(torch.int64).max
 
 Advance = Callable[[int], None]
@@ -35,10 +35,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Answers:
-    """One right answer for each row: its score, its index on the other side (-1: none), its span per tile.
+    """One right answer for each row: its score, its index on the other side (-1: none), and the spans of the tiles.
 
-    `spans` holds, for each tile of rows, the smallest and largest index in it. It tells on the host which
-    tiles can hold a tie whose order matters, so that the others take a single comparison.
+    `spans` holds the smallest and the largest index in each tile of rows, on the host. A tile in which the order of
+    ties does not matter needs only one comparison.
     """
 
     score: Tensor
@@ -47,7 +47,7 @@ class Answers:
 
 
 def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
-    """(smallest, largest) index of each tile of rows; (NO_INDEX, -1) without any. One transfer to the host.
+    """(smallest, largest) index of each tile of rows; (NO_INDEX, -1) if there is none. One copy to the host.
 
     >>> spans_of(torch.tensor([4, -1, 2, -1]), side=3), spans_of(torch.tensor([4, -1, 2, -1]), side=0)
     ([(2, 4), (9223372036854775807, -1)], [])
@@ -59,7 +59,7 @@ def spans_of(index: Tensor, side: int) -> list[tuple[int, int]]:
 
 
 def ends_of(low: Tensor, high: Tensor, side: int) -> list[tuple[int, int]]:
-    """Smallest of `low` and largest of `high` in each tile of rows."""
+    """The smallest value of `low` and the largest of `high` in each tile of rows."""
     ends = [
         torch.stack([below.amin(), above.amax()])
         for below, above in zip(low.split(side), high.split(side), strict=True)
@@ -69,7 +69,7 @@ def ends_of(low: Tensor, high: Tensor, side: int) -> list[tuple[int, int]]:
 
 
 def answers_of(index: Tensor, score: Tensor, side: int) -> Answers:
-    """Bring answers into the form that `count_better` reads. No answer: nothing is better."""
+    """Answers in the form that `count_better` takes. A row without an answer has no better items."""
     return Answers(torch.where(index < 0, torch.inf, score), index, spans_of(index, side))
 
 
@@ -81,53 +81,53 @@ class Best:
     index: Tensor
 
     def merge_(self, score: Tensor, index: Tensor) -> None:
-        """Keep the higher score and, of equals, the lower index, whatever order blocks come in."""
+        """Keep the higher score; on ties the lower index. The result does not depend on the order of blocks."""
         wins = (score > self.score) | ((score == self.score) & (score > -torch.inf) & (index < self.index))
         self.score.copy_(torch.where(wins, score, self.score))
         self.index.copy_(torch.where(wins, index, self.index))
 
 
 def no_best(length: int, scorer: Scorer) -> Best:
-    """Nothing found yet."""
+    """A `Best` in which no answer has been found."""
     score = torch.full((length,), -torch.inf, device=scorer.device, dtype=scorer.dtype)
     return Best(score, torch.full((length,), NO_INDEX, device=score.device, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """Gallery items that are left out of a query's ranking: (n, e), padded with -1, and their spans."""
+    """Gallery items excluded from the ranking of each query: (n, e), padded with -1, and their spans."""
 
     index: Tensor
     spans: list[tuple[int, int]]
 
     def hide_(self, scores: Tensor, rows: slice, side: int, first_col: int) -> None:
-        """Set the scores of excluded pairs to -inf; no finite score is below that."""
+        """Set the scores of excluded pairs to -inf, below every finite score."""
         low, high = self.spans[rows.start // side]
         cols = scores.shape[1]
         if high < first_col or low >= first_col + cols:
             return
         local = self.index[rows] - first_col
         inside = (local >= 0) & (local < cols) & (self.index[rows] >= 0)
-        # A minimum, because an item outside is clamped onto one that may be inside for another entry.
+        # "amin": an item outside is clamped onto a column that another entry may exclude.
         lowest = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
         scores.scatter_reduce_(1, local.clamp(0, cols - 1), lowest, "amin")
 
 
 def excluded_of(index: Tensor, side: int) -> Excluded:
-    """Bring (n, e) exclusions into the form that the tile loops read."""
+    """Exclusions, (n, e), in the form that the tile loops take."""
     return Excluded(index, spans_of(index, side))
 
 
 @dataclass(frozen=True)
 class Block:
-    """All queries, and the gallery items that they meet now.
+    """All queries and the current block of gallery items.
 
     Args:
         queries: (n, d), the rows `row_offset` to `row_offset + n`.
         items: (c, d), the gallery items `col_offset` to `col_offset + c`.
         row_offset, col_offset: global index of the first query and of the first item.
-        excluded: pairs that are right for nothing and go before nothing.
-        advance: called now and then with the number of pairs done since.
+        excluded: pairs that are neither right answers nor counted as better.
+        advance: called from time to time with the number of pairs completed since the last call.
     """
 
     queries: Tensor
@@ -138,26 +138,26 @@ class Block:
     advance: Advance | None = None
 
     def answering(self, index: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The items of these indices, in the order of the queries `rows`, and which of them are in this block.
+        """The items with these indices, in the order of the queries `rows`, and which of them are in this block.
 
-        Another item stands for one that is not here, so there must be one.
+        An item outside of the block is replaced by one inside, so the block must not be empty.
         """
-        here, local = self.items.shape[0], index[rows] - self.col_offset
-        inside = (index[rows] >= 0) & (local >= 0) & (local < here)
-        return self.items[local.clamp(0, here - 1)], inside
+        count, local = self.items.shape[0], index[rows] - self.col_offset
+        inside = (index[rows] >= 0) & (local >= 0) & (local < count)
+        return self.items[local.clamp(0, count - 1)], inside
 
     def done(self, cols: slice) -> None:
-        """These items have met all queries."""
+        """Report that the scores of these items with all queries are done."""
         if self.advance is not None:
             self.advance(self.queries.shape[0] * (cols.stop - cols.start))
 
 
 class Scorer(Protocol):
-    """One arithmetic for all scores of a call.
+    """Computes all scores of a call with the same arithmetic.
 
-    Args:
-        device, dtype: of the scores.
-        side: of the tiles that the host sees, 0 where it sees none.
+    Attributes:
+        device, dtype: device and type of the scores.
+        side: side of the tiles whose spans the host needs; 0 if it needs none.
     """
 
     device: torch.device
@@ -165,22 +165,22 @@ class Scorer(Protocol):
     side: int
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
-        """Score of (query i, gallery item index_i), written into `into` where that item is in this block."""
+        """Write the score of query i with gallery item index_i to into_i, if that item is in this block."""
 
     def find_best(
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
     ) -> None:
-        """Best item of equal id for each query, and best query for each item; merged into the arguments."""
+        """Merge the best item of equal id for each query, and the best query for each item, into the arguments."""
 
     def count_better(
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """How many items go before each query's answers, and how many queries before each item's answer.
+        """The number of items that rank before each query's answers, and of queries before each item's answer.
 
-        Item j goes before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
+        Item j ranks before the answer p of query i if ``x_ij > x_ip``, or ``x_ij == x_ip and j < p``.
 
         Args:
-            block: who meets whom.
+            block: the queries and the gallery items to compare.
             rows: answers of the queries, with global column indices.
             cols: answers of the block's items, with global row indices.
 
@@ -191,6 +191,6 @@ class Scorer(Protocol):
 
 @contextlib.contextmanager
 def rank_arithmetic(device: torch.device, precision: Precision) -> Iterator[None]:
-    """No gradients, no autocast (it would round the operands), and float32 products as the options say."""
+    """A context without gradients and autocast, which would round the operands, with the given precision."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), matmul_precision(precision):
         yield

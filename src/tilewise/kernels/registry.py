@@ -1,4 +1,4 @@
-"""Which backends exist, and which one serves a call. The only file that names implementations."""
+"""The registry of backends and the choice of one for a call. The only file that names implementations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     """A backend that is imported when it is first used."""
 
     load: Callable[[], Backend]
-    why_not: Callable[[torch.device, TileOptions], str | None]  # asked before it is imported
+    why_not: Callable[[torch.device, TileOptions], str | None]  # called before the import
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _why_not_triton(device: torch.device, options: TileOptions) -> str | None:
     return None if installed("triton") else "the package triton is not installed"
 
 
-# In the order of preference of "auto". The torch backend is the last of these two and never refuses.
+# In the order in which "auto" prefers them. The torch backend is last and serves every call.
 _ENTRIES: dict[str, Entry] = {
     "triton": Entry(_triton, _why_not_triton),
     "torch": Entry(_torch, lambda device, options: None),
@@ -79,7 +79,7 @@ def unregister_backend(name: str) -> None:
 
 
 def load_backend(name: str) -> Backend:
-    """The backend of that name, imported if need be."""
+    """The backend of that name, imported if necessary."""
     return _ENTRIES[name].load()
 
 
@@ -105,11 +105,11 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
             log.debug("backend %s chosen", name)
             return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
-    raise AssertionError("the torch backend never refuses")
+    raise AssertionError("the torch backend serves every call")
 
 
 def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-    """What counts the ranks of features of this width and type. A backend without ranks uses its `forward`."""
+    """The scorer for features of this width and type. A backend without ranks uses its `forward`."""
     names = _AUTO if options.backend == "auto" else (options.backend,)
     for name in names:
         reason = _ENTRIES[name].why_not(device, options)

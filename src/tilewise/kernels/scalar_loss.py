@@ -1,4 +1,4 @@
-"""Scalar losses of pair scores: the loss from the statistics, its gradient, and what a one-pass strategy saves.
+"""Scalar losses of pair scores: the loss from the statistics, its gradient, and the tensors that one-pass saves.
 
 `RowWeights` in `spec` has the equations. Axes: n rows, m columns, d features.
 """
@@ -14,7 +14,7 @@ from tilewise.kernels.spec import HALF_TYPES, Grads, GradStats, Needs, PairShape
 
 
 def is_one_sided(spec: PairSpec) -> bool:
-    """Whether the loss is of rows only, with at most one positive each: what every one-pass strategy can do."""
+    """Whether the loss is a sum over rows with at most one positive each, which every one-pass strategy supports."""
     if spec.col_lse or spec.symmetric or spec.row_sum or spec.token_stats or spec.mask_self or spec.positive != "one":
         return False
     return spec.row_lse != spec.softplus and not (spec.softplus and spec.softcap)
@@ -27,7 +27,7 @@ def loss_of_stats(
 
     Args:
         weight, square: (n,), see `RowWeights`.
-        stats: of these rows, measured from ``row_shift``.
+        stats: the statistics of these rows, relative to ``row_shift``.
     """
     wide = weight.double()
     if spec.softplus:
@@ -41,7 +41,7 @@ def loss_of_stats(
         return loss, GradStats(row_lse=weight / 2, col_lse=weight / 2, row_pos=-weight)
     assert stats.num_positives is not None
     counts, lse_grad = weight != 0, weight
-    # A target that no column has leaves 0 positives, and 0 / 0 gives NaN; a row that does not count is no error.
+    # A target out of range has 0 positives, and 0 / 0 gives NaN. A row of weight 0 is not an error.
     positives = torch.where(counts, stats.num_positives, 1.0)
     loss = torch.where(counts, wide * (stats.row_lse - stats.row_pos / positives), 0.0).sum()
     if square is not None:
@@ -54,14 +54,14 @@ def loss_of_stats(
 def saved_dtype(features: torch.dtype) -> torch.dtype:
     """The type in which one-pass gradients are saved: that of the products.
 
-    They are rounded once, after the multiplication by ``grad_output``. A loss scale lifts gradients that float16
-    could not hold without it.
+    They are rounded once, after the multiplication by ``grad_output``, which may contain a loss scale. Without it,
+    float16 could not represent small gradients.
     """
     return torch.float32 if features in HALF_TYPES else features
 
 
 def gradients_like(shape: PairShape, needs: Needs) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Sizes and types of `saved_gradients`."""
+    """Sizes and types of the tensors of `saved_gradients`."""
     stat, saved = stat_dtype(shape.dtype), saved_dtype(shape.dtype)
     sizes = ((shape.rows, shape.width), saved), ((shape.cols, shape.width), saved), ((), stat), ((shape.cols,), stat)
     return [like if need else ((0,), stat) for need, like in zip(needs, sizes, strict=True)]
@@ -82,7 +82,7 @@ def gradients_of(saved: Sequence[Tensor | None], needs: Needs, rows: int) -> Gra
 
 
 def no_rows(shape: PairShape, needs: Needs, device: torch.device) -> Grads:
-    """The gradients of a loss over no rows at all."""
+    """The gradients, all zero, of a loss without rows."""
     sizes = [
         torch.zeros(size, dtype=dtype, device=device) if need else None
         for (size, dtype), need in zip(gradients_like(shape, needs), needs, strict=True)

@@ -1,10 +1,10 @@
-"""The contract between losses and backends: what goes in, what comes out, what a backend promises.
+"""The contract between losses and backends: inputs, outputs, and the interface of a backend.
 
 Scores of one pair of blocks, never stored as a whole:
 
     x_ij = scale * <a_i, b_j> + bias_j          then, with a soft cap,  softcap * tanh(x_ij / softcap)
 
-Integer keys describe what a loss knows about pairs:
+Integer keys define which pairs are positive or excluded:
 
     self      iff  row_start + i == col_start + j            score = -inf, never positive   (``mask_self``)
     positive  iff  row_key[i] == col_key[j]                  ("many"), or
@@ -110,7 +110,7 @@ class Pair:
 
     @property
     def shape(self) -> PairShape:
-        """Sizes and types, without numbers."""
+        """Sizes and types, without values."""
         return PairShape(
             rows=self.a.shape[0],
             cols=self.b.shape[0],
@@ -153,13 +153,13 @@ def stat_dtype(features: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Statistics of one pair of blocks, or of several merged. A monoid: ``Stats()`` is its zero.
+    """Statistics of one pair of blocks, or of several merged. A monoid: ``Stats()`` is the neutral element.
 
     Row statistics of blocks that share their rows merge into those of all the columns, and column statistics
-    of blocks that share their columns into those of all the rows. `STATISTICS` says how.
+    of blocks that share their columns into those of all the rows. See `STATISTICS`.
 
-    Numbers are in `stat_dtype`; a backend that has the log-sum-exps in float64 may return them so. A loss gets them
-    `rounded`. Backward takes them unrounded: rounding a log-sum-exp of 1000 to float32 changes probabilities by 3e-5.
+    Values are in `stat_dtype`, or, for log-sum-exps, optionally in float64. A loss gets them `rounded`. Backward takes
+    them unrounded: rounding a log-sum-exp of 1000 to float32 changes probabilities by 3e-5.
     """
 
     row_lse: Tensor | None = None  # (n,)
@@ -204,7 +204,7 @@ class Statistic(NamedTuple):
     """One row of `STATISTICS`: everything that operators, fakes, ring, vocabulary-parallel and row dropping need."""
 
     name: str
-    wanted: Callable[[PairSpec], bool]  # whether a spec asks for it
+    wanted: Callable[[PairSpec], bool]  # whether a spec requests it
     merge: Callable[[Stats, Stats], Tensor]  # its value over two blocks
     of_columns: bool = False  # one value for each column instead of each row
     integer: bool = False  # int64 instead of the type of the statistics
@@ -259,12 +259,12 @@ GRADIENT_NAMES = tuple(stat.name for stat in STATISTICS if stat.gradient)
 
 @functools.lru_cache(maxsize=256)
 def wanted_stats(spec: PairSpec) -> tuple[Statistic, ...]:
-    """The statistics that ``spec`` asks for, in the order of the table."""
+    """The statistics of ``spec``, in the order of the table."""
     return tuple(stat for stat in STATISTICS if stat.wanted(spec))
 
 
 def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse: Tensor) -> Tensor:
-    """The entropy over both blocks, each given as (log-sum-exp, entropy), ``lse`` being that of both:
+    """The entropy over two blocks, each given as (log-sum-exp, entropy). ``lse`` is the log-sum-exp of both:
 
     H = w_1 (H_1 + lse - lse_1) + w_2 (H_2 + lse - lse_2),   w_k = exp(lse_k - lse).
 
@@ -329,7 +329,7 @@ class RowWeights:
         l_i = (row_lse_i + col_lse_i) / 2 - pos_i              with ``col_lse`` (as many rows as columns)
         l_i = row_lse_i - pos_i                                otherwise
 
-    A row that does not count has the weight 0.
+    An ignored row has the weight 0.
     """
 
     share: float = 1.0
@@ -342,10 +342,10 @@ class RowWeights:
             return torch.full((pair.a.shape[0],), self.share, dtype=pair.stat_dtype, device=pair.a.device)
         return self.each if self.share == 1.0 else self.each * self.share
 
-    def rows(self, part: slice | Tensor) -> RowWeights:
-        """The weights of some rows."""
-        each = None if self.each is None else self.each[part]
-        return RowWeights(share=self.share, each=each, square=None if self.square is None else self.square[part])
+    def rows(self, index: slice | Tensor) -> RowWeights:
+        """The weights of the rows ``index``."""
+        each = None if self.each is None else self.each[index]
+        return RowWeights(share=self.share, each=each, square=None if self.square is None else self.square[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ class FilterPlan:
     Axes: m columns in a new order, T tiles of them, n rows, d features.
     """
 
-    order: Tensor  # (m,) int32, the column at each place
+    order: Tensor  # (m,) int32, the column at each position
     mass: Tensor  # (T, n) in the features' type: -1 for a kept pair, or the dropped mass divided by the tolerance
     mean: Tensor  # (T, d) in the features' type: the mean column of each tile
     kept: Tensor  # (T,) int32, the number of rows that keep the tile
@@ -366,7 +366,7 @@ class OnePass(Protocol):
     """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this loss cannot be computed so, or None."""
+        """Why this loss cannot be computed in one pass, or None."""
 
     def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
         """Rows whose scores with all columns fit ``memory`` bytes; all rows where no scores are kept."""
@@ -401,7 +401,7 @@ class OnePass(Protocol):
 
 
 class Filtered(Protocol):
-    """A capability: gradients without the (row, tile) pairs that carry almost no probability; see `filter_plan`."""
+    """A capability: gradients without the (row, tile) pairs of almost no probability; see `filter_plan`."""
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan for backward."""
@@ -409,7 +409,7 @@ class Filtered(Protocol):
     def forward_saving(
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, object | None]:
-        """The same, and what `Backend.forward_saving` saves for the case that backward computes every pair."""
+        """`forward`, and the saved object of `Backend.forward_saving`, in case backward computes every pair."""
 
     def backward(
         self,
@@ -446,11 +446,11 @@ class Backend:
         return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-        """The statistics that ``spec`` asks for."""
+        """The statistics of ``spec``."""
         raise NotImplementedError
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """`forward`, and an opaque object that may spare `backward` work, where the columns need a gradient."""
+        """`forward`, and an object that may save `backward` work if the columns need a gradient, or None."""
         return self.forward(pair, spec, options), None
 
     def backward(
@@ -471,13 +471,13 @@ class Backend:
                + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
         dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
-        ``grad_dtype`` is the type of the feature gradients, by default that of the features; a ring, which adds
-        up the gradients of many blocks, asks for float32. ``saved`` is what `forward_saving` returned; it is used once.
+        ``grad_dtype`` is the type of the feature gradients, by default that of the features. A ring, which sums the
+        gradients of many blocks, passes float32. ``saved`` is the object of `forward_saving`; it can be used only once.
         """
         raise NotImplementedError
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
-        """Memory of backward above inputs, gradients and workspace, such as float32 sums of half-type gradients."""
+        """Memory of backward besides inputs, gradients and workspace, such as float32 sums of half-type gradients."""
         return 0
 
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
@@ -485,7 +485,7 @@ class Backend:
         return None
 
     def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """With ``offers_ranks``: what counts ranks, where `why_no_ranks` returns None."""
+        """With ``offers_ranks``: the scorer of this retrieval, if `why_no_ranks` returns None."""
         raise NotImplementedError
 
 
@@ -495,8 +495,8 @@ def largest_gradient(grad: GradStats) -> Tensor:
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
     in [-2, 2]: float16 would lose gradients of a mean over a million rows.
     """
-    given = [getattr(grad, field.name) for field in fields(grad)]
-    tops = [part.abs().amax() for part in given if part is not None and part.numel()]
+    gradients = [getattr(grad, field.name) for field in fields(grad)]
+    tops = [values.abs().amax() for values in gradients if values is not None and values.numel()]
     if not tops:
         return torch.ones(())
     top = torch.stack(tops).amax()

@@ -1,7 +1,7 @@
 """Ranks for a backend that offers none: scores from its `forward`, one gallery item at a time.
 
 The log-sum-exp of a single score is that score, so a block with one column gives the scores of all queries with one
-item. This is slow, but every score comes from the backend's own arithmetic.
+item. This is slow, but every score is computed by the backend itself.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TwoPassScorer:
             right = torch.where(row_ids == col_ids[place], scores, -torch.inf)
             rows_best.merge_(right, torch.full_like(queries, item))
             if cols_best is not None and right.numel():
-                best = right.argmax()  # of equal scores, the first
-                here = slice(place, place + 1)
-                Best(cols_best.score[here], cols_best.index[here]).merge_(right[best][None], queries[best][None])
+                best = right.argmax()  # the first of equal scores
+                col = slice(place, place + 1)
+                Best(cols_best.score[col], cols_best.index[col]).merge_(right[best][None], queries[best][None])
 
     def count_better(
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
@@ -64,7 +64,7 @@ class TwoPassScorer:
         return counts, col_counts
 
     def _columns(self, block: Block, excluded: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Each item's global index, and its scores with all queries: (n,); -inf where the pair is excluded."""
+        """Each item's global index, and its scores with all queries: (n,); -inf for an excluded pair."""
         scale = torch.ones((), dtype=self.dtype, device=self.device)
         for place in range(block.items.shape[0]):
             item = block.col_offset + place

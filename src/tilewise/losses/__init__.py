@@ -1,1 +1,1 @@
-"""What the numbers mean: one file per loss, the function and then its Module."""
+"""Losses, one file each: the function, then its Module."""

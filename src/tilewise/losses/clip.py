@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ def clip_loss(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """Cross entropy of each image against all texts and of each text against all images, halved.
+    """Mean of the cross entropies of each image against all texts and of each text against all images.
 
     Equals, without building the (n, n) logits::
 
@@ -35,14 +37,15 @@ def clip_loss(
         (F.cross_entropy(logits, arange(n)) + F.cross_entropy(logits.T, arange(n))) / 2
 
     Args:
-        image_features, text_features: (n, d) each, used as they are: normalize outside.
+        image_features, text_features: (n, d) each. They are not normalized; normalize them first.
         logit_scale: multiplies the scores; a tensor that requires grad gets its exact gradient.
-        logit_bias: cancels in a softmax; accepted, with gradient zero.
-        reduction: "none" gives (n,), ``(nll of row i + nll of column i) / 2``.
-        group: a process group over whose ranks the pairs are spread; see docs/concepts/ring.md.
-        options: how, never what.
+        logit_bias: accepted for compatibility. It cancels in the softmax, so its gradient is zero.
+        reduction: "none" returns (n,), ``(nll of row i + nll of column i) / 2``.
+        group: a process group over whose ranks the pairs are sharded; see docs/concepts/ring.md.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: 1 product forward, 3 backward.
+    Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: one product in forward, three in
+    backward.
 
     >>> x = torch.eye(4)
     >>> round(clip_loss(x, x, 1.0).item(), 4)
@@ -71,7 +74,7 @@ def clip_loss(
 
 
 class ClipLoss(nn.Module):
-    """`clip_loss` with its settings kept."""
+    """`clip_loss` as a Module that stores the settings."""
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class ClipLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.reduction, self.group, self.options = reduction, group, options
+        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
 
     def forward(
         self,
@@ -91,12 +94,4 @@ class ClipLoss(nn.Module):
         logit_bias: float | Tensor | None = None,
     ) -> Tensor:
         """See `clip_loss`."""
-        return clip_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            logit_bias,
-            reduction=self.reduction,
-            group=self.group,
-            options=self.options,
-        )
+        return clip_loss(image_features, text_features, logit_scale, logit_bias, **self.settings)

@@ -1,8 +1,9 @@
-"""Cross entropy of a linear classifier, such as a language model's head, without its logits."""
+"""Cross entropy of a linear classifier, such as a language model's head, without storing its logits."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def linear_cross_entropy(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of the logits of a linear layer, which are never stored.
+    """`torch.nn.functional.cross_entropy` of the logits of a linear layer. The logits are never stored.
 
     Equals::
 
@@ -45,24 +46,24 @@ def linear_cross_entropy(
         if softcap: logits = softcap * tanh(logits / softcap)
         F.cross_entropy(logits, target, weight, ignore_index=..., label_smoothing=..., reduction=...)
 
-    plus ``z_loss * logsumexp(logits) ** 2`` for each row. What that function does in its corners, this one does:
-    "mean" divides by the weights of the targets, and is NaN when all rows are ignored.
+    plus ``z_loss * logsumexp(logits) ** 2`` for each row. Special cases are those of `cross_entropy`: "mean" divides by
+    the sum of the targets' weights and is NaN if all rows are ignored.
 
     Args:
         input: (..., d), hidden states.
         linear_weight: (V, d), the classifier.
-        target: (...) integers in [0, V), or ``ignore_index``. Out of range: an error on the CPU; on a GPU, where
-            looking would stall it, a loss of NaN.
+        target: (...) integers in [0, V), or ``ignore_index``. A target out of range is an error on the CPU. On a GPU
+            the loss is NaN, because a check would synchronize.
         linear_bias: (V,).
-        weight: (V,), of the classes.
+        weight: (V,), the weight of each class.
         label_smoothing: in [0, 1].
         softcap, logit_scale, z_loss: as above; a ``logit_scale`` that requires grad gets its exact gradient.
-        shift: k scores the hidden state of token t against the target of token t + k; the last k states of the
-            next-to-last dimension are left out.
-        reduction: "none" gives the shape of ``target`` (less the shift).
-        group: a process group over whose ranks the classifier is spread, slices in rank order; every rank has all
-            tokens. Plain data parallelism needs no group.
-        options: how, never what.
+        shift: with shift k, the hidden state of token t is scored against the target of token t + k. The last k states
+            along the next-to-last dimension are not used.
+        reduction: "none" returns the shape of ``target``, with its last dimension shorter by ``shift``.
+        group: a process group over whose ranks the classes are sharded, in rank order. Every rank holds all tokens.
+            Plain data parallelism needs no group.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the inputs, their gradients, O(rows) statistics, and a workspace.
 
@@ -77,10 +78,10 @@ def linear_cross_entropy(
     _check.check_together(NAMES, a, c)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
-        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a share, not a percentage")
+        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     check_z_loss(z_loss)
-    said = _settings(reduction, label_smoothing, z_loss, ignore_index, shift) if name else ""
-    start, classes = shard_of_columns(c, said, name)
+    settings = _settings(reduction, label_smoothing, z_loss, ignore_index, shift) if name else ""
+    start, classes = shard_of_columns(c, settings, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
@@ -88,7 +89,7 @@ def linear_cross_entropy(
     scale = _check.check_scalar("logit_scale", logit_scale, a)
 
     valid = y != ignore_index
-    key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key is nobody's
+    key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
     own = key - start if name else key
     row_shift = _target_scores(a, c, own, scale, bias, cap, name)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
@@ -102,7 +103,7 @@ def linear_cross_entropy(
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
         total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
         square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
-        # Weights that add up to 0 say so: 0 / 0.
+        # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
         loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, spec=spec, options=options)
@@ -111,7 +112,7 @@ def linear_cross_entropy(
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.num_positives is not None
-    # A target that no column has leaves 0 positives, and 0 / 0 gives NaN; an ignored row has none and is no error.
+    # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
     loss_n = stats.row_lse - stats.row_pos / positives
     if target_weight is not None:
@@ -134,7 +135,7 @@ def linear_cross_entropy(
 
 
 def _nan_if_wrong(total: Tensor, valid: Tensor, key: Tensor) -> Tensor:
-    """0, or NaN if no row counts, or if one does with a negative target: that would be left out like an ignored one."""
+    """0, or NaN if no row is valid, or if a valid row has a negative target, which would otherwise be ignored."""
     wrong = total == 0
     if not _check.can_read(key):
         wrong = wrong | (valid & (key < 0)).any()
@@ -142,31 +143,30 @@ def _nan_if_wrong(total: Tensor, valid: Tensor, key: Tensor) -> Tensor:
 
 
 def check_z_loss(z_loss: float) -> None:
-    """A finite number, not negative."""
+    """Check a finite number that is not negative."""
     _check.check_number("z_loss", z_loss)
     if z_loss < 0.0:
-        raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative one would push the logits apart without end")
+        raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative value has no minimum")
 
 
 def _settings(reduction: str, label_smoothing: float, z_loss: float, ignore_index: int, shift: int) -> str:
-    """What ranks compare. As plain numbers: a compiler may hold symbols for them, which it cannot write down."""
-    shares = f"label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
-    return f"reduction={reduction} {shares} ignore_index={int(ignore_index)} shift={int(shift)}"
+    """Settings that ranks compare. Converted to plain numbers, because torch.compile may pass symbolic ones."""
+    numbers = f"label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
+    return f"reduction={reduction} {numbers} ignore_index={int(ignore_index)} shift={int(shift)}"
 
 
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
-    """The hidden states that are scored, as (n, d), and the shape of their losses."""
-    if not isinstance(input, Tensor):
-        raise DtypeError(f"input is a tensor, got {type(input).__name__}. {_check.tensor_of(input)}")
+    """The hidden states to score, as (n, d), and the shape of their losses."""
+    _check.check_tensor("input", input)
     if input.dim() < 1:
-        raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add the dimension of the features")
+        raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add a dimension")
     if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
         raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
     if shift:
         if input.dim() < 2:
             raise ShapeError(
-                f"shift={shift} moves along the tokens, so input must be (..., tokens, features), got "
-                f"{tuple(input.shape)}. Add a dimension, or shift outside"
+                f"with shift={shift}, input must be (..., tokens, features), got {tuple(input.shape)}. "
+                "Add a dimension, or shift the target yourself"
             )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
@@ -174,7 +174,7 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
 
 
 def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
-    """The targets of the scored states: (n,) int64."""
+    """Check the targets. Returns those of the scored states: (n,) int64."""
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise DtypeError(
@@ -184,7 +184,7 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
     if target.shape != input.shape[:-1]:
         raise ShapeError(
             f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}. "
-            "Shift with shift=1, not by cutting the target"
+            "For next-token prediction pass shift=1 instead of a shorter target"
         )
     _check.check_device(("target", "input"), target, input)
     y = (target[..., shift:] if shift else target).reshape(-1).long()
@@ -200,21 +200,21 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
 
 
 def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
-    """(V,), never rounded by autocast: a weight is part of the loss, not a feature."""
+    """Check the class weights, (V,). Autocast does not convert them: they are part of the loss, not features."""
     if weight is not None and isinstance(weight, Tensor) and weight.requires_grad:
         raise GradientError("weight is a constant and gets no gradient, but it requires grad. Pass weight.detach()")
     checked = check_bias("weight", weight, c, cast=False)
     if checked is not None and _check.can_read(checked) and not torch.isfinite(checked).all():
         worst = checked[~torch.isfinite(checked)]
         raise RangeError(
-            f"weight, of the classes, must be finite, got {worst[0].item()} ({worst.numel()} of {checked.numel()}). "
-            "A class without examples gets 0, not 1 / 0"
+            f"weight, one per class, must be finite, got {worst[0].item()} ({worst.numel()} of {checked.numel()}). "
+            "Set the weight of a class without examples to 0, not 1 / 0"
         )
     return checked
 
 
 def _pick(values_v: Tensor, own: Tensor) -> Tensor:
-    """values[own], and 0 where this rank does not hold the class."""
+    """values[own], and 0 for a class of another rank."""
     inside = (own >= 0) & (own < values_v.shape[0])
     if values_v.shape[0] == 0:
         return torch.zeros(own.shape, dtype=values_v.dtype, device=own.device)
@@ -224,22 +224,22 @@ def _pick(values_v: Tensor, own: Tensor) -> Tensor:
 def _target_scores(
     a: Tensor, c: Tensor, own: Tensor, scale: Tensor, bias: Tensor | None, softcap: float, group_name: str
 ) -> Tensor | None:
-    """About the score of each row's target, from which the row measures its scores: (n,), no gradient."""
-    near = positive_shift(a, c, scale, own)
-    if near is None:
+    """The shift of each row: approximately the score of its target: (n,), no gradient. None for no shift."""
+    shift = positive_shift(a, c, scale, own)
+    if shift is None:
         return None
-    score = torch.where((own >= 0) & (own < c.shape[0]), near, 0.0)
+    score = torch.where((own >= 0) & (own < c.shape[0]), shift, 0.0)
     if bias is not None:
         score = score + _pick(bias.detach().to(score.dtype), own)
     score = sum_over_ranks(score, group_name)
     if softcap:
         return softcap * torch.tanh(score / softcap)
-    # A target that a bias of -inf rules out is no place to measure from: -inf less -inf is not a number.
+    # A bias of -inf excludes a target. It cannot be a shift, because -inf - -inf is NaN.
     return score if bias is None else torch.where(score == -torch.inf, 0.0, score)
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """`linear_cross_entropy` with its settings kept."""
+    """`linear_cross_entropy` as a Module that stores the settings."""
 
     weight: Tensor | None
 
@@ -259,10 +259,17 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-        self.logit_scale = logit_scale  # an nn.Parameter registers itself and is learned
-        self.reduction, self.group, self.options = reduction, group, options
-        self.ignore_index, self.label_smoothing, self.shift = ignore_index, label_smoothing, shift
-        self.softcap, self.z_loss = softcap, z_loss
+        self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
+        self.settings: dict[str, Any] = {
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "z_loss": z_loss,
+            "shift": shift,
+            "group": group,
+            "options": options,
+        }
 
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None
@@ -274,13 +281,6 @@ class LinearCrossEntropyLoss(nn.Module):
             target,
             linear_bias=linear_bias,
             weight=self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
             logit_scale=self.logit_scale,
-            z_loss=self.z_loss,
-            shift=self.shift,
-            group=self.group,
-            options=self.options,
+            **self.settings,
         )

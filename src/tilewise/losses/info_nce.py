@@ -1,6 +1,8 @@
-"""InfoNCE with in-batch, shared and own negatives."""
+"""InfoNCE with in-batch negatives, shared negatives, and negatives of each query."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
-NO_ID = -(2**63)  # of a negative that nobody leaves out
+NO_ID = -(2**63)  # id of a negative that is never excluded
 
 
 def info_nce(
@@ -33,7 +35,7 @@ def info_nce(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """Cross entropy of each query against its own key, the other keys and the negatives; its own key is the answer.
+    """Cross entropy of each query against its own key, the other keys and the negatives. Its own key is the target.
 
     Equals, without building the logits::
 
@@ -41,20 +43,21 @@ def info_nce(
         F.cross_entropy(logits, arange(n))
 
     Args:
-        query, positive_key: (n, d) each; key i answers query i. Normalize outside.
-        negative_keys: (M, d), shared by all queries, or (n, K, d), own negatives of each query.
+        query, positive_key: (n, d) each; key i is the positive of query i. They are not normalized; normalize them
+            first.
+        negative_keys: (M, d), shared by all queries, or (n, K, d), K negatives for each query.
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
-        in_batch: the keys of the other queries are negatives too. With False a query meets only its own key and
-            the negatives.
-        symmetric: adds the keys' direction, each key against all queries, and halves.
-        query_ids, key_ids: integers, such as document ids. A query and a key of equal id that is not its own
-            never meet: no false negatives. ``key_ids`` is (n,), or (n + M,) with those of shared negatives behind;
-            if one of the two is missing, row i of the other stands for it.
-        negative_mask: bool, True where a negative is real: (M,) or (n, K). Padding behind a False reaches neither
-            loss nor gradient, whatever it holds.
-        reduction: "none" gives (n,).
-        group: a process group over whose ranks queries, keys and shared negatives are spread.
-        options: how, never what.
+        in_batch: whether the keys of the other queries are negatives too. If False, a query is scored only against
+            its own key and the negatives.
+        symmetric: also score each key against all queries, and average the two directions.
+        query_ids, key_ids: integers, such as document ids. A query is not scored against a key of equal id, except
+            its own: such a key would be a false negative. ``key_ids`` is (n,), or (n + M,) with the ids of shared
+            negatives at the end. If one of the two is None, the other is used for both.
+        negative_mask: bool, (M,) or (n, K): True for a negative, False for padding. Values of padding, even NaN,
+            change neither the loss nor its gradient.
+        reduction: "none" returns (n,).
+        group: a process group over whose ranks queries, keys and shared negatives are sharded.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradients, O(n + M + n K) statistics, and a workspace.
 
@@ -74,7 +77,7 @@ def info_nce(
     if symmetric and not in_batch:
         raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True")
     if not in_batch and negatives is None:
-        raise ConfigError("in_batch=False without negative_keys leaves nothing to tell the key from: pass some")
+        raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
     shift = positive_shift(a, b, scale)
@@ -118,10 +121,10 @@ def _shared_lse(
     options: TileOptions,
     name: str,
 ) -> Tensor:
-    """Log-sum-exp of each query against the negatives that all share: (n,)."""
+    """Log-sum-exp of each query against the shared negatives: (n,)."""
     bias = None
     if mask is not None:
-        # A masked negative scores -inf whatever it holds, so its features are replaced before any product.
+        # A masked negative scores -inf. Its features are replaced by zeros, because they may hold NaN.
         negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
         bias = torch.zeros(mask.shape, dtype=scale.dtype, device=a.device).masked_fill(~mask, -torch.inf)
     skip = query_id if negative_id is not None else None
@@ -140,21 +143,21 @@ def _shared_lse(
 
 
 def _shifted(x_nk: Tensor, shift: Tensor | None) -> Tensor:
-    """Scores less the shift of their row."""
+    """Scores minus the shift of their row."""
     return x_nk if shift is None else x_nk - shift[:, None]
 
 
 def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
     if negative_keys is None:
         if mask is not None:
-            raise ConfigError("negative_mask says which negative_keys are real, but there are none: pass both")
+            raise ConfigError("negative_mask marks padding in negative_keys, but there are none. Pass both")
         return None
     if not isinstance(negative_keys, Tensor) or negative_keys.dim() not in (2, 3):
         got = tuple(negative_keys.shape) if isinstance(negative_keys, Tensor) else type(negative_keys).__name__
         number = isinstance(negative_keys, (int, float)) or (
             isinstance(negative_keys, Tensor) and not negative_keys.dim()
         )
-        how = "A temperature is passed by its name, temperature=..." if number else "Reshape them"
+        how = "Pass a temperature by keyword, temperature=..." if number else "Reshape them"
         raise ShapeError(
             f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {how}"
         )
@@ -165,7 +168,7 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise DtypeError(f"negative_mask is a bool tensor, True where a negative is real, got {kind}: use .bool()")
+            raise DtypeError(f"negative_mask is a bool tensor, False for padding, got {kind}. Convert it with .bool()")
         if mask.shape != negatives.shape[:-1]:
             raise ShapeError(
                 f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, "
@@ -183,7 +186,7 @@ def _check_ids(
     *,
     over_group: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Ids of the queries, of the keys, and of the shared negatives (None where nothing is to be left out)."""
+    """Ids of the queries, of the keys, and of the shared negatives; None for those that exclude nothing."""
     if query_ids is None and key_ids is None:
         return None, None, None
     n = a.shape[0]
@@ -195,15 +198,15 @@ def _check_ids(
         query_id = key_id[:n]
     if key_id is None:
         key_id = query_id
-    behind = key_id[n:] if shared and key_id.shape[0] == n + shared else None
-    if over_group and behind is None and negatives is not None and negatives.dim() == 2:
-        # A rank without negatives cannot tell whether the others' negatives have ids, so all ranks send some.
-        behind = torch.full((shared,), NO_ID, device=a.device)
-    return query_id, key_id[:n], behind
+    negative_id = key_id[n:] if shared and key_id.shape[0] == n + shared else None
+    if over_group and negative_id is None and negatives is not None and negatives.dim() == 2:
+        # A rank without negatives does not know whether the negatives of other ranks have ids, so all ranks send ids.
+        negative_id = torch.full((shared,), NO_ID, device=a.device)
+    return query_id, key_id[:n], negative_id
 
 
 class InfoNCELoss(nn.Module):
-    """`info_nce` with its settings kept."""
+    """`info_nce` as a Module that stores the settings."""
 
     def __init__(
         self,
@@ -216,9 +219,14 @@ class InfoNCELoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.temperature = temperature  # an nn.Parameter registers itself and is learned
-        self.in_batch, self.symmetric = in_batch, symmetric
-        self.reduction, self.group, self.options = reduction, group, options
+        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
+        self.settings: dict[str, Any] = {
+            "in_batch": in_batch,
+            "symmetric": symmetric,
+            "reduction": reduction,
+            "group": group,
+            "options": options,
+        }
 
     def forward(
         self,
@@ -236,12 +244,8 @@ class InfoNCELoss(nn.Module):
             positive_key,
             negative_keys,
             temperature=self.temperature,
-            in_batch=self.in_batch,
-            symmetric=self.symmetric,
             query_ids=query_ids,
             key_ids=key_ids,
             negative_mask=negative_mask,
-            reduction=self.reduction,
-            group=self.group,
-            options=self.options,
+            **self.settings,
         )

@@ -1,4 +1,4 @@
-"""The primitive: log-sum-exp of each row of a product that is never stored."""
+"""Log-sum-exp of each row of a matrix product that is never stored."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def linear_logsumexp(
         scale: multiplies the scores; a tensor that requires grad gets its exact gradient.
         bias: (m,), added to the scores.
         softcap: the scores become ``softcap * tanh(scores / softcap)``.
-        group: a process group over whose ranks the rows of ``a`` and those of ``b`` are spread; each rank gets
-            the log-sum-exp of its own rows over all of ``b``.
-        options: how, never what.
+        group: a process group over whose ranks the rows of ``a`` and of ``b`` are sharded. Each rank gets the
+            log-sum-exp of its own rows over all of ``b``.
+        options: how the result is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     >>> linear_logsumexp(torch.zeros(1, 3), torch.ones(4, 3)).item() == torch.tensor(4.0).log().item()
     True
@@ -50,7 +50,7 @@ def linear_logsumexp(
 
 
 def check_softcap(softcap: float | None) -> float:
-    """A positive number, or 0 for none."""
+    """Check a soft cap. Returns it as a float, 0 for None."""
     if softcap is None:
         return 0.0
     _check.check_number("softcap", softcap)
@@ -60,7 +60,7 @@ def check_softcap(softcap: float | None) -> float:
 
 
 def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:
-    """One number for each column; in autocast's type where the features are, unless ``cast`` is False."""
+    """Check a vector with one entry for each column. With ``cast``, returns it in autocast's type, as the features."""
     if bias is None:
         return None
     _check.check_floating(name, bias, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ def nt_xent(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """Cross entropy of each view against all others; the other view of its sample is the answer.
+    """Cross entropy of each view against all other views. The other view of its sample is the target.
 
     Equals, without building the (2B, 2B) logits::
 
@@ -31,14 +33,15 @@ def nt_xent(
         F.cross_entropy(logits, (arange(2 * B) + B) % (2 * B))
 
     Args:
-        features: (2B, d), the first views of all samples and then the second ones; normalize outside.
+        features: (2B, d), the first views of all samples, then the second views. They are not normalized; normalize
+            them first.
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
-        reduction: "none" gives (2B,).
-        group: a process group over whose ranks the samples are spread, both views of a sample on one rank.
-        options: how, never what.
+        reduction: "none" returns (2B,).
+        group: a process group over whose ranks the samples are sharded, with both views of a sample on one rank.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradient, O(B) statistics, and a workspace. Cost: scores are symmetric, so half a
-    product forward and 1.5 backward.
+    Memory: the features, their gradient, O(B) statistics, and a workspace. Cost: half a product in
+    forward and 1.5 in backward, because the scores are symmetric.
 
     >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
     0.2395
@@ -71,7 +74,7 @@ def nt_xent(
 
 
 class NTXentLoss(nn.Module):
-    """`nt_xent` with its settings kept."""
+    """`nt_xent` as a Module that stores the settings."""
 
     def __init__(
         self,
@@ -82,15 +85,9 @@ class NTXentLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.temperature = temperature  # an nn.Parameter registers itself and is learned
-        self.reduction, self.group, self.options = reduction, group, options
+        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
+        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
 
     def forward(self, features: Tensor) -> Tensor:
         """See `nt_xent`."""
-        return nt_xent(
-            features,
-            temperature=self.temperature,
-            reduction=self.reduction,
-            group=self.group,
-            options=self.options,
-        )
+        return nt_xent(features, temperature=self.temperature, **self.settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ def siglip_loss(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """Every pair as a question of its own: do this image and this text belong together?
+    """Sigmoid loss: binary cross entropy of every pair of an image and a text.
 
     Equals, without building the (n, n) logits::
 
@@ -33,14 +35,14 @@ def siglip_loss(
         -F.logsigmoid(sign * logits).sum() / n
 
     Args:
-        image_features, text_features: (n, d) each, used as they are: normalize outside.
+        image_features, text_features: (n, d) each. They are not normalized; normalize them first.
         logit_scale, logit_bias: numbers, or 0-d tensors that get their exact gradient.
-        reduction: "none" gives (n,), the sum over the texts for each image.
-        group: a process group over whose ranks the pairs are spread; see docs/concepts/ring.md.
-        options: how, never what.
+        reduction: "none" returns (n,), for each image the sum over all texts.
+        group: a process group over whose ranks the pairs are sharded; see docs/concepts/ring.md.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: 4 products, or 3 where
-    ``options.gradients`` are formed in forward.
+    Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: three products with the one-pass
+    strategy, otherwise four; see `TileOptions`.
 
     >>> x = torch.eye(2)
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 4)
@@ -53,7 +55,7 @@ def siglip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    # Its gradient is the sum of the columns' gradients, which half types could not hold one by one.
+    # Not a half type: the gradient of the bias is the sum of the columns' gradients, which must not be rounded first.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
@@ -64,7 +66,7 @@ def siglip_loss(
 
 
 class SigLipLoss(nn.Module):
-    """`siglip_loss` with its settings kept."""
+    """`siglip_loss` as a Module that stores the settings."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class SigLipLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.reduction, self.group, self.options = reduction, group, options
+        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
 
     def forward(
         self,
@@ -84,12 +86,4 @@ class SigLipLoss(nn.Module):
         logit_bias: float | Tensor,
     ) -> Tensor:
         """See `siglip_loss`."""
-        return siglip_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            logit_bias,
-            reduction=self.reduction,
-            group=self.group,
-            options=self.options,
-        )
+        return siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.settings)

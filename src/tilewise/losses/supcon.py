@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
 
-HALF = (torch.float16, torch.bfloat16)  # their scores are measured from 0
+HALF = (torch.float16, torch.bfloat16)  # no shift for these types
 
 
 def supcon_loss(
@@ -25,7 +27,7 @@ def supcon_loss(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor:
-    """For each row the mean over the other rows of its label of their negative log-probability.
+    """Supervised contrastive loss: mean negative log-probability of the other rows with the same label.
 
     Equals, without building the (n, n) logits::
 
@@ -33,18 +35,19 @@ def supcon_loss(
         positive = (labels[:, None] == labels[None, :]).fill_diagonal_(False)
         -(log_softmax(logits) on positive).sum(1) / positive.sum(1)
 
-    A row whose label no other row has contributes zero, and counts in the mean.
+    A row whose label occurs only once contributes zero and counts in the mean.
 
     Args:
-        features: (n, d); normalize outside. For several views of a sample, stack them and repeat the labels.
+        features: (n, d). They are not normalized; normalize them first. For several views of a sample, stack the
+            views and repeat the labels.
         labels: (n,) integers.
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
-        reduction: "none" gives (n,).
-        group: a process group over whose ranks the rows are spread; labels are compared across ranks.
-        options: how, never what.
+        reduction: "none" returns (n,).
+        group: a process group over whose ranks the rows are sharded. Labels are compared across ranks.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradient, O(n) statistics, and a workspace. Cost: scores are symmetric, so half a
-    product forward and 1.5 backward.
+    Memory: the features, their gradient, O(n) statistics, and a workspace. Cost: half a product in
+    forward and 1.5 in backward, because the scores are symmetric.
 
     >>> x = torch.eye(4)
     >>> round(supcon_loss(x, torch.tensor([0, 0, 1, 1]), temperature=1.0).item(), 4)
@@ -74,19 +77,19 @@ def supcon_loss(
 
 
 def _next_of_label(label: Tensor) -> Tensor:
-    """For each row the next one of its label, the first after the last; itself if it is the only one: (n,) int64.
+    """The next row with the same label, cyclically; the row itself if there is no other: (n,) int64.
 
-    Near the score with one positive a row measures its scores; that with itself may be far from all others.
+    The score with this positive is the row's shift. The score of a row with itself may be far from all others.
     """
     ordered, index = torch.sort(label, stable=True)
-    after = torch.arange(1, label.shape[0] + 1, device=label.device)
-    last = after == torch.searchsorted(ordered, ordered, right=True)
-    after = torch.where(last, torch.searchsorted(ordered, ordered), after)
-    return index.scatter(0, index, index[after])
+    following = torch.arange(1, label.shape[0] + 1, device=label.device)
+    last = following == torch.searchsorted(ordered, ordered, right=True)
+    following = torch.where(last, torch.searchsorted(ordered, ordered), following)
+    return index.scatter(0, index, index[following])
 
 
 class SupConLoss(nn.Module):
-    """`supcon_loss` with its settings kept."""
+    """`supcon_loss` as a Module that stores the settings."""
 
     def __init__(
         self,
@@ -97,16 +100,9 @@ class SupConLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.temperature = temperature  # an nn.Parameter registers itself and is learned
-        self.reduction, self.group, self.options = reduction, group, options
+        self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
+        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """See `supcon_loss`."""
-        return supcon_loss(
-            features,
-            labels,
-            temperature=self.temperature,
-            reduction=self.reduction,
-            group=self.group,
-            options=self.options,
-        )
+        return supcon_loss(features, labels, temperature=self.temperature, **self.settings)

@@ -1,4 +1,4 @@
-"""What a language model thinks of each token, from one pass over its vocabulary and without its logits."""
+"""Statistics of each token under a language model, from one pass over the vocabulary, without storing logits."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ WANT = ("log_prob", "entropy", "argmax", "correct", "logsumexp")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Statistics of tokens, each in their shape; None where nobody asked.
+    """Statistics of tokens, each in the shape of the tokens; None for a field that was not requested.
 
-    Tokens with the target ``ignore_index`` do not count: they have an argmax of -1, False for ``correct``, and 0 for
-    everything else.
+    For an ignored token, whose target is ``ignore_index``, ``argmax`` is -1, ``correct`` is False, and all other
+    statistics are 0.
     """
 
     log_prob: Tensor | None = None  # of the target; float32 (float64 for float64), differentiable
     entropy: Tensor | None = None  # of the softmax, in nats; differentiable
-    argmax: Tensor | None = None  # int64, the class with the largest logit; the lowest, if several are equal
-    correct: Tensor | None = None  # bool, whether the target is that class
+    argmax: Tensor | None = None  # int64, the class with the largest logit; the lowest of equal ones
+    correct: Tensor | None = None  # bool, whether the target is the argmax
     logsumexp: Tensor | None = None  # of the logits; differentiable
-    valid: Tensor | None = None  # bool, whether the token counts; None without targets
+    valid: Tensor | None = None  # bool, False for an ignored token; None without targets
 
     @property
     def accuracy(self) -> Tensor:
-        """Correct tokens over those that count: 0-d, NaN if there are none. Asks for ``correct``."""
+        """Fraction of correct tokens among those not ignored: 0-d, NaN if there are none. Requires ``correct``."""
         if self.correct is None or self.valid is None:
             raise ConfigError(
-                'accuracy asks for "correct", which was not computed. Pass targets, and want=("correct",) or more'
+                'accuracy requires "correct", which was not computed. Pass targets, and want=("correct",) or more'
             )
         return self.correct.sum() / self.valid.sum()
 
@@ -61,7 +61,7 @@ def linear_token_stats(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> TokenStats:
-    """Log-probability, entropy, argmax and correctness of each token, from one product that is never stored.
+    """Log-probability, entropy, argmax and correctness of each token. The logits are never stored.
 
     With logits as in `linear_cross_entropy`, equals::
 
@@ -76,21 +76,22 @@ def linear_token_stats(
     Args:
         input: (..., d), hidden states.
         linear_weight: (V, d), the classifier.
-        target: (...) integers in [0, V), or ``ignore_index``; None if there are none, and then every token counts.
-        want: names of `TokenStats`' fields to compute; None for all (without targets: all that need none).
+        target: (...) integers in [0, V), or ``ignore_index``. With None no token is ignored.
+        want: names of the fields of `TokenStats` to compute; None for all fields that are available.
         linear_bias: (V,).
         ignore_index, softcap, logit_scale, shift, group: as in `linear_cross_entropy`; a temperature T is
             ``logit_scale=1 / T``.
-        options: how, never what. ``filter_tolerance`` and ``gradients`` have no effect here.
+        options: how the statistics are computed; see `TileOptions`. ``filter_tolerance`` and ``gradients`` have no
+            effect.
 
-    Memory: as `linear_cross_entropy`. Time: entropy and argmax ask for the maximum of each row of a tile.
+    Memory: as `linear_cross_entropy`. Cost: entropy and argmax also compute the maximum of each row of each tile.
 
     >>> stats = linear_token_stats(torch.eye(3), 9.0 * torch.eye(3), torch.tensor([0, 2, -100]))
     >>> stats.argmax.tolist(), stats.correct.tolist(), stats.accuracy.item()
     ([0, 1, -1], [True, False, False], 0.5)
     """
     options, name = _check.check_options(options), _check.group_name(group)
-    asked = _check_want(want, target)
+    names = _check_want(want, target)
     a, shape = _rows(input, shift)
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
@@ -113,9 +114,9 @@ def linear_token_stats(
         keys=PairKeys(row_key=key, row_shift=row_shift),
         spec=PairSpec(
             row_lse=True,
-            row_entropy="entropy" in asked,
-            row_top="argmax" in asked or "correct" in asked,
-            positive="one" if "log_prob" in asked else "none",
+            row_entropy="entropy" in names,
+            row_top="argmax" in names or "correct" in names,
+            positive="one" if "log_prob" in names else "none",
             softcap=cap,
             drop_rows=key is not None,
             same_rows=bool(name),
@@ -123,44 +124,44 @@ def linear_token_stats(
         options=options,
         group_name=name,
     )
-    found = _found(stats, asked, valid, row_shift)
-    if "correct" in asked:
+    found = _found(stats, names, valid, row_shift)
+    if "correct" in names:
         assert stats.row_top_col is not None
         assert valid is not None
         found["correct"] = (stats.row_top_col == y) & valid
     return TokenStats(**{field: value.reshape(shape) for field, value in found.items()})
 
 
-def _found(stats: Stats, asked: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
-    """What was asked for, (n,) each, with the values of tokens that do not count."""
+def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
+    """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in."""
     found: dict[str, Tensor] = {}
     lse, entropy, top = stats.row_lse, stats.row_entropy, stats.row_top_col
     assert lse is not None
-    if "log_prob" in asked:
+    if "log_prob" in names:
         assert valid is not None
         assert stats.row_pos is not None
         assert stats.num_positives is not None
-        # A target that no column has leaves 0 hits, and 0 / 0 says so; an ignored row has none and is no error.
+        # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
         found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
-    if "logsumexp" in asked:
+    if "logsumexp" in names:
         found["logsumexp"] = lse if row_shift is None else lse + row_shift
-    if "entropy" in asked and entropy is not None:
+    if "entropy" in names and entropy is not None:
         found["entropy"] = entropy
     if valid is not None:
         found = {field: torch.where(valid, value, 0.0) for field, value in found.items()} | {"valid": valid}
-    if "argmax" in asked and top is not None:
+    if "argmax" in names and top is not None:
         found["argmax"] = top if valid is None else torch.where(valid, top, -1)
     return found
 
 
 def _check_want(want: Sequence[str] | None, target: Tensor | None) -> tuple[str, ...]:
-    """The names of the fields that are asked for."""
+    """Check the requested fields. Returns their names."""
     if want is None:
         return tuple(field for field in WANT if target is not None or field not in NEED_TARGET)
-    asked = (want,) if isinstance(want, str) else tuple(want)
-    for field in asked:
+    names = (want,) if isinstance(want, str) else tuple(want)
+    for field in names:
         if field not in WANT:
-            raise ConfigError(f"want names statistics of tokens, {', '.join(WANT)}, got {field!r}. Choose among these")
+            raise ConfigError(f"want is a sequence of names among {', '.join(WANT)}, got {field!r}. Use one of these")
         if target is None and field in NEED_TARGET:
-            raise ConfigError(f"{field} is about a token's target, and no target came. Pass target, or leave it out")
-    return asked
+            raise ConfigError(f"{field} needs a target, but no target was passed. Pass target, or remove it from want")
+    return names

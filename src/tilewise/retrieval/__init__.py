@@ -1,4 +1,4 @@
-"""Ranks and recall of retrieval without the matrix of scores."""
+"""Ranks and recall of retrieval. The matrix of scores is never stored."""
 
 from tilewise.retrieval.call import BothRanks
 from tilewise.retrieval.progress import Progress

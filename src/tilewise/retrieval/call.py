@@ -1,4 +1,4 @@
-"""One call: the right answers' scores, then how many rivals are better, block by block of the gallery.
+"""One ranking call: scores of the right answers, then counts of better items, one gallery block at a time.
 
 Axes: n queries, m gallery items, d features, p right answers per query, e excluded items per query.
 """
@@ -20,17 +20,17 @@ from tilewise.retrieval.checks import check_features, check_ids, check_index, ch
 
 
 class BothRanks(NamedTuple):
-    """Ranks in the two directions of one matrix of scores."""
+    """Ranks in both directions of one score matrix."""
 
-    query_to_gallery: Tensor  #: (n,) or (n, p): of each right answer among the gallery
-    gallery_to_query: Tensor  #: (m,): of the best right query of each gallery item; -1 for an item without one
+    query_to_gallery: Tensor  #: (n,) or (n, p): rank of each right answer among the gallery items
+    gallery_to_query: Tensor  #: (m,): rank of each item's best right query among the queries; -1 if it has none
 
 
 @dataclass(frozen=True)
 class RankingCall:
-    """Arguments of a call, checked; then the two steps: scores of the right answers, then their rivals.
+    """The checked arguments of a call, and its two steps: score the right answers, then count better items.
 
-    Indices of items and queries count over all ranks, blocks of the gallery come one by one.
+    Indices of items and queries are global, over all ranks. Gallery blocks are visited one at a time.
     """
 
     queries: Tensor
@@ -55,7 +55,7 @@ class RankingCall:
         options: TileOptions,
         both: bool,
     ) -> RankingCall:
-        """Checked, by all ranks together: an error of one is an error of each."""
+        """Check the arguments on all ranks. If one rank raises an error, all ranks do."""
         positives, query_ids, gallery_ids = answers
         with ring.propagate_errors():
             check_features(queries, gallery, over_group=ring.exchange.world > 1)
@@ -67,7 +67,7 @@ class RankingCall:
                     f"without positives, gallery item i answers query i, but there are {n} queries and {m} "
                     "items. Pass positives=..., or query_ids=... and gallery_ids=..."
                 )
-        told = {
+        settings = {
             "call": "ranking in both directions" if both else "ranking",
             "answers": "item i" if own else "positives" if ids is None else "ids",
             "width": queries.shape[1],
@@ -75,7 +75,7 @@ class RankingCall:
             "device": queries.device.type,
             "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         }
-        ring.meet(n, m, queries.device, told)
+        ring.meet(n, m, queries.device, settings)
         with ring.propagate_errors():
             if own:
                 positives = torch.arange(n, device=queries.device) + ring.col_start
@@ -89,15 +89,15 @@ class RankingCall:
 
     @property
     def pairs(self) -> int:
-        """Scores to compute: every pair once, or twice with ids."""
+        """The number of scores to compute: each pair once, or twice with ids."""
         return self.queries.shape[0] * self.ring.all_cols * (1 if self.ids is None else 2)
 
     def arithmetic(self) -> Any:
-        """A context without gradients and autocast, with products as the options say."""
+        """A context without gradients and autocast, with the precision of the options."""
         return kernel.rank_arithmetic(self.queries.device, self.options.precision)
 
     def run(self, advance: kernel.Advance | None) -> BothRanks:
-        """Both steps."""
+        """Run both steps and return the ranks."""
         queries = self.queries
         scorer = choose_scorer(queries.device, queries.shape[1], queries.dtype, self.options)
         excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
@@ -109,8 +109,8 @@ class RankingCall:
 
         def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
-            met = kernel.Block(queries, block["gallery"], self.ring.row_start, first, excluded, advance)
-            row_counts, col_counts = scorer.count_better(met, rows, cols)
+            pairs = kernel.Block(queries, block["gallery"], self.ring.row_start, first, excluded, advance)
+            row_counts, col_counts = scorer.count_better(pairs, rows, cols)
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
@@ -126,26 +126,26 @@ class RankingCall:
     def answers(
         self, scorer: kernel.Scorer, excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> tuple[list[kernel.Answers], kernel.Best | None]:
-        """The right answers of the queries and, if asked, of the gallery items, with their scores."""
+        """The right answers of the queries, with their scores, and with ``both`` those of the gallery items."""
         n, ring = self.queries.shape[0], self.ring
         mine = kernel.no_best(n, scorer)
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
         def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            met = kernel.Block(self.queries, block["gallery"], ring.row_start, first, excluded, advance)
-            best = kernel.no_best(met.items.shape[0], scorer) if self.both else None
+            pairs = kernel.Block(self.queries, block["gallery"], ring.row_start, first, excluded, advance)
+            best = kernel.no_best(pairs.items.shape[0], scorer) if self.both else None
             if self.ids is not None:
-                scorer.find_best(met, self.ids[0], block["ids"], mine, best)
+                scorer.find_best(pairs, self.ids[0], block["ids"], mine, best)
             else:
                 for which, score in zip(index, scores, strict=True):
-                    scorer.pair_scores(met, which, score)
+                    scorer.pair_scores(pairs, which, score)
                     if best is not None:
                         _merge_back(best, which - first, score, ring.row_start)
             return None if best is None else {"score": best.score, "index": best.index}
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
-        if self.own:  # no other rank's block has an answer
+        if self.own:  # all answers are in this rank's own block
             found = find(ring.col_start, block) or {}
         else:
             accumulators = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
@@ -153,7 +153,7 @@ class RankingCall:
         rows = [kernel.answers_of(which, score, scorer.side) for which, score in zip(index, scores, strict=True)]
         if self.ids is not None:
             rows = [_answers_of_best(mine, scorer)]
-        # A view of a buffer that held other accumulators too: the answers outlive it.
+        # Clones: the results are views of a larger buffer, which can then be freed.
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
 
@@ -170,7 +170,7 @@ def _answers_of_best(best: kernel.Best, scorer: kernel.Scorer) -> kernel.Answers
 
 
 def _merge_back(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
-    """Query i is right for item item_i of the block: keep each item's highest score and, of equals, the first query."""
+    """Query i is a right query of item item_i of the block. Keep each item's highest score; on ties the first query."""
     keep = (item >= 0) & (item < best.score.shape[0])
     query = torch.arange(first_row, first_row + item.shape[0], device=item.device)[keep]
     item, score = item[keep], score[keep]

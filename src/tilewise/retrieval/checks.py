@@ -8,29 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise._check import FLOATS, INTEGERS, check_has_float64
+from tilewise._check import FLOATS, check_device, check_has_float64, check_integers, check_tensor
 from tilewise.errors import DeviceError, DtypeError, RangeError, ShapeError
 
 
 def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False) -> None:
-    """Check shapes, dtypes and devices, and that all scores are finite, over a group also those of other ranks."""
-    for name, features in (("queries", queries), ("gallery", gallery)):
-        if not isinstance(features, Tensor):
-            raise DtypeError(f"{name} is a tensor, got {type(features).__name__}. Use torch.as_tensor()")
+    """Check shapes, types and devices, and that all scores are finite, over a group also those with other ranks."""
+    check_tensor("queries", queries)
+    check_tensor("gallery", gallery)
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1]:
         raise ShapeError(
             "queries and gallery must be (n, d) and (m, d) with the same width d, "
-            f"got {tuple(queries.shape)} and {tuple(gallery.shape)}"
+            f"got {tuple(queries.shape)} and {tuple(gallery.shape)}. Transpose or reshape one of them"
         )
     if queries.dtype != gallery.dtype or queries.dtype not in FLOATS:
         raise DtypeError(
             "queries and gallery must have one type: float16, bfloat16, float32 or float64, "
             f"got {queries.dtype} and {gallery.dtype}. Convert one of them"
         )
-    if queries.device != gallery.device:
-        raise DeviceError(
-            f"queries and gallery must be on one device, got {queries.device} and {gallery.device}. Move one of them"
-        )
+    check_device(("queries", "gallery"), queries, gallery)
     if queries.is_meta:
         raise DeviceError("tensors on the meta device have no values to rank. Use another device")
     check_has_float64("queries", queries)
@@ -53,29 +49,14 @@ def _ends(features: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(features.detach())).double()
 
 
-def check_tensor(name: str, indices: Tensor) -> None:
-    """Check that indices, ids or ranks are a tensor."""
-    if isinstance(indices, Tensor):
-        return
-    how = "Use torch.as_tensor()"
-    if isinstance(indices, list | tuple) and any(isinstance(value, str) for value in indices):
-        how = (
-            "Number the strings with one table for both sides: number = {name: i for i, name in enumerate(sorted("
-            "{*query_names, *gallery_names}))}, then torch.tensor([number[name] for name in names])"
-        )
-    raise DtypeError(f"{name} is a tensor of integers, got {type(indices).__name__}. {how}")
-
-
 def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor:
     """Check gallery indices. Returns (n, columns) int64, where -1 means none."""
     n = queries.shape[0]
-    check_tensor(name, index)
+    check_tensor(name, index, "a tensor of integers")
     if index.dim() not in (1, 2) or index.shape[0] != n:
         raise ShapeError(f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}")
-    if index.dtype not in INTEGERS:
-        raise DtypeError(f"{name} are gallery indices and must be integers, got {index.dtype}. Call .long() on them")
-    if index.device != queries.device:
-        raise DeviceError(f"{name} must be on {queries.device} like the queries, got {index.device}. Move them")
+    check_integers(name, index)
+    check_device((name, "queries"), index, queries)
     index = index.long() if index.dim() == 2 else index.long()[:, None]
     if index.numel():
         low, high = torch.stack(torch.aminmax(index)).tolist()
@@ -103,13 +84,11 @@ def check_ids(
             f"{_given(gallery_ids)}"
         )
     for name, ids, features in (("query_ids", query_ids, queries), ("gallery_ids", gallery_ids, gallery)):
-        check_tensor(name, ids)
+        check_tensor(name, ids, "a tensor of integers")
         if ids.shape != features.shape[:1]:
             raise ShapeError(f"{name} must be ({features.shape[0]},), one id per row, got {tuple(ids.shape)}")
-        if ids.dtype not in INTEGERS:
-            raise DtypeError(f"{name} must be integers, got {ids.dtype}. Number the ids first")
-        if ids.device != features.device:
-            raise DeviceError(f"{name} must be on {features.device} like the features, got {ids.device}. Move them")
+        check_integers(name, ids, "Number the ids first")
+        check_device((name, "the features"), ids, features)
     return query_ids.long(), gallery_ids.long()
 
 

@@ -1,4 +1,4 @@
-"""Progress of a ranking: a progress bar, or a function of the caller."""
+"""Progress of a ranking: a progress bar, or a callback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 
 @contextmanager
 def reporter(progress: bool | Progress, total: int, device: torch.device) -> Iterator[kernel.Advance | None]:
-    """The function that the tile loops call to report progress, or None."""
+    """Yield the function that the tile loops call to report progress, or None."""
     if progress is False or (progress is True and importlib.util.find_spec("rich") is None):
         yield None
         return

@@ -1,4 +1,4 @@
-"""Ranks and recall of retrieval: the functions.
+"""The public functions of retrieval: ranks and recall.
 
 Axes: n queries, m gallery items, d features, p right answers per query, e excluded items per query.
 """
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise._check import INTEGERS, check_options, group_name
+from tilewise._check import check_integers, check_options, check_tensor, group_name
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
 from tilewise.ops.distributed.ring_loop import RingLoop
 from tilewise.options import TileOptions
 from tilewise.retrieval.call import BothRanks, RankingCall
-from tilewise.retrieval.checks import check_tensor
 from tilewise.retrieval.progress import Progress, reporter
 
 
@@ -39,41 +38,40 @@ def retrieval_ranks(
 
         rank_i = #{j : x_ij > x_ip}  +  #{j < p : x_ij == x_ip}
 
-    which is where p stands in ``x_i.argsort(descending=True, stable=True)``, without building (n, m) scores.
-    Equal scores are ranked by gallery index, so a model that scores everything alike ranks at chance, not at
-    the top.
+    which is the position of p in ``x_i.argsort(descending=True, stable=True)``. The (n, m) scores are not stored.
+    Equal scores are ranked by gallery index, so a model that gives all pairs the same score ranks at chance, not
+    at the top.
 
     Args:
         queries: (n, d), float16, bfloat16, float32 or float64.
         gallery: (m, d), same type and device. Normalize both outside for cosine scores.
-        positives: the index of the right answer(s). None: item i answers query i. (n,): one each. (n, p):
-            several each, ranked separately, rows padded with -1. -1 stands for no answer and has rank -1.
-        query_ids: (n,) integers, with `gallery_ids` and instead of `positives`: every item with the query's
-            id is right, and the best-placed one is ranked; a query whose id is not in the gallery has rank
-            -1.
+        positives: the gallery index of the right answer(s). None: item i answers query i. (n,): one per query.
+            (n, p): several per query, ranked separately, rows padded with -1. An index of -1 means no answer; its
+            rank is -1.
+        query_ids: (n,) integers, together with `gallery_ids` and instead of `positives`. Every item with the query's
+            id is a right answer, and the best of them is ranked. A query whose id is not in the gallery has rank -1.
         gallery_ids: (m,) integers.
-        exclude: (n,) or (n, e) gallery indices padded with -1: items that are no candidates for that query.
-            With ``gallery is queries`` and ids, ``exclude=torch.arange(n)`` keeps a query from finding
-            itself.
-        progress: True shows a bar if the package rich is installed; a function is called with (pairs done,
-            pairs in all) now and then. On an accelerator this synchronizes at each call.
-        group: a process group over whose ranks queries and gallery are spread, in rank order and in shards of
-            any size. Each rank gets the ranks of its own queries among the gallery of all. `positives` and
+        exclude: (n,) or (n, e) gallery indices padded with -1: items that are not candidates for that query.
+            If queries and gallery are the same tensor and ids are used, ``exclude=torch.arange(n)`` excludes each
+            query itself.
+        progress: True shows a progress bar if the package rich is installed. A function is called with (pairs done,
+            all pairs) from time to time; on an accelerator each of these calls synchronizes.
+        group: a process group over whose ranks queries and gallery are sharded, in rank order and in shards of
+            any size. Each rank gets the ranks of its own queries among the whole gallery. `positives` and
             `exclude` are then indices into the whole gallery, ids are compared across ranks, and without
             either item i of a rank answers query i of that rank.
-        options: how; `workspace_mib` bounds the scratch memory.
+        options: how the ranks are computed; see `TileOptions`. `workspace_mib` limits the scratch memory.
 
     Returns:
-        int64 ranks, (n,), or (n, p) if `positives` is.
+        int64 ranks: (n, p) if `positives` is (n, p), otherwise (n,).
 
-    Memory: O(n + m) integers and scores, and one tile. Time: one product of 2 n m d operations; two with ids,
-    since the best answer must be known before its rivals can be counted (ids in ascending order save most of
-    the second; on a GPU, any order does).
+    Memory: O(n + m) integers and scores, and one tile. Cost: one product of 2 n m d operations. With ids there are
+    two, because the best answer must be known before better items can be counted. On the CPU, ids in ascending order
+    save most of the second product; on a GPU, ids in any order do.
 
-    All scores come from products of one and the same shape, so equal gallery rows tie exactly, and neither n,
-    m nor `workspace_mib` changes a rank (as long as the workspace holds a full tile: 10.3 MiB on the CPU at a
-    width of 1,024 in float32). NaN, infinities, and scores that would overflow are
-    refused.
+    All scores come from products of the same shape, so equal gallery rows tie exactly, and n, m and `workspace_mib`
+    do not change a rank, provided that the workspace holds a full tile (10.3 MiB on the CPU at a width of 1,024 in
+    float32). NaN, infinities, and scores that would overflow raise an error.
 
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     >>> retrieval_ranks(x, x.flip(0))          # item i answers query i
@@ -100,16 +98,15 @@ def retrieval_ranks_both(
     group: Any | None = None,
     options: TileOptions | None = None,
 ) -> BothRanks:
-    """`retrieval_ranks`, and the ranks of queries for each gallery item, from one pass over the scores.
+    """Ranks in both directions, queries to gallery and gallery to queries, from one pass over the scores.
 
-    The right queries of item j are those that have j as a right answer; the best-placed of them is ranked,
-    among the queries, by the same rule::
+    The right queries of item j are those with j as a right answer. The best of them is ranked among all queries, by
+    the same rule::
 
-        rank_j = #{i : x_ij > x_qj}  +  #{i < q : x_ij == x_qj}        q: the right query of the highest score
+        rank_j = #{i : x_ij > x_qj}  +  #{i < q : x_ij == x_qj}        q: the right query with the highest score
 
     With images as queries and texts as gallery these are image-to-text and text-to-image retrieval.
-    Arguments, cost and memory are those of `retrieval_ranks`; an excluded pair is excluded in both
-    directions.
+    Arguments, cost and memory are those of `retrieval_ranks`. An excluded pair is excluded in both directions.
 
     >>> captions = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]])
     >>> images = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -122,19 +119,18 @@ def retrieval_ranks_both(
 
 
 def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
-    """Share of queries with a right answer among the first k: ``mean_i [min_p rank_ip < k]``.
+    """Fraction of queries with a right answer among the first k items: ``mean_i [min_p rank_ip < k]``.
 
     Args:
-        ranks: (n,) or (n, p), 0-based, as `retrieval_ranks` returns them. Of several answers the best counts.
-            A query whose ranks are all -1 has no right answer to find and is left out of the mean.
-        ks: positive, any order.
+        ranks: (n,) or (n, p), 0-based, as returned by `retrieval_ranks`. The best of several answers counts.
+            A query whose ranks are all -1 has no right answer and is not part of the mean.
+        ks: positive integers, in any order.
 
     >>> recall_at_k(torch.tensor([0, 3, 12, -1]), ks=(1, 5))
     {1: 0.3333333333333333, 5: 0.6666666666666666}
     """
-    check_tensor("ranks", ranks)
-    if ranks.dtype not in INTEGERS:
-        raise DtypeError(f"ranks must be integers, got {ranks.dtype}. Pass what retrieval_ranks returns, not scores")
+    check_tensor("ranks", ranks, "a tensor of integers")
+    check_integers("ranks", ranks, "Pass the result of retrieval_ranks, not scores")
     if ranks.dim() not in (1, 2):
         raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}")
     if not isinstance(ks, Sequence):

@@ -1,1 +1,1 @@
-"""The backend of plain PyTorch: any device with float64, any floating type."""
+"""The torch backend: plain PyTorch, on any device with float64 and in any floating type."""

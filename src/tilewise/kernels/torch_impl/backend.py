@@ -1,4 +1,4 @@
-"""The torch backend: plain PyTorch, on any device that has float64 and in any floating type. It never refuses."""
+"""The torch backend: plain PyTorch, on any device that has float64 and in any floating type. It serves every call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewise.options import TileOptions
 
 
 class TorchBackend(Backend):
-    """Plain PyTorch."""
+    """Plain PyTorch, tile by tile."""
 
     name = "torch"
     one_pass = TorchOnePass()
@@ -22,7 +22,7 @@ class TorchBackend(Backend):
     offers_ranks = True
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-        """The statistics that ``spec`` asks for, tile by tile."""
+        """The statistics of ``spec``, tile by tile."""
         return two_pass.forward(pair, spec, options)
 
     def backward(
@@ -37,16 +37,16 @@ class TorchBackend(Backend):
         grad_dtype: torch.dtype | None = None,
         saved: object | None = None,
     ) -> Grads:
-        """Gradients from tiles that are computed a second time. Nothing is ever saved."""
+        """Gradients, tile by tile. The scores are computed a second time; ``saved`` is always None."""
         return two_pass.backward(pair, stats, grad, needs, spec, options, grad_dtype or pair.a.dtype)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
-        """Sums over the columns (and over symmetric rows) are float32 for half types."""
+        """For half types, the gradients of columns (and of symmetric rows) are summed in float32."""
         if shape.dtype not in HALF_TYPES:
             return 0
         summed = shape.rows if spec.symmetric else shape.cols * needs.b
         return 4 * summed * shape.width
 
     def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """Ranks counted tile by tile."""
+        """Counts ranks tile by tile."""
         return ScoreTile(device, width, dtype, options.workspace_bytes)

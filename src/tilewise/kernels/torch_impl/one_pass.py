@@ -1,11 +1,13 @@
-"""A scalar loss and its gradients in one pass: the weight of each row is known before, so G is formed in forward.
+"""The one-pass strategy of the torch backend: a scalar loss and its gradients from one pass over the scores.
+
+The weight of each row is known beforehand, so forward can compute G:
 
     L = sum_i w_i (lse_i - pos_i) + sum_i z_i lse_i^2                    or    L = sum_i w_i softplus_i
     G_ij = (w_i + 2 z_i lse_i) exp(x_ij - lse_i) - w_i [positive]        or    w_i (sigmoid(x_ij) - [positive])
     dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
-Three products instead of four. For a softmax the scores of a block of rows with ALL columns are stored until the sums
-of the rows are known. A sigmoid needs only the score itself, and is computed tile by tile.
+This takes three products instead of four. For a softmax the scores of a block of rows with ALL columns are stored
+until the sums of the rows are known. A sigmoid needs one score at a time and is computed tile by tile.
 
 Axes: n rows of a, m rows of b, d features; r rows of one block; i, j slices of rows and columns.
 """
@@ -43,38 +45,38 @@ from tilewise.kernels.torch_impl.two_pass import GradSums, is_bounded
 from tilewise.options import TileOptions
 
 LARGEST_BLOCK = 1024  # rows; larger blocks are not faster
-MULTIPLY_ROWS = 4096  # rows multiplied at a time, where a product of two types makes a copy
+MULTIPLY_ROWS = 4096  # rows multiplied at a time: a product of two types allocates a copy
 
 
 def block_rows(shape: PairShape, spec: PairSpec, memory: int) -> int:
-    """Rows whose scores with all columns fit ``memory`` bytes; 0 if not one does."""
+    """The number of rows whose scores with all columns fit ``memory`` bytes; it may be 0."""
     half, on_cuda = shape.dtype in HALF_TYPES, shape.device.type == "cuda"
     item = 8 if shape.dtype == torch.float64 else 4
-    columns = shape.cols * shape.width * item if half and not on_cuda else 0  # in the type of the products
-    more = 8 if half and on_cuda else 2  # masks; G in the type of the features
+    columns = shape.cols * shape.width * item if half and not on_cuda else 0  # converted columns
+    more = 8 if half and on_cuda else 2  # masks, and G in the type of the features
     row = shape.cols * (item * (1 + bool(spec.softcap)) + more) + 4 * shape.width * item
     return max(0, min(shape.rows, LARGEST_BLOCK, (memory - columns) // row))
 
 
 class TorchOnePass:
-    """The capability `one_pass` of the torch backend. Gradients are saved."""
+    """The capability `one_pass` of the torch backend. It saves the gradients."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Losses of rows with at most one positive, whose scores of one row fit the workspace."""
+        """See `OnePass`. The loss must be one of rows with one positive, and the workspace hold the scores of a row."""
         if not is_one_sided(spec):
-            return "the loss is not one of rows with one positive each"
+            return "it serves only losses of rows with one positive each"
         if self.rows_that_fit(shape, spec, options.workspace_bytes) < 1:
             return "the workspace does not hold the scores of one row"
         return None
 
     def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
-        """Rows of a block; a sigmoid keeps no scores."""
+        """See `OnePass`. A sigmoid stores no scores."""
         return shape.rows if spec.softplus else block_rows(shape, spec, memory)
 
     def saved_like(
         self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Gradients."""
+        """See `OnePass`."""
         return gradients_like(shape, needs)
 
     def forward(
@@ -114,15 +116,15 @@ def multiplied(grad: Tensor, grad_output: Tensor, dtype: torch.dtype, overwrite:
     if in_place and grad.device.type == "cpu" and grad_output.item() == 1.0:
         return grad
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
-    # Two dimensions times two: a 0-d factor would be rounded to the type of a half gradient first.
+    # The factor has 2 dimensions, because a 0-d factor would first be rounded to the type of a half gradient.
     for start in range(0, grad.shape[0], MULTIPLY_ROWS):
-        part = slice(start, start + MULTIPLY_ROWS)
-        out[part] = grad[part] * grad_output.reshape(1, 1)
+        rows = slice(start, start + MULTIPLY_ROWS)
+        out[rows] = grad[rows] * grad_output.reshape(1, 1)
     return out
 
 
 class _Blocks:
-    """The torch backend: scores of a block, its loss, G in place of the scores, two products."""
+    """For each block: scores, loss, G in place of the scores, two products."""
 
     def __init__(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
@@ -132,7 +134,7 @@ class _Blocks:
         self.tiles = Tiles(pair, spec, options)
         if not spec.softplus:
             self.tiles.rows, self.tiles.cols = rows, max(pair.b.shape[0], 1)
-        # G is divided by the size of the weights, so that it stays near 1; the factor is restored at the end.
+        # G is divided by the largest weight, so that it stays near 1. `GradSums` multiplies it back.
         self.size = largest_gradient(GradStats(row_lse=self.weight, row_pos=self.square)).to(pair.a.device)
         self.sums = GradSums(self.tiles, needs, self.size, saved_dtype(pair.a.dtype))
         self.loss = pair.a.new_zeros((), dtype=torch.float64)
@@ -141,14 +143,14 @@ class _Blocks:
         self.at_positive = torch.zeros_like(self.weight)
 
     def run(self) -> tuple[Tensor, Grads]:
-        """All blocks."""
+        """The loss and the gradients of all blocks."""
         for i, j in self.tiles:
             g_rc = self._sigmoid(i, j) if self.spec.softplus else self._softmax(i, j)
             self.sums.add(g_rc, i, j)
         return self.loss.to(self.pair.stat_dtype), self.sums.grads()
 
     def _softmax(self, i: slice, j: slice) -> Tensor:
-        """The loss of the rows i is added, and their G returned."""
+        """Add the loss of the rows i and return their G."""
         pair, keys = self.pair, self.tiles.keys
         x_rc = self.tiles.scores(i, j)
         slope = self.tiles.softcap_slope(x_rc) if self.spec.softcap else None
@@ -160,10 +162,10 @@ class _Blocks:
             x_rc.sub_(top)
         total = x_rc.exp_().sum(1).double()
         lse = total.log() + top.squeeze(1).double()
-        start = 0.0 if pair.row_shift is None else pair.row_shift[i].double()
-        stats = Stats(row_lse=lse - start, row_pos=pos, num_positives=self.num_positives[i])
+        shift = 0.0 if pair.row_shift is None else pair.row_shift[i].double()
+        stats = Stats(row_lse=lse - shift, row_pos=pos, num_positives=self.num_positives[i])
         square = None if self.square is None else self.square[i]
-        loss, grad = loss_of_stats(self.weight[i], square, stats, start, self.spec)
+        loss, grad = loss_of_stats(self.weight[i], square, stats, shift, self.spec)
         self.loss += loss
         assert grad.row_lse is not None
         assert grad.row_pos is not None
@@ -174,12 +176,12 @@ class _Blocks:
         return x_rc if slope is None else x_rc.mul_(slope)
 
     def _sigmoid(self, i: slice, j: slice) -> Tensor:
-        """The same of one tile of a sigmoid loss."""
+        """Add the loss of one tile of a sigmoid loss and return its G."""
         keys, weight = self.tiles.keys, self.weight[i]
         x_rc = self.tiles.scores(i, j)
         keys.flip_positives_(x_rc, i, j)
-        spare = self.tiles.spare(x_rc)
-        self.loss += (weight * torch.logaddexp(x_rc, x_rc.new_zeros(()), out=spare).sum(1)).sum(dtype=torch.float64)
+        scratch = self.tiles.scratch(x_rc)
+        self.loss += (weight * torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)).sum(dtype=torch.float64)
         g_rc = x_rc.sigmoid_()
         keys.flip_positives_(g_rc, i, j)
         return g_rc.mul_((weight / self.size).to(g_rc.dtype)[:, None])

@@ -1,9 +1,9 @@
-"""Ranks counted tile by tile, on any device: see `ranks`.
+"""Ranks counted tile by tile, on any device. See `tilewise.kernels.ranks` for the contract.
 
 Axes: n queries (rows), c gallery items of one block (columns), d features; s the side of a tile.
 
-Every product has one shape, (s, d) @ (d, s), out of the same two buffers; a ragged edge is multiplied in full and
-cut afterwards.
+Every product has the shape (s, d) @ (d, s) and reads the same two buffers. A tile at a ragged edge is multiplied in
+full; the extra scores are discarded.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from tilewise.errors import ConfigError
 from tilewise.kernels.ranks import Answers, Best, Block, ends_of
+from tilewise.kernels.torch_impl.tiles import product_types
 
-LARGEST_SIDE = {"cpu": 512}  # of a tile; the scores of a tile stay in the cache
-LARGEST_SIDE_ELSEWHERE = 2048  # fewer, larger launches for accelerators
+LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
+LARGEST_SIDE_ELSEWHERE = 2048  # larger: accelerators prefer few large launches
 SMALLEST_SIDE = 16
-SQUARE_BUFFERS = 4  # scores, hits, ties, before
+SQUARE_BUFFERS = 4  # scores, better, ties, before
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
-    """The most a loop over tiles takes: four squares of scores, a mask, three sets of features."""
+    """Memory of a loop over tiles: four square buffers of scores, a mask, and three blocks of features."""
     return (SQUARE_BUFFERS * score_bytes + 1) * side * side + 3 * side * width * feature_bytes
 
 
 def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int) -> int:
-    """The largest power of two up to the device's own side whose buffers fit; n and m do not matter.
+    """The largest power of two up to the device's limit whose buffers fit the workspace. Independent of n and m.
 
     >>> tile_side(torch.device("cpu"), 256, torch.float32, 256 * 2**20)
     512
@@ -42,24 +43,14 @@ def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_by
         if side < SMALLEST_SIDE:
             need = scratch_bytes(SMALLEST_SIDE, width, feature.itemsize, score.itemsize)
             raise ConfigError(
-                f"ranking features of width {width} takes at least {-(-need // 2**20)} MiB of scratch "
-                f"memory, but workspace_mib allows {workspace_bytes // 2**20}. Raise "
-                "TileOptions(workspace_mib=...)"
+                f"ranking features of width {width} needs at least {-(-need // 2**20)} MiB of scratch memory, "
+                f"but workspace_mib is {workspace_bytes // 2**20}. Increase TileOptions(workspace_mib=...)"
             )
     return side
 
 
-def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """(type of the operands, type of the scores): half types accumulate and are compared in float32."""
-    if dtype in (torch.float16, torch.bfloat16):
-        # Only CUDA multiplies half operands into a float32 result; elsewhere they are widened, which is
-        # exact.
-        return (dtype if device.type == "cuda" else torch.float32), torch.float32
-    return dtype, dtype
-
-
 class ScoreTile:
-    """A `Scorer` with the buffers of one tile, allocated once for a whole call."""
+    """A `Scorer` that allocates the buffers of one tile once per call."""
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
         self.side = tile_side(device, width, dtype, workspace_bytes)
@@ -68,17 +59,17 @@ class ScoreTile:
         self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
         self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
         squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
-        self.scores, self.hits, self.ties, self.before = squares
+        self.scores, self.better, self.ties, self.before = squares
         self.ones = torch.ones(self.side, device=device, dtype=score)
-        self.places = torch.arange(self.side, device=device, dtype=score)  # exact: a side is far below 2**24
+        self.places = torch.arange(self.side, device=device, dtype=score)  # exact, since a side is below 2**24
         self.scratch_bytes = scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
 
     def ranges(self, length: int) -> list[slice]:
-        """Cut `length` rows into tiles."""
+        """Slices that divide `length` rows into tiles."""
         return [slice(first, min(first + self.side, length)) for first in range(0, length, self.side)]
 
     def load(self, buffer: Tensor, features: Tensor) -> None:
-        """Fill a side of the tile. What is left behind the end from before meets no score that is kept."""
+        """Copy features into a buffer. Old values behind the end remain; their scores are discarded."""
         buffer[: features.shape[0]].copy_(features)
 
     def product(self, rows: int, cols: int) -> Tensor:
@@ -90,10 +81,10 @@ class ScoreTile:
         return self.scores[:rows, :cols]
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
-        """As a `Scorer` does.
+        """See `Scorer`.
 
-        The items are gathered in the order of their queries and multiplied as a full tile, of which the diagonal
-        is kept: the tile's own arithmetic, for s products per pair instead of one.
+        The items are gathered in the order of their queries. A full tile is multiplied and only its diagonal is used,
+        so that the arithmetic is that of every other tile. This costs s products per pair instead of one.
         """
         for rows in self.ranges(block.queries.shape[0] if block.items.shape[0] else 0):
             items, inside = block.answering(index, rows)
@@ -106,8 +97,9 @@ class ScoreTile:
     def find_best(
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
     ) -> None:
-        """As a `Scorer` does. A tile whose rows and columns have no id in common, by their smallest and largest, is not
-        computed: ids in ascending order make this pass nearly free.
+        """See `Scorer`. A tile is skipped if the ranges of its row ids and column ids do not overlap.
+
+        With ids in ascending order this pass is nearly free.
         """
         row_ends, col_ends = ends_of(row_ids, row_ids, self.side), ends_of(col_ids, col_ids, self.side)
         for cols, (low, high) in zip(self.ranges(block.items.shape[0]), col_ends, strict=True):
@@ -117,7 +109,7 @@ class ScoreTile:
                     continue
                 scores = self._scores(block, rows, cols)
                 scores.masked_fill_(row_ids[rows, None] != col_ids[None, cols], -torch.inf)
-                top = scores.max(dim=1)  # of equals, the first
+                top = scores.max(dim=1)  # the first of equal scores
                 Best(rows_best.score[rows], rows_best.index[rows]).merge_(
                     top.values, top.indices + (block.col_offset + cols.start)
                 )
@@ -131,24 +123,23 @@ class ScoreTile:
     def count_better(
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As a `Scorer` does, a tile at a time."""
+        """See `Scorer`."""
         n, c = block.queries.shape[0], block.items.shape[0]
         row_counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int64)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int64)
-        for here in self.ranges(c):
-            self.load(self.gallery, block.items[here])
-            for mine in self.ranges(n):
-                scores = self._scores(block, mine, here)
+        for j in self.ranges(c):
+            self.load(self.gallery, block.items[j])
+            for i in self.ranges(n):
+                scores = self._scores(block, i, j)
                 for counts, answers in zip(row_counts, rows, strict=True):
-                    counts[mine] += self._count_along_columns(scores, answers, mine, block.col_offset + here.start)
+                    counts[i] += self._count_along_columns(scores, answers, i, block.col_offset + j.start)
                 if cols is not None and col_counts is not None:
-                    first_row = block.row_offset + mine.start
-                    col_counts[here] += self._count_along_columns(scores.T, cols, here, first_row)
-            block.done(here)
+                    col_counts[j] += self._count_along_columns(scores.T, cols, j, block.row_offset + i.start)
+            block.done(j)
         return row_counts, col_counts
 
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
-        """Of these queries and the items that are loaded; -inf where a pair is excluded."""
+        """Scores of these queries and the loaded items; -inf for an excluded pair."""
         self.load(self.queries, block.queries[rows])
         scores = self.product(rows.stop - rows.start, cols.stop - cols.start)
         if block.excluded is not None:
@@ -156,25 +147,25 @@ class ScoreTile:
         return scores
 
     def _count_along_columns(self, scores: Tensor, answers: Answers, rows: slice, first: int) -> Tensor:
-        """Of the tile's columns (global indices from `first`), how many go before each row's answer: int64.
+        """The number of the tile's columns that rank before each row's answer: int64. `first` is their first index.
 
-        Masks are 0.0 and 1.0 in the type of the scores and summed by a product with ones: exact up to 2**24, and
-        several times as fast on the CPU as booleans.
+        Masks are 0.0 and 1.0 in the type of the scores and are summed by a product with ones. This is exact up to
+        2**24 and several times as fast on the CPU as sums of booleans.
         """
         low, high = answers.spans[rows.start // self.side]
         answer = answers.score[rows, None]
-        hits = _oriented(self.hits, scores)
-        if first + scores.shape[1] <= low:  # all columns stand before every answer, and win ties
-            torch.ge(scores, answer, out=hits)
+        better = _oriented(self.better, scores)
+        if first + scores.shape[1] <= low:  # all columns come before every answer and win ties
+            torch.ge(scores, answer, out=better)
         else:
-            torch.gt(scores, answer, out=hits)
-            if first < high:  # some stand before an answer, some behind
+            torch.gt(scores, answer, out=better)
+            if first < high:  # some columns come before an answer, some after it
                 ties, before = _oriented(self.ties, scores), _oriented(self.before, scores)
                 place = (answers.index[rows, None] - first).clamp(0, scores.shape[1]).to(scores.dtype)
                 torch.eq(scores, answer, out=ties)
                 torch.lt(self.places[: scores.shape[1]], place, out=before)
-                hits.addcmul_(ties, before)
-        return (hits @ self.ones[: scores.shape[1]]).to(torch.int64)
+                better.addcmul_(ties, before)
+        return (better @ self.ones[: scores.shape[1]]).to(torch.int64)
 
 
 def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the keys say about the pairs of one tile: which are positive, excluded, or a sample with itself.
+"""Keys applied to one tile: which pairs are positive, excluded, or a sample paired with itself.
 
 Axes: r, c rows and columns of one tile; i, j their slices.
 """
@@ -13,20 +13,21 @@ from tilewise.kernels.spec import Pair, PairSpec
 
 
 class TileKeys:
-    """The keys of a pair of blocks, asked about one tile at a time.
+    """The keys of a pair of blocks, applied tile by tile.
 
-    With "one" positive a row knows its column, so nothing of the tile's size is built; with "many" a mask is.
+    With "one" positive the column of each row's positive is known, and no mask is built. With "many" positives each
+    tile builds a mask.
     """
 
     def __init__(self, pair: Pair, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
-        self.pos_col: Tensor | None = None  # (n,), where in the block a row's positive is, or outside of it
+        self.pos_col: Tensor | None = None  # (n,), the positive's column, relative to the block; may lie outside
         if spec.positive == "one":
-            itself = torch.arange(pair.row_start, pair.row_start + pair.a.shape[0], device=pair.a.device)
-            key = itself if pair.row_key is None else pair.row_key
+            own = torch.arange(pair.row_start, pair.row_start + pair.a.shape[0], device=pair.a.device)
+            key = own if pair.row_key is None else pair.row_key
             self.pos_col = key - pair.col_start
             if spec.mask_self:  # a sample is never its own positive
-                self.pos_col.masked_fill_(key == itself, -1)
+                self.pos_col.masked_fill_(key == own, -1)
 
     def num_positives(self) -> Tensor:
         """The number of positives of each row: (n,)."""
@@ -35,7 +36,7 @@ class TileKeys:
         return keys.num_positives(self.pair, self.spec)
 
     def exclude_(self, x_rc: Tensor, i: slice, j: slice) -> None:
-        """-inf for pairs that never meet: those that share a skip key and are not positive, and samples themselves."""
+        """Set excluded pairs to -inf: equal skip keys that are not positive, and with ``mask_self`` equal indices."""
         pair = self.pair
         if pair.row_skip is not None and pair.col_skip is not None:
             mask_rc = pair.row_skip[i, None] == pair.col_skip[None, j]
@@ -48,21 +49,22 @@ class TileKeys:
         if self.spec.mask_self:
             x_rc.diagonal(self._diagonal(i, j)).fill_(-torch.inf)
 
-    def positive_sums(self, x_rc: Tensor, i: slice, j: slice, spare: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For each row the sum over its positives of x - row_shift, float64: (r,).
+    def positive_sums(self, x_rc: Tensor, i: slice, j: slice, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Sum of x - row_shift over the positives of each row, float64: (r,).
 
-        With symmetric scores, a tile off the diagonal stands for its mirror image too: (c,) for the rows j.
+        With symmetric scores, a tile off the diagonal also represents its mirror image: the second result, (c,), has
+        the sums of the rows j.
         """
         mirrored = self.spec.symmetric and i != j
         if self.spec.positive == "one":
             return self._picked(x_rc, i, j), self._picked(x_rc.T, j, i) if mirrored else None
         mask_rc = self._mask(i, j)
-        # In float64: a hundred scores of 1000, of which the mean less the zero is asked, leave float32 two digits.
-        torch.where(mask_rc, x_rc, x_rc.new_zeros(()), out=spare)
-        row = spare.sum(1, dtype=torch.float64) - self._zero(i) * mask_rc.sum(1)
+        # float64: the sum of a hundred scores of 1000, minus a hundred shifts, would have two digits in float32.
+        torch.where(mask_rc, x_rc, x_rc.new_zeros(()), out=scratch)
+        row = scratch.sum(1, dtype=torch.float64) - self._shift(i) * mask_rc.sum(1)
         if not mirrored:
             return row, None
-        return row, spare.sum(0, dtype=torch.float64) - self._zero(j) * mask_rc.sum(0)
+        return row, scratch.sum(0, dtype=torch.float64) - self._shift(j) * mask_rc.sum(0)
 
     def flip_positives_(self, x_rc: Tensor, i: slice, j: slice) -> None:
         """Change the sign of the positives, in place."""
@@ -73,8 +75,8 @@ class TileKeys:
         elif self.spec.positive == "many":
             torch.where(self._mask(i, j), -x_rc, x_rc, out=x_rc)
 
-    def add_at_positives_(self, g_rc: Tensor, value: Tensor, i: slice, j: slice, spare: Tensor) -> None:
-        """Add value_i at the positives of row i, in place; with symmetric scores value_j as well."""
+    def add_at_positives_(self, g_rc: Tensor, value: Tensor, i: slice, j: slice, scratch: Tensor) -> None:
+        """Add value_i at the positives of row i, in place; with symmetric scores also value_j."""
         value = value.to(g_rc.dtype)
         if self.spec.positive == "one":
             self._scatter_add(g_rc, value, i, j)
@@ -82,8 +84,8 @@ class TileKeys:
                 self._scatter_add(g_rc.T, value, j, i)
             return
         if self.spec.symmetric:
-            torch.add(value[i, None], value[None, j], out=spare)
-            g_rc.add_(spare.mul_(self._mask(i, j)))
+            torch.add(value[i, None], value[None, j], out=scratch)
+            g_rc.add_(scratch.mul_(self._mask(i, j)))
         else:
             g_rc.addcmul_(value[i, None], self._mask(i, j).to(g_rc.dtype))
 
@@ -93,18 +95,18 @@ class TileKeys:
 
     def _picked(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
         place, inside = self._place(i, j)
-        found = x_rc.gather(1, place).squeeze(1).double() - self._zero(i)
+        found = x_rc.gather(1, place).squeeze(1).double() - self._shift(i)
         return torch.where(inside.squeeze(1), found, 0.0)
 
     def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
-        """For "one" positive: its column in the tile (r, 1), and whether it is there at all (r, 1)."""
+        """For "one" positive: its column in the tile, clamped to the tile, and whether it is inside: (r, 1) each."""
         assert self.pos_col is not None
         place = (self.pos_col[i] - j.start)[:, None]
         width = j.stop - j.start
         return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
     def _mask(self, i: slice, j: slice) -> Tensor:
-        """For "many" positives: where they are, (r, c) bool."""
+        """For "many" positives: the mask of the positives, (r, c) bool."""
         assert self.pair.row_key is not None
         assert self.pair.col_key is not None
         mask_rc = self.pair.row_key[i, None] == self.pair.col_key[None, j]
@@ -113,9 +115,9 @@ class TileKeys:
         return mask_rc
 
     def _diagonal(self, i: slice, j: slice) -> int:
-        """Where the pairs of a sample with itself lie in the tile; clamped to an empty diagonal outside of it."""
+        """The diagonal of the tile on which row and column are one sample; an empty one if it lies outside."""
         offset = (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
         return max(-(i.stop - i.start), min(offset, j.stop - j.start))
 
-    def _zero(self, part: slice) -> Tensor | float:
-        return 0.0 if self.pair.row_shift is None else self.pair.row_shift[part].double()
+    def _shift(self, rows: slice) -> Tensor | float:
+        return 0.0 if self.pair.row_shift is None else self.pair.row_shift[rows].double()

@@ -1,4 +1,4 @@
-"""The tiles of one pair of blocks: how large they are, in which order they come, and their scores.
+"""The tiles of one pair of blocks: their sizes, their order, and their scores.
 
 Axes: n rows of a, m rows of b, d features; r, c rows and columns of one tile; i, j their slices.
 """
@@ -11,34 +11,92 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.spec import HALF_TYPES, Pair, PairSpec
 from tilewise.kernels.torch_impl.tile_keys import TileKeys
 from tilewise.options import TileOptions
 
-# Few, large steps: after every one the threads of a CPU wait for the slowest, and on a busy machine that is long.
+# Large tiles, so that there are few steps: the threads of a CPU synchronize after each one.
 TILE_ROWS, TILE_COLS = 1024, 4096  # 16 MiB of float32
 SYMMETRIC_TILE = 2048
 ACCELERATOR_TILE = 8192
 SMALLEST_TILE = 16
-SYMMETRIC_STEPS = 8  # the least number of tiles along a side, where rows permit: those below the diagonal are saved
+SYMMETRIC_STEPS = 8  # fewest tiles along a side, if there are enough rows: tiles below the diagonal are not computed
 
 
-class Tiles:
-    """The tiles of one pair of blocks, in the order of the rows; holds the buffers that they share."""
+def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """(type of the operands, type of the result) of a product of features.
+
+    Products of half types are accumulated and returned in float32. Only CUDA multiplies half operands that way.
+    On other devices the operands are converted to float32 first, which is exact.
+    """
+    if dtype in HALF_TYPES:
+        return (dtype if device.type == "cuda" else torch.float32), torch.float32
+    return dtype, dtype
+
+
+class TileScores:
+    """How the scores of a tile are computed: product, scale, bias, soft cap."""
+
+    def __init__(self, pair: Pair, spec: PairSpec) -> None:
+        self.pair, self.spec = pair, spec
+        self.operand_dtype, self.compute_dtype = product_types(pair.a.device, pair.a.dtype)
+        self.scale = pair.scale.to(self.compute_dtype)
+
+    @property
+    def widens(self) -> bool:
+        """Whether the result of a product has a wider type than its operands (half types on CUDA)."""
+        return self.operand_dtype != self.compute_dtype
+
+    def operand(self, values: Tensor) -> Tensor:
+        """Features or a tile of G, in the type of the operands of a product."""
+        return values.to(self.operand_dtype)
+
+    def scaled(self, a_rd: Tensor) -> Tensor:
+        """Rows to multiply with columns: times the scale, unless the operands' type would round the result."""
+        return a_rd if self.widens else self.operand(a_rd) * self.scale
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right of two operands, in `compute_dtype`."""
+        return torch.mm(left, right, out_dtype=self.compute_dtype) if self.widens else left @ right
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total += left @ right, in place, accumulated in the type of ``total``."""
+        if self.widens:
+            total.add_(self.product(left, right))
+        else:
+            total.addmm_(left, right)
+
+    def scaled_product(self, scaled_rd: Tensor, b_cd: Tensor, out: Tensor | None = None) -> Tensor:
+        """scale * <a_i, b_j>: (r, c), written to ``out`` where possible. ``scaled_rd`` is a result of `scaled`."""
+        if self.widens:
+            return self.product(scaled_rd, b_cd.T).mul_(self.scale)
+        return torch.mm(scaled_rd, b_cd.T, out=out)
+
+    def finish_(self, x_rc: Tensor, bias: Tensor | None) -> Tensor:
+        """Add the bias of the columns and apply the soft cap, in place."""
+        if bias is not None:
+            x_rc.add_(bias)
+        if cap := self.spec.softcap:
+            x_rc.div_(cap).tanh_().mul_(cap)
+        return x_rc
+
+    def softcap_slope(self, x_rc: Tensor) -> Tensor:
+        """d softcap(x) / dx = 1 - (x / cap)^2 of capped scores; 0 for an excluded pair."""
+        return (x_rc / self.spec.softcap).square_().neg_().add_(1.0).clamp_(min=0.0)
+
+
+class Tiles(TileScores):
+    """The tiles of one pair of blocks, row block by row block, and the buffers that they share."""
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
-        self.pair, self.spec = pair, spec
-        half = pair.a.dtype in (torch.float16, torch.bfloat16)
-        # CUDA multiplies half types with float32 accumulation and output; elsewhere a tile is converted first.
-        self.upcast = not (half and pair.a.is_cuda)
-        self.compute_dtype = torch.float32 if half else pair.a.dtype
+        super().__init__(pair, spec)
         self.rows, self.cols = tile_sizes(pair, spec, options)
         self.keys = TileKeys(pair, spec)
         self._buffers: dict[str, Tensor] = {}
-        self._held: dict[str, tuple[slice, Tensor]] = {}
+        self._cached: dict[str, tuple[slice, Tensor]] = {}
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Rows outside, columns inside; with symmetric scores only tiles on and above the diagonal."""
+        """Rows in the outer loop, columns in the inner one. Symmetric: only tiles on and above the diagonal."""
         n, m = self.pair.a.shape[0], self.pair.b.shape[0]
         for start in range(0, n, self.rows):
             first = start if self.spec.symmetric else 0
@@ -46,60 +104,40 @@ class Tiles:
                 yield slice(start, min(start + self.rows, n)), slice(col, min(col + self.cols, m))
 
     def a_block(self, i: slice) -> Tensor:
-        """Rows of a, in the type of the products."""
+        """Rows of a, in the type of the operands."""
         return self._block("a", self.pair.a, i)
 
     def b_block(self, j: slice) -> Tensor:
-        """Rows of b, in the type of the products."""
+        """Rows of b, in the type of the operands."""
         return self._block("b", self.pair.b, j)
 
-    def spare(self, like: Tensor) -> Tensor:
-        """A second buffer of the tile's shape; what it holds lasts until the next call."""
-        return self._buffer("spare", *like.shape)
+    def scratch(self, like: Tensor) -> Tensor:
+        """A second buffer of the tile's shape. Its values are valid until the next call."""
+        return self._buffer("scratch", *like.shape)
 
     def scores(self, i: slice, j: slice) -> Tensor:
-        """Scores of one tile: (r, c), -inf where a pair never meets. Lasts until the next call."""
-        pair, cap = self.pair, self.spec.softcap
-        if self.upcast:
-            x_rc = self._buffer("scores", i.stop - i.start, j.stop - j.start)
-            torch.mm(self._scaled(i), self.b_block(j).T, out=x_rc)
-        else:
-            x_rc = torch.mm(pair.a[i], pair.b[j].T, out_dtype=torch.float32).mul_(pair.scale)
+        """Scores of one tile: (r, c), -inf for an excluded pair. They are valid until the next call."""
+        out = None if self.widens else self._buffer("scores", i.stop - i.start, j.stop - j.start)
+        scaled_rd = self._cache("scaled", i, lambda: self.scaled(self.a_block(i)))
+        x_rc = self.scaled_product(scaled_rd, self.b_block(j), out)
         if self.spec.symmetric and i == j:
-            # A product rounds x_ij and x_ji differently, and here the one stands for the other.
-            x_rc.add_(self.spare(x_rc).copy_(x_rc.T)).mul_(0.5)
-        if pair.bias is not None:
-            x_rc.add_(pair.bias[j])
-        if cap:
-            x_rc.div_(cap).tanh_().mul_(cap)
+            # x_ij is also used as x_ji, but a product rounds the two differently. Their mean is symmetric.
+            x_rc.add_(self.scratch(x_rc).copy_(x_rc.T)).mul_(0.5)
+        self.finish_(x_rc, None if self.pair.bias is None else self.pair.bias[j])
         self.keys.exclude_(x_rc, i, j)
         return x_rc
 
-    def softcap_slope(self, x_rc: Tensor) -> Tensor:
-        """d softcap(x) / dx = 1 - (x / cap)^2 of capped scores, and 0 where a pair never meets."""
-        return (x_rc / self.spec.softcap).square_().neg_().add_(1.0).clamp_(min=0.0)
+    def _block(self, name: str, features: Tensor, rows: slice) -> Tensor:
+        if features.dtype == self.operand_dtype:
+            return features[rows]
+        return self._cache(name, rows, lambda: self.operand(features[rows]))
 
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right, in place, accumulated in the type of ``total``."""
-        if self.upcast:
-            total.addmm_(left, right)
-        else:
-            total.add_(torch.mm(left, right, out_dtype=torch.float32))
-
-    def _block(self, name: str, features: Tensor, part: slice) -> Tensor:
-        if not self.upcast or features.dtype == self.compute_dtype:
-            return features[part]
-        return self._hold(name, part, lambda: features[part].to(self.compute_dtype))
-
-    def _scaled(self, i: slice) -> Tensor:
-        return self._hold("scaled", i, lambda: self.a_block(i) * self.pair.scale.to(self.compute_dtype))
-
-    def _hold(self, name: str, part: slice, make: Callable[[], Tensor]) -> Tensor:
-        """The block that ``make`` gives, kept until another part is asked for."""
-        if name not in self._held or self._held[name][0] != part:
-            self._held.pop(name, None)  # before the next one is made
-            self._held[name] = (part, make())
-        return self._held[name][1]
+    def _cache(self, name: str, rows: slice, make: Callable[[], Tensor]) -> Tensor:
+        """The result of ``make``, kept until other rows are requested under this name."""
+        if name not in self._cached or self._cached[name][0] != rows:
+            self._cached.pop(name, None)  # frees its memory before the next one is made
+            self._cached[name] = (rows, make())
+        return self._cached[name][1]
 
     def _buffer(self, name: str, r: int, c: int) -> Tensor:
         if name not in self._buffers:
@@ -109,7 +147,7 @@ class Tiles:
 
 
 def score_bound(pair: Pair, spec: PairSpec) -> float:
-    """No score is larger than this in size (Cauchy-Schwarz); inf when nothing can be said."""
+    """An upper bound of |x_ij| over all scores (Cauchy-Schwarz); inf if there is none."""
     if pair.a.numel() == 0 or pair.b.numel() == 0:
         return math.inf
     norms = [
@@ -128,7 +166,7 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
 
 
 def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, int]:
-    """Rows and columns of a tile such that all scratch memory stays inside the workspace."""
+    """Rows and columns of a tile, chosen such that its scratch memory fits the workspace."""
     rows, cols = TILE_ROWS, TILE_COLS
     if pair.a.device.type != "cpu":
         rows = cols = ACCELERATOR_TILE
@@ -146,7 +184,7 @@ def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, i
 
 
 def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
-    """The most that one tile takes: its buffers, its masks, and the blocks of features around it."""
+    """An upper bound of one tile's memory: its buffers, its masks, and its blocks of features."""
     item = 8 if pair.a.dtype == torch.float64 else 4
     many, skips = spec.positive == "many", pair.row_skip is not None
     tiles = 2 + bool(spec.softcap) + many + 2 * (pair.a.device.type != "cpu")

@@ -1,9 +1,9 @@
-"""The torch backend: a loop of matrix products over tiles, on any device and in any floating type.
+"""The two-pass strategy of the torch backend: a loop of matrix products over tiles.
 
 Axes: n rows of a, m rows of b, d features; r, c rows and columns of one tile; i, j their slices.
 
-    forward     for each tile: scores, then what its rows and columns add to the statistics
-    backward    for each tile: scores again, G (the gradient of the scores) in their place, then G B and G' A
+    forward     for each tile: compute the scores, update the statistics of its rows and columns
+    backward    for each tile: compute the scores again, replace them by their gradient G, add G B and G' A
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tilewise.options import TileOptions
 
 
 def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-    """The statistics that ``spec`` asks for, tile by tile."""
+    """The statistics of ``spec``, tile by tile."""
     with matmul_precision(options.precision), torch.no_grad():
         running = _RunningStats(pair, spec)
         tiles = Tiles(pair, spec, options)
@@ -54,10 +54,10 @@ def backward(
     options: TileOptions,
     grad_dtype: torch.dtype,
 ) -> Grads:
-    """Gradients from tiles that are computed a second time."""
+    """Gradients, tile by tile. The scores are computed a second time."""
     with matmul_precision(options.precision), torch.no_grad():
         tiles = Tiles(pair, spec, options)
-        # G is divided by the size of the incoming gradient, so that it stays near 1; the factor is restored at the end.
+        # G is divided by the largest gradient of a statistic, so that it stays near 1. `GradSums` multiplies it back.
         size = largest_gradient(grad).to(pair.a.device)
         weights = _TileWeights(pair, stats, grad, size, spec)
         sums = GradSums(tiles, needs, size, grad_dtype)
@@ -67,12 +67,12 @@ def backward(
 
 
 def is_bounded(pair: Pair, spec: PairSpec) -> bool:
-    """Whether exp of a score needs no shift. Only a CPU is asked: elsewhere the answer would have to be waited for."""
+    """Whether exp of a score needs no shift. False on other devices than a CPU, where reading it would synchronize."""
     return pair.a.device.type == "cpu" and score_bound(pair, spec) <= SAFE_SCORE
 
 
 class _RunningStats:
-    """Statistics of the tiles so far, float64."""
+    """Statistics of the tiles added so far, float64."""
 
     def __init__(self, pair: Pair, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
@@ -93,11 +93,11 @@ class _RunningStats:
         self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_entropy and is_bounded(pair, spec)
 
     def add(self, tiles: Tiles, i: slice, j: slice) -> None:
-        """One more tile."""
+        """Add the tile of the rows i and the columns j."""
         x_rc = tiles.scores(i, j)
-        spare = tiles.spare(x_rc)
+        scratch = tiles.scratch(x_rc)
         if self.row_pos is not None:
-            row, mirror = tiles.keys.positive_sums(x_rc, i, j, spare)
+            row, mirror = tiles.keys.positive_sums(x_rc, i, j, scratch)
             self.row_pos[i] += row
             if mirror is not None:
                 self.row_pos[j] += mirror
@@ -106,23 +106,23 @@ class _RunningStats:
             self.row_sum[i] += x_rc @ self.pair.col_weight[j].to(x_rc.dtype)
         if self.row_softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
-            self.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=spare).sum(1)
+            self.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)
         if self.row_top is not None and self.row_top_col is not None and x_rc.shape[1]:
-            here = x_rc.max(1)  # the first of equal ones
-            there = here.values.double(), here.indices + (self.pair.col_start + j.start)
-            self.row_top[i], self.row_top_col[i] = merged_top((self.row_top[i], self.row_top_col[i]), there)
+            top = x_rc.max(1)  # the first of equal scores
+            tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
+            self.row_top[i], self.row_top_col[i] = merged_top((self.row_top[i], self.row_top_col[i]), tile)
         if self.row_entropy is not None and self.row_lse is not None:
-            held, there = (self.row_lse[i], self.row_entropy[i]), tile_entropies(x_rc, spare)
-            both = torch.logaddexp(held[0], there[0])
-            self.row_entropy[i] = merged_entropy(held, there, both)
-            self.row_lse[i] = both
+            running, tile = (self.row_lse[i], self.row_entropy[i]), tile_entropies(x_rc, scratch)
+            lse = torch.logaddexp(running[0], tile[0])
+            self.row_entropy[i] = merged_entropy(running, tile, lse)
+            self.row_lse[i] = lse
         elif self.row_lse is not None or self.col_lse is not None:
-            self._add_exponentials(x_rc, spare, i, j)
+            self._add_exponentials(x_rc, scratch, i, j)
 
-    def _add_exponentials(self, x_rc: Tensor, spare: Tensor, i: slice, j: slice) -> None:
+    def _add_exponentials(self, x_rc: Tensor, scratch: Tensor, i: slice, j: slice) -> None:
         mirrored = self.spec.symmetric and i != j
         row, col = tile_log_sums(
-            x_rc, spare, rows=self.spec.row_lse, cols=self.spec.col_lse or mirrored, bounded=self.bounded
+            x_rc, scratch, rows=self.spec.row_lse, cols=self.spec.col_lse or mirrored, bounded=self.bounded
         )
         if self.row_lse is not None:
             self.row_lse[i] = torch.logaddexp(self.row_lse[i], row)
@@ -132,13 +132,13 @@ class _RunningStats:
             self.col_lse[j] = torch.logaddexp(self.col_lse[j], col)
 
     def stats(self, tiles: Tiles) -> Stats:
-        """What was asked for, measured from the zeros, in the type of the statistics; log-sum-exps in float64."""
+        """The wanted statistics, relative to the shifts, in `stat_dtype`; log-sum-exps in float64."""
 
-        def wide(vector: Tensor | None, zero: Tensor | None) -> Tensor | None:
-            return vector if vector is None or zero is None else vector - zero
+        def wide(vector: Tensor | None, shift: Tensor | None) -> Tensor | None:
+            return vector if vector is None or shift is None else vector - shift
 
-        def out(vector: Tensor | None, zero: Tensor | None = None) -> Tensor | None:
-            vector = wide(vector, zero)
+        def out(vector: Tensor | None, shift: Tensor | None = None) -> Tensor | None:
+            vector = wide(vector, shift)
             return None if vector is None else vector.to(self.pair.stat_dtype)
 
         return Stats(
@@ -155,20 +155,20 @@ class _RunningStats:
 
 
 class _TileWeights:
-    """Incoming gradients, divided by their common size, and the tile of G that they make."""
+    """Gradients of the statistics divided by ``size``, and the tiles of G computed from them."""
 
     def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
         self.rows = self.cols = self.entropy = self.grad_entropy = None
-        coming = grad.row_lse
+        grad_lse = grad.row_lse
         if grad.row_entropy is not None:
             assert stats.row_entropy is not None
             self.entropy, self.grad_entropy = stats.row_entropy.double(), (grad.row_entropy / size).double()
-            coming = torch.zeros_like(grad.row_entropy) if coming is None else coming
-        if coming is not None:
+            grad_lse = torch.zeros_like(grad.row_entropy) if grad_lse is None else grad_lse
+        if grad_lse is not None:
             assert stats.row_lse is not None
-            self.rows = SideWeights(stats.row_lse, pair.row_shift, coming / size)
-            if spec.symmetric:  # x_ij stands for x_ji too
+            self.rows = SideWeights(stats.row_lse, pair.row_shift, grad_lse / size)
+            if spec.symmetric:  # x_ij is also x_ji
                 self.cols = self.rows
         if grad.col_lse is not None:
             assert stats.col_lse is not None
@@ -180,9 +180,9 @@ class _TileWeights:
         self.bounded = exponentials and is_bounded(pair, spec)
 
     def gradient(self, tiles: Tiles, i: slice, j: slice) -> Tensor:
-        """The tile of G, the gradient of the scores before softcap, over the incoming size: (r, c)."""
+        """The tile of G, the gradient of the scores before the soft cap, divided by ``size``: (r, c)."""
         x_rc = tiles.scores(i, j)
-        spare = tiles.spare(x_rc)
+        scratch = tiles.scratch(x_rc)
         slope = tiles.softcap_slope(x_rc) if self.spec.softcap else None
         if self.softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
@@ -190,11 +190,11 @@ class _TileWeights:
             tiles.keys.flip_positives_(g_rc, i, j)
             g_rc.mul_(self.softplus[i, None].to(g_rc.dtype))
         elif self.entropy is not None and self.grad_entropy is not None and self.rows is not None:
-            g_rc = tile_entropy_gradient_(x_rc, spare, i, self.rows, self.entropy, self.grad_entropy)
+            g_rc = tile_entropy_gradient_(x_rc, scratch, i, self.rows, self.entropy, self.grad_entropy)
         else:
-            g_rc = tile_softmax_(x_rc, spare, i, j, self.rows, self.cols, bounded=self.bounded)
+            g_rc = tile_softmax_(x_rc, scratch, i, j, self.rows, self.cols, bounded=self.bounded)
         if self.pos is not None:
-            tiles.keys.add_at_positives_(g_rc, self.pos, i, j, spare)
+            tiles.keys.add_at_positives_(g_rc, self.pos, i, j, scratch)
         if self.sum is not None:
             assert self.pair.col_weight is not None
             g_rc.addr_(self.sum[i].to(g_rc.dtype), self.pair.col_weight[j].to(g_rc.dtype))
@@ -202,9 +202,9 @@ class _TileWeights:
 
 
 class GradSums:
-    """Gradients of the tiles so far. Rows are finished block by block, columns at the end.
+    """Gradients of the tiles added so far. Those of rows are finished block by block, those of columns at the end.
 
-    With symmetric scores both ends of a pair are rows of ``a``, and nothing is finished before the end.
+    With symmetric scores row and column of a pair are both rows of ``a``, so everything is finished at the end.
     """
 
     def __init__(self, tiles: Tiles, needs: Needs, size: Tensor, grad_dtype: torch.dtype) -> None:
@@ -212,20 +212,20 @@ class GradSums:
         pair, compute = tiles.pair, tiles.compute_dtype
         self.symmetric = tiles.spec.symmetric
         need_b = needs.b and not self.symmetric
-        # The gradient of the scale is <A, dA> / scale or <B, dB> / scale: it needs one of the products.
+        # The gradient of the scale is <A, dA> / scale or <B, dB> / scale, so it needs one of the two products.
         need_a = needs.a or (needs.scale and not need_b)
         self.a = pair.a.new_zeros(pair.a.shape, dtype=compute if self.symmetric else grad_dtype) if need_a else None
         self.b = pair.a.new_zeros(pair.b.shape, dtype=compute) if need_b else None
         self.bias = pair.a.new_zeros(pair.b.shape[0], dtype=torch.float64) if needs.bias else None
         self.scale = pair.a.new_zeros((), dtype=torch.float64) if needs.scale else None
-        self._block: Tensor | None = None  # gradient of the rows at hand, before scale and size
+        self._block: Tensor | None = None  # gradient of the current rows, before scale and size
 
     def add(self, g_rc: Tensor, i: slice, j: slice) -> None:
-        """One more tile of G."""
+        """Add the tile of G of the rows i and the columns j."""
         tiles = self.tiles
         if self.bias is not None:
             self.bias[j] += g_rc.sum(0)
-        g_rc = g_rc if tiles.upcast else g_rc.to(tiles.pair.a.dtype)
+        g_rc = tiles.operand(g_rc)
         if self.a is not None and self.symmetric:
             tiles.add_product(self.a[i], g_rc, tiles.b_block(j))
             if i != j:
@@ -247,10 +247,10 @@ class GradSums:
             self._block = None
 
     def grads(self) -> Grads:
-        """All of them, finished."""
+        """The finished gradients."""
         pair, stat = self.tiles.pair, self.tiles.pair.stat_dtype
         if self.scale is not None and self.symmetric and self.a is not None:
-            self.scale += _dot(self.a, pair.a) / 2  # each pair was counted from both of its ends
+            self.scale += _dot(self.a, pair.a) / 2  # each pair was counted twice
         elif self.scale is not None and self.a is None and self.b is not None:
             self.scale += _dot(self.b, pair.b)
         factor = pair.scale * self.size
@@ -268,6 +268,6 @@ def _dot(total: Tensor, features: Tensor) -> Tensor:
     """Sum of products of two (n, d) tensors, float64, a block of rows at a time."""
     out = total.new_zeros((), dtype=torch.float64)
     for start in range(0, total.shape[0], 4096):
-        part = slice(start, start + 4096)
-        out += (total[part] * features[part].to(total.dtype)).sum(dtype=torch.float64)
+        rows = slice(start, start + 4096)
+        out += (total[rows] * features[rows].to(total.dtype)).sum(dtype=torch.float64)
     return out
