@@ -374,7 +374,7 @@ BAD = {
         BackendError,
         ("backend 'triton' cannot serve", r"float64 on cpu: it (needs a CUDA|multiplies)", 'backend="auto"'),
     ),
-    "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, torch, triton")),
+    "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
     "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),
     "ring gradients": (
         lambda: OPTIONS(ring_gradients="half"),
