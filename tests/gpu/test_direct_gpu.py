@@ -23,9 +23,8 @@ SERVED = [
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    """However small a call is; and never by two passes, but for a softmax in float16."""
+    """One pass however small a call is."""
     monkeypatch.setattr("tilewise.ops.route.WORTH_ONE_PASS", 0)
-    monkeypatch.setattr(kernels, "two_passes", None)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

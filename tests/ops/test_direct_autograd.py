@@ -1,5 +1,7 @@
 """Gradients formed in forward, in the torch backend: every way autograd and compilers ask for them."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +127,20 @@ def test_nothing_is_held_after_backward():
     assert node.once is not None
     loss.backward()
     assert node.once is None
+
+
+def test_a_loss_that_is_dropped_frees_its_gradients_at_once():
+    """Without the garbage collector: the node of the graph does not hold its own output."""
+    made = problem("info_nce", torch.float32)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+        held = weakref.ref(loss.grad_fn.once.saved[0])
+        del loss
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -147,10 +147,14 @@ class OnePassFound(NamedTuple):
     """The result of `one_pass` in forward."""
 
     way: Route
-    loss: Tensor
+    loss: Tensor | None
     pair: Pair  # of the rows that count
     saved: Sequence[Tensor | None]  # backward may overwrite it
     rows: KeptRows | None
+
+    def without_loss(self) -> OnePassFound:
+        """For backward: its node may not hold the output, which holds the node."""
+        return self._replace(loss=None)
 
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:

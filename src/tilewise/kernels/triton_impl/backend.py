@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, PairShape, PairSpec
+from tilewise.kernels.spec import HALF_TYPES, Backend, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
@@ -55,9 +57,17 @@ class TritonBackend(Backend):
             return "it has entropies and largest scores beside one positive in each row only"
         return None
 
-    forward = staticmethod(two_pass.forward)
-    forward_saving = staticmethod(two_pass.forward_saving)
-    backward = staticmethod(two_pass.backward)
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
+        """Statistics, macro-tile by macro-tile."""
+        return two_pass.forward(pair, spec, options)
+
+    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
+        """The same, and the exponentials of some columns."""
+        return two_pass.forward_saving(pair, spec, options)
+
+    def backward(self, *args: Any, **more: Any) -> Grads:
+        """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes a gradient."""
+        return two_pass.backward(*args, **more)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
         """Half-type gradients are summed in float32, unless one macro-tile holds all rows."""
