@@ -224,6 +224,7 @@ class _PairLoss:
         way = route_of(call, scalar=True, eager=eager)
         if way.strategy == "one_pass":
             one = find_loss(call, way, eager=eager)
+            assert one.loss is not None
             if eager:
                 return Done((one.loss,), (), one.without_loss())
             nothing = one.loss.new_empty(0)
