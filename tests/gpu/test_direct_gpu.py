@@ -23,7 +23,8 @@ SERVED = [
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    """One pass however small a call is."""
+    """One pass however small a call is. Compiled graphs know the strategy, so none is taken from a cache."""
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     monkeypatch.setattr("tilewise.ops.route.WORTH_ONE_PASS", 0)
 
 

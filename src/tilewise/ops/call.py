@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise._version import __version__
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
 from tilewise.options import TileOptions
 
@@ -120,11 +121,15 @@ OPTION_FIELDS = tuple((field.name, str(field.type)) for field in dataclasses.fie
 
 
 def encode(settings: Settings) -> str:
-    """One line that `decode` reads back."""
+    """One line that `decode` reads back.
+
+    It starts with the version: torch caches compiled graphs on disk, with the sizes of what an operator saves. Another
+    version may save something else.
+    """
     spec = ",".join([_text(getattr(settings.spec, name), kind) for name, kind in SPEC_FIELDS])
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
-    return f"{spec};{options};{needs};{float(settings.share)!r};{settings.group_name}"
+    return f"{__version__};{spec};{options};{needs};{float(settings.share)!r};{settings.group_name}"
 
 
 def _text(value: Any, kind: str) -> str:
@@ -146,7 +151,7 @@ def decode(settings: str) -> Settings:
     >>> decode(encode(Settings(PairSpec(row_lse=True, softcap=30.0), TileOptions()))).spec.softcap
     30.0
     """
-    spec, options, needs, share, group = settings.split(";", 4)
+    _, spec, options, needs, share, group = settings.split(";", 5)
 
     def read(text: str, fields: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         return {name: _value(part, kind) for part, (name, kind) in zip(text.split(","), fields, strict=True)}
