@@ -1,8 +1,9 @@
 """A process group ends when it is destroyed: eager losses do not import torch's compiler, which would hold it.
 
 `torch.distributed.nn.functional` has the default group as a default argument. If it is imported after
-`init_process_group`, it holds that group for ever. The first call of a registered operator imports it. A gloo group
-that `destroy_process_group` cannot end leaves threads behind, and one of these may abort the process while Python exits.
+`init_process_group`, it keeps a reference to that group. The first call of a registered operator imports it. A gloo
+group that `destroy_process_group` cannot end leaves threads running, and one of them may abort the process while Python
+exits.
 """
 
 import subprocess
