@@ -67,9 +67,14 @@ def nan_filled_empty(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fresh_routes():
-    """Tests change thresholds and backends: no choice of an earlier test is remembered."""
+    """Tests change thresholds and backends: no choice of an earlier test is remembered.
+
+    Nor does torch remember: on a CPU without bfloat16 its first bfloat16 product turns oneDNN off for the process, and
+    float32 products round differently from then on.
+    """
     from tilewise.ops.route import forget_routes
 
+    torch._C._set_mkldnn_enabled(True)
     forget_routes()
     yield
     forget_routes()

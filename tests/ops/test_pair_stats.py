@@ -290,7 +290,7 @@ def test_a_loss_can_be_exported():
 def test_modules_and_options_can_be_copied_and_pickled(tmp_path):
     module = tw.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1)), options=TileOptions(workspace_mib=3))
     twin = copy.deepcopy(module)
-    assert twin.options == module.options
+    assert twin.settings == module.settings
     assert twin.temperature is not module.temperature
     torch.save(module, tmp_path / "loss.pt")
     again = torch.load(tmp_path / "loss.pt", weights_only=False)

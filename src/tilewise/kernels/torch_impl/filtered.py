@@ -309,7 +309,7 @@ class _Backward:
         bias = None if pair.bias is None else pair.bias[cols]
         rows = (self.plan.mass[tile] < 0).nonzero().squeeze(1)
         for r in rows.split(4 * ROWS):
-            a_rd = self.scores.operand(pair.a.index_select(0, r))
+            a_rd = pair.a.index_select(0, r)
             x_rc = self.scores.finish_(self.scores.scaled_product(self.scores.scaled(a_rd), b_cd), bias)
             slope = self.scores.softcap_slope(x_rc) if self.spec.softcap else None
             g_rc = self.weights.softmax_(x_rc, r, 1)
@@ -323,7 +323,7 @@ class _Backward:
             if self.a is not None:
                 self.a.index_add_(0, r, self.scores.product(g_rc, b_cd))  # deterministic: each row occurs once
             if total_cd is not None:
-                self.scores.add_product(total_cd, g_rc.T, a_rd)
+                self.scores.add_product(total_cd, g_rc.T, self.scores.operand(a_rd))
 
     def _grads(self, factor: Tensor) -> Grads:
         pair, stat = self.pair, self.pair.stat_dtype
