@@ -52,8 +52,9 @@ def test_training_never_sees_logits_and_the_model_keeps_them(cache):
     seen = []
     model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits))
     train_lm.train(model, tokens, settings)
-    assert seen[-2:] == [None, None]
-    assert all(logits is None or logits.shape[:2].numel() < 2 * 16 for logits in seen), "a few tokens, to verify"
+    assert [type(logits).__name__ for logits in seen[-2:]] == ["NoLogits", "NoLogits"]
+    tensors = [logits for logits in seen if isinstance(logits, torch.Tensor)]
+    assert all(logits.shape[:2].numel() < 2 * 16 for logits in tensors), "a few tokens, to verify"
     model.eval()
     assert model(input_ids=tokens[None, :4]).logits.shape == (1, 4, 600)
     found = train_lm.evaluate(model, tokens[:64], settings)
