@@ -1,4 +1,4 @@
-"""What was left out of backward, call by call, for whoever asks."""
+"""Reports of what the filter dropped from backward, one entry for each call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tilewise.kernels.spec import FilterPlan
 
 @dataclass
 class FilterReport:
-    """What the calls inside of `record_filtering` left out of their backward. Reading it waits for the device.
+    """What the filter dropped from the calls inside `record_filtering`. Reading it synchronizes with the device.
 
-    Holds the plan of each call, a number for each row and tile, for as long as it lives.
+    The report holds the plan of each call: one number for each row and tile.
 
     Args:
         kept_share: for each call, the share of its (row, tile) pairs that backward computes.
         mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
         dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
-            Where a sample of the rows was enough to see that, ``kept_share`` is 1; so it is of a call that is too small
-            for a GPU to gain anything.
+            ``kept_share`` is 1 where a sample of the rows showed that, and for calls that are too small for the filter
+            to pay on a GPU.
     """
 
     _plans: list[tuple[FilterPlan, Tensor, float]] = dataclasses.field(default_factory=list)
@@ -69,21 +69,21 @@ _reports: list[FilterReport] = []
 
 
 def is_recording() -> bool:
-    """Whether anybody asks."""
+    """Whether a report is being recorded."""
     return bool(_reports)
 
 
 def record(plan: FilterPlan, valid: Tensor, tolerance: float) -> None:
-    """Tell everybody who asks what a call leaves out; ``valid`` are its rows with a positive."""
+    """Add the plan of one call to every report that is being recorded; ``valid`` marks its rows with a positive."""
     for report in _reports:
         report._plans.append((plan, valid, tolerance))
 
 
 @contextlib.contextmanager
 def record_filtering() -> Iterator[FilterReport]:
-    """Record what `TileOptions.filter_tolerance` leaves out, call by call; costs nothing when nobody asks.
+    """Record what `TileOptions.filter_tolerance` drops from each call. Without it, calls have no extra cost.
 
-    Calls of all threads are recorded, and a forward that checkpointing runs again is a call of its own.
+    Calls of all threads are recorded. A forward that checkpointing runs again counts as another call.
 
     >>> import tilewise as tw
     >>> from torch import randn

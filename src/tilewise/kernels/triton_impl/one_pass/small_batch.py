@@ -2,7 +2,7 @@
 
     loss = share * sum_i ((row_lse_i + col_lse_i) / 2 - pos_i)
 
-For a batch of a few thousand pairs the device is faster than Python on its way through autograd. So forward also
+For a batch of a few thousand pairs the device is faster than the Python code of autograd. So forward also
 launches the kernels of the gradients: the host reads three tensors and replays one recording. The gradients are saved in
 float32; `times` multiplies all of them by ``grad_output`` in one launch and rounds them.
 """
