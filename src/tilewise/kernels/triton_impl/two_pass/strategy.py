@@ -32,7 +32,6 @@ from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, re
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.kernels.triton_impl.two_pass.token_forward import TokenForward
 from tilewise.options import TileOptions
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
@@ -60,7 +59,7 @@ def _forward(
 
         def run(recording: Recording | None) -> tuple[Any, ...]:
             call = Call.of(pair, spec, options, recording)
-            work = TokenForward(call) if spec.token_stats else Forward(call, saved, only_if)
+            work = Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
