@@ -59,11 +59,11 @@ class TritonBackend(Backend):
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
-        return two_pass.forward(pair, spec, options)
+        return two_pass.forward(pair, spec, options)[0]
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
         """The same, and the exponentials of some columns."""
-        return two_pass.forward_saving(pair, spec, options)
+        return two_pass.forward(pair, spec, options, save=True)
 
     def backward(self, *args: Any, **more: Any) -> Grads:
         """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes a gradient."""

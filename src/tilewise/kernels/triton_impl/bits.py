@@ -24,4 +24,3 @@ ENTROPY = tl.constexpr(32)  # of rows
 TOP = tl.constexpr(64)  # the largest score of a row and its column
 BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
 BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column
-ROW_MAX = tl.constexpr(512)  # the shift of each row of a tile is its own maximum

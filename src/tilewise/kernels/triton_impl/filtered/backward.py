@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, Pai
 from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.filtered.forward import units
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, vector
+from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
@@ -56,7 +58,7 @@ class FilterBackward:
             copied.record()
         # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
-        self._prepare()
+        self._list()
         if kept.is_cuda:
             copied.synchronize()
             kept, keep_all = host[: self.tiles], host[self.tiles :]
@@ -70,85 +72,65 @@ class FilterBackward:
 
     def _start(self) -> None:
         """The dropped pairs: tile means for the rows, a share of each tile for the columns."""
-        pair, scale = self.pair, self.pair.scale
-        self.call = Call.of(pair, self.spec, self.options)
-        nothing = None
-        if self.grad.row_lse is None or self.grad.row_pos is None:
-            nothing = scale.new_zeros(self.n)
-        self.grad_row = vector(nothing if self.grad.row_lse is None else self.grad.row_lse)
-        self.grad_pos = vector(nothing if self.grad.row_pos is None else self.grad.row_pos)
-        self.size = torch.ones_like(scale)
-        if pair.a.dtype == torch.float16:  # G must stay near 1 in float16
-            self.size = largest_gradient(self.grad).to(scale)
+        pair, plan, scale, tolerance = self.pair, self.plan, self.pair.scale, self.options.filter_tolerance
+        self.call = call = Call.of(pair, self.spec, self.options)
+        grad_row, grad_pos = (
+            scale.new_zeros(self.n) if grad is None else grad for grad in (self.grad.row_lse, self.grad.row_pos)
+        )
+        # G must stay near 1 in float16, and the tolerance is multiplied last: masses of a millionth would lose their digits.
+        half = pair.a.dtype == torch.float16
+        self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
+        early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
-        self.count = columns_of_tiles(self.plan.order, pair.bias)
-        # In float16 the tolerance is multiplied last: masses of a millionth would lose their digits.
-        tolerance, half = self.options.filter_tolerance, pair.a.dtype == torch.float16
-        dropped = self._dropped(self.inside if half else self.inside * tolerance)
-        new = scale.new_empty
-        self.total: Tensor | None = None
-        self.share: Tensor | None = None
-        self.bias_share: Tensor | None = None
-        if self.need_a:
-            self.total = new((self.n, self.d))
-            product(self.total, dropped.T, self.plan.mean, True)
-            if half:
-                self.total *= tolerance
-        if self.need_b:
-            self.share = new((self.tiles, self.d))
-            product(self.share, dropped, self.call.a, True)
-            if half:
-                self.share *= tolerance
-        if self.needs.bias:
-            self.bias_share = dropped.sum(1, dtype=torch.float32) * (tolerance if half else 1.0)
+        self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels
+        self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
+        self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "W": self.width}
+        self.known |= {"UNIT": 16 // pair.a.element_size(), "BLOCK": LIST_BLOCK, "tolerance": tolerance}
+        self.known |= {"row_lse": vector(self.stats.row_lse), "grad_row": vector(grad_row), "grad_pos": vector(grad_pos)}
+        self.known |= {"order": plan.order, "mass": plan.mass, "count": columns_of_tiles(plan.order, pair.bias)}
+        dropped = torch.empty_like(plan.mass)  # dropped masses times the gradient of the log-sum-exp and the factor: (T, n)
+        drop = self._prepare(kernels.drop_kernel, factor=self.inside * early, out=dropped)
+        drop.launch(self.tiles * cdiv(self.n, LIST_BLOCK))
+        self.total = self._product(self.need_a, dropped.T, plan.mean, late)
+        self.share = self._product(self.need_b, dropped, call.a, late)
+        self.bias_share = dropped.sum(1, dtype=torch.float32) * late if self.needs.bias else None
 
-    def _dropped(self, factor: Tensor) -> Tensor:
-        """The dropped masses times the gradient of the log-sum-exp and the factor: (T, n)."""
-        out = torch.empty_like(self.plan.mass)
-        drop = self.call.prepare(kernels.drop_kernel)
-        drop.put({"mass": self.plan.mass, "grad_row": self.grad_row, "factor": factor, "count": self.count, "out": out})
-        drop.put({"row_shift": vector(self.pair.row_shift), "row_lse": vector(self.stats.row_lse), "n": self.n})
-        drop.put({"tolerance": self.options.filter_tolerance, "softcap": self.spec.softcap, "BLOCK": LIST_BLOCK})
-        drop.put({"SCORE": self.call.score_bits}).launch(self.tiles * cdiv(self.n, LIST_BLOCK))
-        return out
+    def _prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
+        """A kernel with these arguments and those that all kernels share."""
+        return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
 
-    def _prepare(self) -> None:
+    def _product(self, needed: bool, left: Tensor, right: Tensor, factor: float) -> Tensor | None:
+        """factor * left @ right in float32, if needed."""
+        if not needed:
+            return None
+        out = self.pair.scale.new_empty((left.shape[0], self.d))
+        product(out, left, right, True)
+        return out if factor == 1.0 else out.mul_(factor)
+
+    def _list(self) -> None:
         """The list of kept pairs, and their kernels with all arguments except the pairs."""
-        pair, call, plan, item = self.pair, self.call, self.plan, self.pair.a.element_size()
+        pair, plan, kept = self.pair, self.plan, self.plan.kept
         self.sizes = sizes = pair_sizes(self.device, pair.a.dtype)
         self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // sizes.rows
-        starts, firsts = (torch.zeros(self.tiles + 1, dtype=torch.int32, device=self.device) for _ in range(2))
-        torch.cumsum(plan.kept, 0, dtype=torch.int32, out=starts[1:])
-        torch.cumsum((plan.kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
-        self.rows = torch.empty(max(1, self.most_pairs), dtype=torch.int32, device=self.device)
-        table = torch.empty(3 * most_blocks, dtype=torch.int32, device=self.device)
-        listing = call.prepare(kernels.list_kernel)
-        listing.put({"mass": plan.mass, "starts": starts, "firsts": firsts, "rows": self.rows, "table": table})
-        listing.put({"n": self.n, "room": self.most_pairs, "blocks": most_blocks, "R": sizes.rows, "BLOCK": LIST_BLOCK})
-        listing.launch(self.tiles)
-        bias, shape = vector(pair.bias), {"D": self.d, "W": self.width, "UNIT": 16 // item, "R": sizes.rows}
-        score = call.prepare(kernels.pair_kernel, sizes.warps, sizes.stages).put(shape)
-        score.put({"a": call.a, "b": call.b, "order": plan.order, "rows": self.rows, "table": table})
-        score.put({"scale": pair.scale, "factor": self.inside, "bias": bias, "softcap": self.spec.softcap})
-        score.put({"row_key": vector(pair.row_key), "row_shift": vector(pair.row_shift)})
-        score.put({"row_lse": vector(self.stats.row_lse), "grad_row": self.grad_row, "grad_pos": self.grad_pos})
-        score.put({"m": self.m, "col_start": pair.col_start, "blocks": most_blocks})
-        score.put({"a_units": units(call.a), "b_units": units(call.b), "K": sizes.depth})
-        self.score = score.put({"SCORE": call.score_bits, "EXACT": call.exact})
+        starts, firsts = kept.new_zeros(self.tiles + 1), kept.new_zeros(self.tiles + 1)
+        torch.cumsum(kept, 0, dtype=torch.int32, out=starts[1:])
+        torch.cumsum((kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
+        self.rows = kept.new_empty(max(1, self.most_pairs))
+        self.known |= {"rows": self.rows, "starts": starts, "table": kept.new_empty(3 * most_blocks)}
+        self.known |= {"blocks": most_blocks, "R": sizes.rows}
+        self._prepare(kernels.list_kernel, firsts=firsts, room=self.most_pairs).launch(self.tiles)
+        self.score = self._prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
         if self.need_b:
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
-        column = call.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages).put(shape)
-        column.put({"a": call.a, "order": plan.order, "rows": self.rows, "starts": starts, "share": self.share})
-        column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
-        column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
-        self.column = column.put({"a_units": units(call.a), "K": self.features, "EXACT": call.exact})
+        column = self._prepare(kernels.column_kernel, sizes.column_warps, sizes.stages, out=self.out, K=self.features)
+        column.put({"factor": self.outside, "share": self.share})
+        self.column = column.put({"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out})
         self.added = min(1024, triton.next_power_of_2(self.d))
-        add = call.prepare(kernels.add_rows_kernel)
-        self.add = add.put({"total": self.total, "n": self.n, "D": self.d, "K": self.added})
+        self.add = self._prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:

@@ -21,7 +21,8 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import BIAS, SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, scored_tile, tile_place
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 
 
 @kernel(optional=("bias", "skip_if"), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
@@ -54,8 +55,7 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
 @triton.jit
 def log_sum(x):
     """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added."""
-    top = tl.max(x, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
+    safe = finite(tl.max(x, 1))
     return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
 
 
@@ -108,13 +108,6 @@ def log_masses(part, t, row, tiles, n, lse, own):
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
-@kernel(dynamic=("m",))
-def places_kernel(order, place, m, BLOCK: tl.constexpr):
-    """Where in the order each column is."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(place + tl.load(order + at, mask=at < m, other=0), at, mask=at < m)
-
-
 @kernel(
     optional=("skip_if",),
     dynamic=("tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
@@ -138,10 +131,7 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
         t = start + tl.arange(0, T)
         ok = (t < seen)[:, None] & ok_row[None, :]
         v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
-        higher = tl.maximum(high, tl.max(v, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(v - safe[None, :]), 0)
-        high = higher
+        high, total = raised(high, total, v, 0)
     lse = high + tl.log2(total)
     tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
 
@@ -253,18 +243,13 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
     x = score_tile(
         acc, row, tl.where(ok_col, col, m), 0, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0
     )
-    level = tl.load(row_lse + row)
-    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
     f = outer_factor(factor)
-    from_shift = x
-    if row_shift is not None:
-        from_shift = x - (tl.load(row_shift + row) * LOG2E)[:, None]
-    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_shift - level[:, None])
+    level, start, coming = side(row_lse, row_shift, grad_row, row, ok, f)
+    value = coming[:, None] * tl.exp2((x - start[:, None]) - level[:, None])
     hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
     value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
-        ratio = x * (1.0 / (softcap * LOG2E))
-        value = value * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        value = value * cap_slope(x, softcap)
     value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
     if g is not None:
         entry = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]

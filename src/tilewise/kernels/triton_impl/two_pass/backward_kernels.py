@@ -83,6 +83,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def cap_slope(x, softcap):
+    """The derivative of the soft cap at the capped scores x, in units of log2; 0 where a score is -inf."""
+    ratio = x * (1.0 / (softcap * LOG2E))
+    return tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+
+
+@triton.jit
 def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse, row_entropy,
                   row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
                   TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
@@ -129,8 +136,7 @@ def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_sh
         weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
         g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
     if SOFTCAP & SCORE:
-        ratio = (x + t) * (1.0 / (softcap * LOG2E))
-        g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        g = g * cap_slope(x + t, softcap)
     return g
 
 
@@ -191,13 +197,13 @@ def extremes(values, shift, size, BLOCK: tl.constexpr):
 
 
 @kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))
-def span_kernel(row_shift, col_shift, row_lse, col_lse, out, n, m, BLOCK: tl.constexpr):
+def span_kernel(row_shift, col_shift, row_lse, col_lse, span, n, m, BLOCK: tl.constexpr):
     """How far apart the log-sum-exps of all rows and columns are, and t, the largest; in units of log2."""
     row_high, row_low = extremes(row_lse, row_shift, n, BLOCK)
     col_high, col_low = extremes(col_lse, col_shift, m, BLOCK)
     high = tl.maximum(row_high, col_high)
-    tl.store(out, (high - tl.minimum(row_low, col_low)) * LOG2E)
-    tl.store(out + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
+    tl.store(span, (high - tl.minimum(row_low, col_low)) * LOG2E)
+    tl.store(span + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
 
 
 @kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))

@@ -134,7 +134,6 @@ class Forward:
             (bit.MIRROR, mirrored),
             (bit.ENTROPY, spec.row_entropy),
             (bit.TOP, spec.row_top),
-            (bit.ROW_MAX, spec.token_stats),
         )
         return {"STATS": stats, "STRIP": self._strip(i, j, columns)}
 

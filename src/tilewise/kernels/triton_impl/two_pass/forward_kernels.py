@@ -11,8 +11,8 @@ float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is too 
 ``needs_repair``. `repair_kernel` then computes that strip again with the maximum of each row and column. It writes
 logarithms instead of sums and marks them with t = +inf.
 
-With ROW_MAX the shift of each row of a tile is its own maximum, nothing needs repair, and parts are logarithms. Entropies
-and largest scores need that maximum anyway:
+Entropies and largest scores need the maximum t_i of each row of a tile. With them it is the shift of the row, nothing
+needs repair, and parts are logarithms:
 
     S_i = sum_j exp(x_ij - t_i) >= 1        entropy_i = log S_i + sum_j exp(x_ij - t_i) (t_i - x_ij) / S_i
 
@@ -22,7 +22,7 @@ A further statistic of rows takes a line in `forward_kernel`, which stores its p
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_MAX, ROW_SUM, ROWS, SOFTPLUS, TOP
+from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, TOP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LARGEST_SUM,
@@ -152,7 +152,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             weighted = tl.sum(tl.where(ok_cols[None, :], x * weight[None, :], 0.0), 1)
             tl.store(at, weighted * LN2, mask=ok_rows)
             at += col_tiles * n
-        if ROW_MAX & STATS:
+        if (ENTROPY + TOP) & STATS:
             high = tl.max(x, 1)
             if TOP & STATS:
                 place = tl.min(tl.where(x == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
@@ -361,7 +361,7 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
         if TOP & STATS:
             fold_top(part, row_shift, row_top, row_top_col, at, ok, n, row_parts, first, ROW_FIRST, LAST)
             part += 2 * size
-        if ROW_MAX & STATS:
+        if (ENTROPY + TOP) & STATS:
             fold_log(row_part, None, 0, None, row_lse, part, row_entropy, at, ok, n, row_parts, ROW_FIRST)
         elif ROWS & STATS:
             mine = tops + (program * BLOCK // R) * row_parts

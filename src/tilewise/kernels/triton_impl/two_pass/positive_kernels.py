@@ -12,6 +12,7 @@ from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
+    cap_slope,
     entropy_side,
     outer_factor,
     side,
@@ -112,8 +113,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
         weight = tl.load(col_weight + key, mask=ok, other=0.0)
         value += tl.load(grad_sum + rows, mask=ok, other=0.0) * f * weight
     if SOFTCAP & SCORE:
-        ratio = x * (1.0 / (softcap * LOG2E))
-        value = value * (1.0 - ratio * ratio)
+        value = value * cap_slope(x, softcap)
     if row_factor is not None:
         later = tl.load(row_factor + rows, mask=ok, other=1.0)
         value = tl.where(later == 0.0, 0.0, value / later)

@@ -148,7 +148,6 @@ class Factors:
     """The factors of saved exponentials, applied to the rows of A and of dA."""
 
     each: Tensor  # f_i: (n,)
-    ones: Tensor  # (n,), for the other columns
     scaled: Tensor  # f_i a_i: (n, d)
 
     @staticmethod
@@ -156,15 +155,14 @@ class Factors:
         """``factor`` multiplies the gradients of all statistics; f_i a_i may be written to ``place``."""
         assert saved.peaks is not None
         n, d = call.a.shape
-        each, ones = call.empty(n), call.empty(n)
-        scaled = call.empty(n, d, dtype=call.a.dtype) if place is None else place
+        each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
         start = call.pair.col_start
         values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": saved.needs_repair}
         values |= {"peaks": saved.peaks, "peak_count": saved.peaks.numel(), "first": start, "n": n, "m": saved.end}
-        values |= {"each": each, "ones": ones, "scaled": scaled, "ahead": call.pair.row_start - start}
-        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row)
-        prepared.put(values).put({"WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}).launch(cdiv(n, FACTOR_ROWS))
-        return Factors(each, ones, scaled)
+        values |= {"each": each, "scaled": scaled, "ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
+        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
+        prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
+        return Factors(each, scaled)
 
 
 def aligned(cols: int) -> int:
@@ -197,7 +195,7 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
 
 @kernel(optional=("own", "row_key", "grad_pos"), dynamic=("peak_count", "n", "m", "first", "ahead", "a_stride"))
 def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, needs_repair,  # in
-                  each, ones, scaled,  # outputs
+                  each, scaled,  # outputs
                   peak_count, a_stride, n, m, first, ahead,
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if ``needs_repair`` is set. A row without columns has 0.
@@ -222,7 +220,6 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, n
         f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
     f = tl.where(tl.load(needs_repair) < 1.0, f, 1.0)
     tl.store(each + rows, f, mask=ok)
-    tl.store(ones + rows, tl.zeros_like(f) + 1.0, mask=ok)
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
         inside = ok[:, None] & (at < D)[None, :]
