@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.filter_plan import columns_of_tiles, tile_count
+from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.filtered.forward import units
@@ -20,50 +22,36 @@ from tilewise.kernels.triton_impl.launch.call import Call, cdiv, vector
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
 LIST_BLOCK = 1024
 
 
+@dataclass
 class FilterBackward:
     """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        saved: SavedColumns | None = None,
-    ) -> None:
-        self.pair, self.plan, self.grad, self.needs, self.saved = pair, plan, grad, needs, saved
-        self.spec, self.options, self.stats = spec, options, stats
-        self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
-        self.width, self.tiles, self.device = plans.tile_width(self.m), tile_count(self.m), pair.a.device
-        self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
+    pair: Pair
+    stats: Stats
+    plan: FilterPlan
+    grad: GradStats
+    needs: Needs
+    spec: PairSpec
+    options: TileOptions
+    saved: SavedColumns | None = None
 
     def run(self) -> Grads | None:
         """The gradients, or None if too many pairs are kept."""
-        kept, keep_all = self.plan.kept, self.plan.keep_all
-        if kept.is_cuda:
-            host = torch.empty(self.tiles + 1, dtype=kept.dtype, device="cpu", pin_memory=True)
-            host[: self.tiles].copy_(kept, non_blocking=True)
-            host[self.tiles :].copy_(keep_all, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+        self.n, self.m, self.d = self.pair.a.shape[0], self.pair.b.shape[0], self.pair.a.shape[1]
+        self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
+        self.need_a, self.need_b = self.needs.a or self.needs.scale, self.needs.b or self.needs.bias
+        found = HostScalar(torch.cat((self.plan.kept, self.plan.keep_all)))
         # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
-        self._list()
-        if kept.is_cuda:
-            copied.synchronize()
-            kept, keep_all = host[: self.tiles], host[self.tiles :]
-        counts = kept.tolist()
-        if keep_all.item() or sum(counts) > self.most_pairs:
+        self._kernels()
+        *counts, keep_all = found.tensor().tolist()
+        if keep_all or sum(counts) > self.most_pairs:
             return None
         if self.saved is not None:
             self.saved.buffer = None
@@ -71,26 +59,39 @@ class FilterBackward:
         return self._finish()
 
     def _start(self) -> None:
-        """The dropped pairs: tile means for the rows, a share of each tile for the columns."""
-        pair, plan, scale, tolerance = self.pair, self.plan, self.pair.scale, self.options.filter_tolerance
+        """The list of kept pairs, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
+        pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
         self.call = call = Call.of(pair, self.spec, self.options)
+        self.sizes = pair_sizes(pair.a.device, pair.a.dtype)
+        step = self.sizes.rows
+        self.most_pairs = plans.most_kept(self.tiles * self.n)
+        most_blocks = self.tiles + self.most_pairs // step
+        self.rows = kept.new_empty(max(1, self.most_pairs))
+        starts, firsts = kept.new_zeros(self.tiles + 1), kept.new_zeros(self.tiles + 1)
+        torch.cumsum(kept, 0, dtype=torch.int32, out=starts[1:])
+        torch.cumsum((kept + (step - 1)) // step, 0, dtype=torch.int32, out=firsts[1:])
         grad_row, grad_pos = (
             scale.new_zeros(self.n) if grad is None else grad for grad in (self.grad.row_lse, self.grad.row_pos)
         )
         # G must stay near 1 in float16, and the tolerance is multiplied last: masses of a millionth would lose their digits.
-        half = pair.a.dtype == torch.float16
+        half, tolerance = pair.a.dtype == torch.float16, self.options.filter_tolerance
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels
         self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
         self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "W": self.width}
-        self.known |= {"UNIT": 16 // pair.a.element_size(), "BLOCK": LIST_BLOCK, "tolerance": tolerance}
-        self.known |= {"row_lse": vector(self.stats.row_lse), "grad_row": vector(grad_row), "grad_pos": vector(grad_pos)}
-        self.known |= {"order": plan.order, "mass": plan.mass, "count": columns_of_tiles(plan.order, pair.bias)}
-        dropped = torch.empty_like(plan.mass)  # dropped masses times the gradient of the log-sum-exp and the factor: (T, n)
-        drop = self._prepare(kernels.drop_kernel, factor=self.inside * early, out=dropped)
-        drop.launch(self.tiles * cdiv(self.n, LIST_BLOCK))
+        self.known |= {"UNIT": 16 // pair.a.element_size(), "R": step, "blocks": most_blocks, "tolerance": tolerance}
+        self.known |= {
+            "row_lse": vector(self.stats.row_lse),
+            "grad_row": vector(grad_row),
+            "grad_pos": vector(grad_pos),
+        }
+        self.known |= {"order": plan.order, "count": columns_of_tiles(plan.order, pair.bias)}
+        self.known |= {"rows": self.rows, "starts": starts, "table": kept.new_empty(3 * most_blocks)}
+        dropped = torch.empty_like(plan.mass)
+        listing = self._prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
+        listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
         self.share = self._product(self.need_b, dropped, call.a, late)
         self.bias_share = dropped.sum(1, dtype=torch.float32) * late if self.needs.bias else None
@@ -107,19 +108,9 @@ class FilterBackward:
         product(out, left, right, True)
         return out if factor == 1.0 else out.mul_(factor)
 
-    def _list(self) -> None:
-        """The list of kept pairs, and their kernels with all arguments except the pairs."""
-        pair, plan, kept = self.pair, self.plan, self.plan.kept
-        self.sizes = sizes = pair_sizes(self.device, pair.a.dtype)
-        self.most_pairs = plans.most_kept(self.tiles * self.n)
-        most_blocks = self.tiles + self.most_pairs // sizes.rows
-        starts, firsts = kept.new_zeros(self.tiles + 1), kept.new_zeros(self.tiles + 1)
-        torch.cumsum(kept, 0, dtype=torch.int32, out=starts[1:])
-        torch.cumsum((kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
-        self.rows = kept.new_empty(max(1, self.most_pairs))
-        self.known |= {"rows": self.rows, "starts": starts, "table": kept.new_empty(3 * most_blocks)}
-        self.known |= {"blocks": most_blocks, "R": sizes.rows}
-        self._prepare(kernels.list_kernel, firsts=firsts, room=self.most_pairs).launch(self.tiles)
+    def _kernels(self) -> None:
+        """The kernels of the kept pairs with all arguments except the pairs."""
+        pair, sizes = self.pair, self.sizes
         self.score = self._prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
         if self.need_b:
@@ -131,7 +122,7 @@ class FilterBackward:
         self.column = column.put({"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out})
         self.added = min(1024, triton.next_power_of_2(self.d))
         self.add = self._prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
-        self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
+        self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=pair.a.device)
 
     def _pairs(self, blocks: Blocks) -> None:
         """The gradients of the kept pairs, group by group."""
@@ -167,7 +158,7 @@ class FilterBackward:
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
-            finish(self.call.prepare(finish_kernel), self.total, self.call.a, self.outside, out, dots)
+            finish(self.call, self.total, self.call.a, self.outside, out, dots)
         return Grads(
             a=out,
             b=self.out if self.needs.b else None,

@@ -92,7 +92,7 @@ class FilterForward:
         self.mean = pair.a.new_empty((self.tiles, self.d))
         step = row_steps(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
-        where = {"part": part, "place": self.place, "mass": mass, "all_rows": self.n}
+        where: dict[str, Any] = {"part": part, "place": self.place, "mass": mass, "all_rows": self.n}
         choose = self._prepare(kernels.choose_kernel, row_lse=stats.row_lse, skip_if=self.keep_all, **where)
         choose.put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         for i in pieces(self.n, step):
@@ -148,7 +148,13 @@ class FilterForward:
         block = min(PROBE_ROWS, asked)
         probe = self._prepare(kernels.probe_kernel, product=scores, order=order, part=part, S=asked, R=block)
         probe.launch(self.tiles * (asked // block))
-        rows = {"n": asked, "all_rows": asked, "first_row": 0, "row_key": key, "row_lse": pair.scale.new_empty(asked)}
+        rows: dict[str, Any] = {
+            "n": asked,
+            "all_rows": asked,
+            "first_row": 0,
+            "row_key": key,
+            "row_lse": pair.scale.new_empty(asked),
+        }
         choose = self._prepare(kernels.choose_kernel, part=part, place=place, mass=mass, R=1, **rows)
         choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
         pairs = (key[1:] >= 0).sum() * self.tiles
@@ -164,7 +170,9 @@ class FilterForward:
         buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
         gather = self._prepare(kernels.gather_kernel, order=self.order, bias=self.bias, out=buffer, mean=self.mean)
-        gather.put({"skip_if": self.keep_all, "out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features})
+        gather.put(
+            {"skip_if": self.keep_all, "out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
+        )
         tile = self._prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, part=part, n=rows)
         tile.offer(self.call.rows(i, sizes))
         tile.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs})

@@ -12,12 +12,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, unit_of, vector
-from tilewise.kernels.triton_impl.launch.prepared import Prepared
+from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 FINISH_ROWS = 16
@@ -72,7 +71,7 @@ class Backward:
         self.row_step, self.col_step = self._macro()
         rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
         self.saved = saved if rows_only and self.row_step >= self.n else None
-        self.factors: Factors | None = None
+        self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
             inside, outside = factors
@@ -156,7 +155,7 @@ class Backward:
         if self.saved is not None:
             # The memory of the row gradients is not written before all columns are done.
             spare = None if grad_a is None or grad_a.total is None else grad_a.out
-            self.factors = Factors.of(call, self.saved, self.inside, spare)
+            self.factors = self.saved.factors(call, self.inside, spare)
         for i in row_pieces:
             for j in col_pieces:
                 if sym and j.start < i.start:
@@ -164,14 +163,14 @@ class Backward:
                 g, a = g_all[: i.stop - i.start, : j.stop - j.start], call.rows(i, self.sizes)["a"]
                 ready = None if self.saved is None else self.saved.chunk(j)
                 if ready is not None and self.factors is not None:
-                    g, a = ready, self.factors.scaled
+                    g, a = ready, self.factors[1]
                 self._gradient(g, tile_descriptor(g, self.sizes), i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
                         grad_a.add(j, g.T, a)
                     if self.factors is not None and j.stop == others_from:
-                        grad_a.times(i, self.factors.each)
+                        grad_a.times(i, self.factors[0])
                 if grad_b is not None:
                     grad_b.add(j, g.T, a)
             if grad_a is not None and not sym:
@@ -204,7 +203,7 @@ class Backward:
         """G of the macro-tile (i, j)."""
         call, span, row_factor = self.call, self.span, None
         if self.saved is not None and self.factors is not None and j.start < self.saved.end:
-            row_factor = self.factors.each
+            row_factor = self.factors[0]
             span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
         more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
@@ -248,10 +247,8 @@ class Bias:
     def _add_positives(self) -> None:
         """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
         parent, call = self.parent, self.parent.call
-        if call.positive not in ONE_POSITIVE:
-            return
         incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if incoming is None:
+        if incoming is None or call.positive not in ONE_POSITIVE:
             return
         share = incoming * (-self.factor if parent.spec.softplus else self.factor)
         if parent.spec.softcap:
@@ -334,10 +331,9 @@ class Sum:
         if not write and not dot:
             return
         rows = i.stop - i.start
-        source = self.out[i] if self.total is None else self.total[:rows]
         dots = parent.call.empty(cdiv(rows, FINISH_ROWS)) if dot else None
         out = self.out[i] if write else None
-        finish(parent.call.prepare(kernels.finish_kernel), source, features[i], parent.outside, out, dots)
+        finish(parent.call, self._held(i), features[i], parent.outside, out, dots)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:
@@ -345,16 +341,14 @@ class Sum:
 
 
 def finish(
-    prepared: Prepared, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
+    call: Call, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
 ) -> None:
     """Launch `finish_kernel`: out = factor * total, and parts of the sum of total * features."""
     rows, d = total.shape
-    strides = total.stride(0), total.stride(0) if out is None else out.stride(0), features.stride(0)
-    values: dict[str, Any] = {"total": total, "features": None if dots is None else features, "factor": factor}
-    values |= {"out": out, "dots": dots, "rows": rows, "D": d, "UNIT": unit_of(*strides)}
-    values |= dict(zip(("stride", "out_stride", "feature_stride"), strides, strict=True))
+    values: dict[str, Any] = {"total": total, "factor": factor, "out": out, "dots": dots, "rows": rows, "D": d}
+    values |= {"features": None if dots is None else features, "stride": features.stride(0)}
     values |= {"BLOCK": FINISH_ROWS, "WIDTH": min(256, triton.next_power_of_2(d))}
-    prepared.put(values).launch(cdiv(rows, FINISH_ROWS))
+    call.prepare(kernels.finish_kernel).put(values).launch(cdiv(rows, FINISH_ROWS))
 
 
 def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:

@@ -30,12 +30,13 @@ from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
     NO_SHARE,
-    in_units,
     positives,
+    row_stride,
     scored_tile,
     store_tile,
     tile_place,
 )
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
@@ -49,10 +50,7 @@ def side(lse, shift, grad, at, ok, factor):
     """Log-sum-exp in units of log2 (+inf for an empty sum), its shift, and its gradient times ``factor``."""
     level = tl.load(lse + at, mask=ok, other=float("inf"))
     level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
-    start = tl.zeros_like(level)
-    if shift is not None:
-        start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
-    return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
+    return level, shifts(shift, at, ok), tl.load(grad + at, mask=ok, other=0.0) * factor
 
 
 @triton.jit
@@ -95,24 +93,19 @@ def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_sh
                   TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """G of one tile, float32, without an only positive. x is the score less t; u and v are the shares."""
     ok_rows, ok_cols = rows < n, cols < m
+    g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
     if SOFTPLUS & TERMS:
         g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+    elif (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
+        u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
+        v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
+        g = tl.exp2(x) * (u[:, None] + v[None, :])
     elif ENTROPY & TERMS:
         row_level, row_from, coming, value = entropy_side(
             row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
         )
         below = (x - row_from[:, None]) - row_level[:, None]
         g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
-    elif (ROWS & TERMS) and (COLS & TERMS):
-        if WIDE:
-            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-            col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
-            g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
-            g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-        else:
-            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
-            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
-            g = tl.exp2(x) * (u[:, None] + v[None, :])
     elif ROWS & TERMS:
         row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
         if row_shift is not None:
@@ -120,12 +113,13 @@ def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_sh
         else:
             x_row = x
         g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
-    elif COLS & TERMS:
+    if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
         col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
-        g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-    else:
-        g = x * 0.0
-        g = tl.where(g == g, g, 0.0)
+        down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+        if ROWS & TERMS:
+            g += down
+        else:
+            g = down
     if (MANY == POSITIVE) and (grad_pos is not None):
         hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
         value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
@@ -222,28 +216,29 @@ def share_kernel(row_shift, col_shift, row_lse, col_lse, span, grad_row, grad_co
         tl.store(col_share + at, coming * tl.exp2((t - start) - level), mask=at < m)
 
 
-@kernel(optional=("features", "factor", "out", "dots"), dynamic=("rows", "stride", "out_stride", "feature_stride"))
-def finish_kernel(total, features, factor, out, dots, rows, stride, out_stride, feature_stride,
-                  D: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+@kernel(optional=("features", "factor", "out", "dots"), dynamic=("rows", "stride"))
+def finish_kernel(
+    total, features, factor, out, dots, rows, stride, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
     """out = factor * total in the type of out, and for each program the sum of total * features in ``dots``.
 
-    A missing ``factor`` is 1. UNIT divides all strides.
+    A missing ``factor`` is 1. ``stride`` is that of the features.
     """
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     f = 1.0
     if factor is not None:
         f = tl.load(factor)
     dot = tl.zeros((BLOCK, WIDTH), tl.float32)
     for k in range(0, D, WIDTH):
-        col = k + tl.arange(0, WIDTH)
-        ok = (row < rows)[:, None] & (col < D)[None, :]
-        value = tl.load(total + row[:, None] * in_units(stride, UNIT) + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        col = (k + tl.arange(0, WIDTH))[None, :]
+        ok = (row < rows) & (col < D)
+        value = tl.load(total + row * D + col, mask=ok, other=0.0).to(tl.float32)
         if dots is not None:
-            place = features + row[:, None] * in_units(feature_stride, UNIT) + col[None, :]
-            dot += value * tl.load(place, mask=ok, other=0.0).to(tl.float32)
+            dot += value * tl.load(features + row * row_stride(features, stride) + col, mask=ok, other=0.0).to(
+                tl.float32
+            )
         if out is not None:
-            place = out + row[:, None] * in_units(out_stride, UNIT) + col[None, :]
-            tl.store(place, (value * f).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + row * D + col, (value * f).to(out.dtype.element_ty), mask=ok)
     if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
 

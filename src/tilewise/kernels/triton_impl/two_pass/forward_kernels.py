@@ -127,8 +127,8 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
-        total_at = row_part + tile_col.to(tl.int64) * n + rows
-        at = total_at  # of the next statistic
+        totals = row_part + tile_col * n
+        at = totals  # parts of the next statistic
         if (ROWS + SOFTPLUS) & STATS:
             at += col_tiles * n
         if SOFTPLUS & STATS:
@@ -137,12 +137,12 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
                     y = tl.where(positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE), -x, x)
             total = softplus_product(y)
-            tl.store(total_at, total, mask=ok_rows)
+            tl.store(totals + rows, total, mask=ok_rows)
             tl.store(needs_repair + rows * 0, 1, mask=ok_rows & (total == float("inf")))
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
             found = tl.sum(tl.where(hit, x - shifts(row_shift, rows, ok_rows)[:, None], 0.0), 1)
-            tl.store(at, found * LN2, mask=ok_rows)
+            tl.store(at + rows, found * LN2, mask=ok_rows)
             at += col_tiles * n
             if MIRROR & STATS:
                 found = tl.sum(tl.where(hit, x - shifts(col_shift, cols, ok_cols)[None, :], 0.0), 0)
@@ -150,24 +150,24 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         if ROW_SUM & STATS:
             weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
             weighted = tl.sum(tl.where(ok_cols[None, :], x * weight[None, :], 0.0), 1)
-            tl.store(at, weighted * LN2, mask=ok_rows)
+            tl.store(at + rows, weighted * LN2, mask=ok_rows)
             at += col_tiles * n
         if (ENTROPY + TOP) & STATS:
             high = tl.max(x, 1)
             if TOP & STATS:
                 place = tl.min(tl.where(x == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
-                tl.store(at, high, mask=ok_rows)
-                tl.store(at + col_tiles * n, place, mask=ok_rows)
+                tl.store(at + rows, high, mask=ok_rows)
+                tl.store(at + col_tiles * n + rows, place, mask=ok_rows)
                 at += 2 * col_tiles * n
             safe = finite(high)
             below = x - safe[:, None]
             e = tl.exp2(below)
             total = tl.sum(e, 1)
             # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.
-            tl.store(total_at, (safe - shifts(row_shift, rows, ok_rows)) + tl.log2(total), mask=ok_rows)
+            tl.store(totals + rows, (safe - shifts(row_shift, rows, ok_rows)) + tl.log2(total), mask=ok_rows)
             if ENTROPY & STATS:
                 gap = tl.sum(e * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
-                tl.store(at, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total), mask=ok_rows)
+                tl.store(at + rows, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total), mask=ok_rows)
         elif (ROWS + COLS) & STATS:
             if peaks is None:
                 top = finite(tl.max(tl.max(x, 1), 0))
@@ -176,7 +176,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             e = tl.exp2(x)
             if ROWS & STATS:
                 total = tl.sum(e, 1)
-                tl.store(total_at, total, mask=ok_rows)
+                tl.store(totals + rows, total, mask=ok_rows)
                 tl.store(needs_repair + rows * 0, 1, mask=ok_rows & untrusted(total))
             if e_desc is not None:
                 store_tile(e_desc, tile_row * R, tile_col * C, e * 2.0**-BELOW_PEAK)
@@ -187,9 +187,9 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 else:
                     near = tl.where(step % STRIP == 0, here, near + here)
                 if step % STRIP == STRIP - 1:
-                    total = tl.sum(near, 0)
-                    tl.store(col_part + strip * m + cols, total, mask=ok_cols)
-                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted_column(total))
+                    down = tl.sum(near, 0)
+                    tl.store(col_part + strip * m + cols, down, mask=ok_cols)
+                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted_column(down))
             tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
 
 

@@ -12,7 +12,6 @@ not start at 16-byte addresses, a last axis with a stride) are copied once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
-INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 
 
 def forward(
@@ -56,12 +54,11 @@ def forward(
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        values: Sequence[Any]
         if saved is not None or host_may_limit(pair):
-            inputs = [*tensors_of(pair, spec), only_if, None if saved is None else saved.memory]
-            kind = "forward" if saved is None else "forward_saving"
+            kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
+            inputs = [*tensors_of(pair, spec), only_if, memory]
             key = replay_key((kind, *launch_settings(pair, spec, options)), inputs)
-            values = replay_or_record(key, inputs, run, pair.a.device)
+            values = tuple(replay_or_record(key, inputs, run, pair.a.device))
         else:
             values = run(None)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
@@ -96,19 +93,16 @@ def backward(
             grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        values: Sequence[Tensor | None]
         if host_may_limit(pair):
             known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
-            inputs = [*tensors_of(pair, spec), *known, *(getattr(grad, name) for name in INCOMING)]
-            layout = None
+            inputs, layout = [*tensors_of(pair, spec), *known, *vars(grad).values()], None
             if saved is not None:
                 inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
                 layout = saved.inside, saved.behind
             what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
-            values = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
+            a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
         else:
-            values = run(None)
+            a, b, scale, bias = run(None)
         if saved is not None:
             saved.buffer = None
-        a, b, scale, bias = values
         return Grads(a=a, b=b, scale=scale, bias=bias)
