@@ -14,7 +14,6 @@ from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK
 DIAGONAL, ONE, MANY = (kind.value for kind in (bit.DIAGONAL, bit.ONE, bit.MANY))
 MERGE = {"ROW_FIRST": False, "COL_FIRST": False, "LAST": True, "BLOCK": MERGE_BLOCK}
 BOTH = {
-    "tops",
     "col_part",
     "row_lse",
     "col_lse",
@@ -25,7 +24,7 @@ BOTH = {
     "col_share",
     "span",
 }
-ROWS = {"tops", "row_lse", "grad_row", "grad_pos"}
+ROWS = {"row_lse", "grad_row", "grad_pos"}
 SAVED = ROWS | {"row_key", "peaks", "e_desc", "span", "row_factor", "own"}
 
 
@@ -39,7 +38,7 @@ LOSSES = {
     "clip, wide": (of("ROWS", "COLS"), of("ROWS", "COLS"), 0, DIAGONAL, True, BOTH | {"peaks"}),
     "siglip": (
         *(of("SOFTPLUS"), of("SOFTPLUS", "BIAS_TOTAL"), of("ONE_BIAS"), DIAGONAL, True),
-        {"tops", "bias", "bias_part", "grad_row", "row_softplus"},
+        {"bias", "bias_part", "grad_row", "row_softplus"},
     ),
     "cross entropy": (
         *(of("ROWS", "ROW_SUM"), of("ROWS", "ROW_SUM"), of("BIAS", "SOFTCAP"), ONE, True),

@@ -5,21 +5,18 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.filter_plan import columns_of_tiles, tile_count
+from tilewise.kernels.filter_plan import columns_of_tiles
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl.filtered import kernels
-from tilewise.kernels.triton_impl.filtered.forward import units
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, vector
-from tilewise.kernels.triton_impl.launch.prepared import Prepared
+from tilewise.kernels.triton_impl.filtered.forward import FilterCall
+from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -28,24 +25,26 @@ from tilewise.options import TileOptions
 LIST_BLOCK = 1024
 
 
-@dataclass
-class FilterBackward:
+class FilterBackward(FilterCall):
     """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
 
-    pair: Pair
-    stats: Stats
-    plan: FilterPlan
-    grad: GradStats
-    needs: Needs
-    spec: PairSpec
-    options: TileOptions
-    saved: SavedColumns | None = None
+    def __init__(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        saved: SavedColumns | None = None,
+    ) -> None:
+        super().__init__(pair, spec, options)
+        self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
+        self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
 
     def run(self) -> Grads | None:
         """The gradients, or None if too many pairs are kept."""
-        self.n, self.m, self.d = self.pair.a.shape[0], self.pair.b.shape[0], self.pair.a.shape[1]
-        self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
-        self.need_a, self.need_b = self.needs.a or self.needs.scale, self.needs.b or self.needs.bias
         found = HostScalar(torch.cat((self.plan.kept, self.plan.keep_all)))
         # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
@@ -61,8 +60,7 @@ class FilterBackward:
     def _start(self) -> None:
         """The list of kept pairs, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
         pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
-        self.call = call = Call.of(pair, self.spec, self.options)
-        self.sizes = pair_sizes(pair.a.device, pair.a.dtype)
+        self.sizes = pair_sizes(self.device, pair.a.dtype)
         step = self.sizes.rows
         self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // step
@@ -78,27 +76,20 @@ class FilterBackward:
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
-        self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels
-        self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
-        self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "W": self.width}
-        self.known |= {"UNIT": 16 // pair.a.element_size(), "R": step, "blocks": most_blocks, "tolerance": tolerance}
         self.known |= {
             "row_lse": vector(self.stats.row_lse),
             "grad_row": vector(grad_row),
             "grad_pos": vector(grad_pos),
         }
+        self.known |= {"R": step, "blocks": most_blocks}
         self.known |= {"order": plan.order, "count": columns_of_tiles(plan.order, pair.bias)}
         self.known |= {"rows": self.rows, "starts": starts, "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
-        listing = self._prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
+        listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
         listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
-        self.share = self._product(self.need_b, dropped, call.a, late)
+        self.share = self._product(self.need_b, dropped, self.call.a, late)
         self.bias_share = dropped.sum(1, dtype=torch.float32) * late if self.needs.bias else None
-
-    def _prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
-        """A kernel with these arguments and those that all kernels share."""
-        return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
 
     def _product(self, needed: bool, left: Tensor, right: Tensor, factor: float) -> Tensor | None:
         """factor * left @ right in float32, if needed."""
@@ -111,18 +102,18 @@ class FilterBackward:
     def _kernels(self) -> None:
         """The kernels of the kept pairs with all arguments except the pairs."""
         pair, sizes = self.pair, self.sizes
-        self.score = self._prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
+        self.score = self.prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
         if self.need_b:
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
-        column = self._prepare(kernels.column_kernel, sizes.column_warps, sizes.stages, out=self.out, K=self.features)
+        column = self.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages, out=self.out, K=self.features)
         column.put({"factor": self.outside, "share": self.share})
         self.column = column.put({"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out})
         self.added = min(1024, triton.next_power_of_2(self.d))
-        self.add = self._prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
-        self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=pair.a.device)
+        self.add = self.prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
+        self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:
         """The gradients of the kept pairs, group by group."""

@@ -50,28 +50,36 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
     return min(range(max(1, most // 2), most + 1), key=lambda chunk: (rounds(chunk), -chunk))
 
 
-class FilterForward:
-    """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
+class FilterCall:
+    """What forward and backward of the filter share."""
 
-    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
-        self.pair, self.spec, self.options, self.save = pair, spec, options, save
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
+        self.pair, self.spec, self.options = pair, spec, options
         self.call = call = Call.of(pair, spec, options)
         self.device, self.item = pair.a.device, pair.a.element_size()
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
+        self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels by name
+        self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
+        self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "tiles": self.tiles, "W": self.width}
+        self.known |= {"UNIT": 16 // self.item, "tolerance": options.filter_tolerance}
+
+    def prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
+        """A kernel with these arguments and those that all kernels share."""
+        return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
+
+
+class FilterForward(FilterCall):
+    """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
+
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
+        super().__init__(pair, spec, options)
+        self.save = save
         self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
         # A kept pair costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         self.saved: SavedColumns | None = None
-        tolerance = options.filter_tolerance
-        self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels
-        self.known |= {"b": call.b, "b_units": units(call.b), "m": self.m, "col_start": pair.col_start}
-        self.known |= {"tiles": self.tiles, "W": self.width, "UNIT": 16 // self.item, "HALVINGS": plans.HALVINGS}
-        self.known |= {"tolerance": tolerance, "usable": tolerance * plans.MARGIN}
-
-    def _prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
-        """A kernel with these arguments and those that all kernels share."""
-        return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
+        self.known |= {"usable": options.filter_tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS}
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
@@ -93,7 +101,7 @@ class FilterForward:
         step = row_steps(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         where: dict[str, Any] = {"part": part, "place": self.place, "mass": mass, "all_rows": self.n}
-        choose = self._prepare(kernels.choose_kernel, row_lse=stats.row_lse, skip_if=self.keep_all, **where)
+        choose = self.prepare(kernels.choose_kernel, row_lse=stats.row_lse, skip_if=self.keep_all, **where)
         choose.put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         for i in pieces(self.n, step):
             self._masses(part, i)
@@ -146,7 +154,7 @@ class FilterForward:
         place = places(order)
         part, mass = pair.scale.new_empty(self.tiles * asked), pair.a.new_empty((self.tiles, asked))
         block = min(PROBE_ROWS, asked)
-        probe = self._prepare(kernels.probe_kernel, product=scores, order=order, part=part, S=asked, R=block)
+        probe = self.prepare(kernels.probe_kernel, product=scores, order=order, part=part, S=asked, R=block)
         probe.launch(self.tiles * (asked // block))
         rows: dict[str, Any] = {
             "n": asked,
@@ -155,7 +163,7 @@ class FilterForward:
             "row_key": key,
             "row_lse": pair.scale.new_empty(asked),
         }
-        choose = self._prepare(kernels.choose_kernel, part=part, place=place, mass=mass, R=1, **rows)
+        choose = self.prepare(kernels.choose_kernel, part=part, place=place, mass=mass, R=1, **rows)
         choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
         pairs = (key[1:] >= 0).sum() * self.tiles
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
@@ -169,11 +177,11 @@ class FilterForward:
         chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
         buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
-        gather = self._prepare(kernels.gather_kernel, order=self.order, bias=self.bias, out=buffer, mean=self.mean)
+        gather = self.prepare(kernels.gather_kernel, order=self.order, bias=self.bias, out=buffer, mean=self.mean)
         gather.put(
             {"skip_if": self.keep_all, "out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
         )
-        tile = self._prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, part=part, n=rows)
+        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, part=part, n=rows)
         tile.offer(self.call.rows(i, sizes))
         tile.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs})
         tile.put({"skip_if": self.keep_all})

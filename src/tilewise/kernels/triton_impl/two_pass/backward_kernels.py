@@ -87,53 +87,6 @@ def cap_slope(x, softcap):
     return tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
 
 
-@triton.jit
-def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse, row_entropy,
-                  row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
-                  TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """G of one tile, float32, without an only positive. x is the score less t; u and v are the shares."""
-    ok_rows, ok_cols = rows < n, cols < m
-    g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
-    if SOFTPLUS & TERMS:
-        g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
-    elif (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
-        u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
-        v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
-        g = tl.exp2(x) * (u[:, None] + v[None, :])
-    elif ENTROPY & TERMS:
-        row_level, row_from, coming, value = entropy_side(
-            row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
-        )
-        below = (x - row_from[:, None]) - row_level[:, None]
-        g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
-    elif ROWS & TERMS:
-        row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-        if row_shift is not None:
-            x_row = x - row_from[:, None]
-        else:
-            x_row = x
-        g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
-    if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
-        col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
-        down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-        if ROWS & TERMS:
-            g += down
-        else:
-            g = down
-    if (MANY == POSITIVE) and (grad_pos is not None):
-        hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-        value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
-        if MIRROR & TERMS:
-            value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-        g = tl.where(hit, g + value, g)  # g + where(..) would move the tile through shared memory
-    if ROW_SUM & TERMS:
-        weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
-        g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
-    if SOFTCAP & SCORE:
-        g = g * cap_slope(x + t, softcap)
-    return g
-
-
 @kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
 def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
@@ -164,13 +117,50 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t)  # fmt: skip
-        g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse,
-                          row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        ok_rows, ok_cols = rows < n, cols < m
+        g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
+        if SOFTPLUS & TERMS:
+            g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+        elif (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
+            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
+            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
+            g = tl.exp2(x) * (u[:, None] + v[None, :])
+        elif ENTROPY & TERMS:
+            row_level, row_from, coming, value = entropy_side(
+                row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
+            )
+            below = (x - row_from[:, None]) - row_level[:, None]
+            g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
+        elif ROWS & TERMS:
+            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
+            if row_shift is not None:
+                x_row = x - row_from[:, None]
+            else:
+                x_row = x
+            g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
+        if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
+            col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
+            down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+            if ROWS & TERMS:
+                g += down
+            else:
+                g = down
+        if (MANY == POSITIVE) and (grad_pos is not None):
+            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+            if MIRROR & TERMS:
+                value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+            g = tl.where(hit, g + value, g)  # g + where(..) would move the tile through shared memory
+        if ROW_SUM & TERMS:
+            weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
+            g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
+        if SOFTCAP & SCORE:
+            g = g * cap_slope(x + t, softcap)
         if BIAS_TOTAL & TERMS:
-            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=ok_rows)
         if BIAS_COLS & TERMS:
-            inside = tl.where((rows < n)[:, None], g, 0.0)
-            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=cols < m)
+            inside = tl.where(ok_rows[:, None], g, 0.0)
+            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=ok_cols)
         store_tile(g_desc, tile_row * R, tile_col * C, g)
 
 

@@ -12,7 +12,7 @@ float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is too 
 logarithms instead of sums and marks them with t = +inf.
 
 Entropies and largest scores need the maximum t_i of each row of a tile. With them it is the shift of the row, nothing
-needs repair, and parts are logarithms:
+needs repair, and parts are logarithms, also marked with t = +inf:
 
     S_i = sum_j exp(x_ij - t_i) >= 1        entropy_i = log S_i + sum_j exp(x_ij - t_i) (t_i - x_ij) / S_i
 
@@ -46,13 +46,10 @@ NO_COLUMN = tl.constexpr(2.0**24)  # a macro-tile has fewer columns, so float32 
 
 @triton.jit
 def untrusted(total):
-    """Whether sums are too small or too large to be exact; NaN is neither."""
-    return (total < SMALLEST_SUM) | (total > LARGEST_SUM)
+    """Whether sums are too small or too large to be exact, or NaN.
 
-
-@triton.jit
-def untrusted_column(total):
-    """The same, or NaN: a row past the end adds 0 times its exponential, which may be infinite."""
+    A row past the end adds 0 times its exponential, which may be infinite, to the sums of columns.
+    """
     return ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)) == 0
 
 
@@ -91,7 +88,7 @@ def raised(high, total, x, axis: tl.constexpr):
 
 
 @kernel(
-    optional=(*SCORE_KEYS, "row_shift", "col_shift", "col_weight", "peaks", "only_if", "col_part", "tops", "e_desc"),
+    optional=(*SCORE_KEYS, "row_shift", "col_shift", "col_weight", "peaks", "only_if", "col_part", "e_desc"),
     dynamic=(*TILE_NUMBERS, "peak_count"),
 )
 def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
@@ -168,6 +165,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             if ENTROPY & STATS:
                 gap = tl.sum(e * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
                 tl.store(at + rows, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total), mask=ok_rows)
+            tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
         elif (ROWS + COLS) & STATS:
             if peaks is None:
                 top = finite(tl.max(tl.max(x, 1), 0))
@@ -189,7 +187,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 if step % STRIP == STRIP - 1:
                     down = tl.sum(near, 0)
                     tl.store(col_part + strip * m + cols, down, mask=ok_cols)
-                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted_column(down))
+                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted(down))
             tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
 
 
@@ -222,7 +220,7 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         high, below = tl.full((C,), float("-inf"), tl.float32), tl.zeros((C,), tl.float32)
         if COLS & STATS:
             down = tl.load(col_part + strip * m + cols, mask=ok_cols, other=1.0)
-            again = tl.maximum(again, tl.max(untrusted_column(down).to(tl.int32), 0))
+            again = tl.maximum(again, tl.max(untrusted(down).to(tl.int32), 0))
         for step in range(0, tl.where(again != 0, STRIP, 0)):
             tile_row = strip * STRIP + step
             rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
@@ -257,7 +255,7 @@ def fold_sum(part, out, at, ok, size, parts, FIRST: tl.constexpr):
 
 @triton.jit
 def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, size, parts, FIRST: tl.constexpr):
-    """out = the log-sum-exp of sums relative to their tops, or of logarithms without ``tops``. The entropy, if given:
+    """out = the log-sum-exp of sums relative to their tops, or of logarithms, if a top is +inf. The entropy, if given:
 
     entropy = sum_p w_p (entropy_p + lse - lse_p),   w_p = exp(lse_p - lse)
     """
@@ -274,9 +272,8 @@ def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, si
         here = (p < parts)[:, None] & ok[None, :]
         where = p.to(tl.int64)[:, None] * size + at[None, :]
         value = tl.load(part + where, mask=here, other=0.0)
-        if tops is not None:
-            top = tl.load(tops + p * top_step, mask=p < parts, other=0.0)[:, None]
-            value = tl.where(top == float("inf"), value - start[None, :], tl.log2(value) + (top - start[None, :]))
+        top = tl.load(tops + p * top_step, mask=p < parts, other=0.0)[:, None]
+        value = tl.where(top == float("inf"), value - start[None, :], tl.log2(value) + (top - start[None, :]))
         value = tl.where(here, value, float("-inf"))
         higher = tl.maximum(high, tl.max(value, 0))
         safe = finite(higher)
@@ -324,7 +321,7 @@ def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.co
 
 
 @kernel(
-    optional=("row_shift", "col_part", "col_shift", "tops", "only_if", "row_lse", "row_softplus", "row_pos", "row_sum")
+    optional=("row_shift", "col_part", "col_shift", "only_if", "row_lse", "row_softplus", "row_pos", "row_sum")
     + ("row_top", "row_top_col", "row_entropy", "col_lse", "col_pos"),
     dynamic=("n", "row_parts", "m", "col_parts", "first"),
 )
@@ -361,11 +358,11 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
         if TOP & STATS:
             fold_top(part, row_shift, row_top, row_top_col, at, ok, n, row_parts, first, ROW_FIRST, LAST)
             part += 2 * size
-        if (ENTROPY + TOP) & STATS:
-            fold_log(row_part, None, 0, None, row_lse, part, row_entropy, at, ok, n, row_parts, ROW_FIRST)
-        elif ROWS & STATS:
-            mine = tops + (program * BLOCK // R) * row_parts
-            fold_log(row_part, mine, 1, row_shift, row_lse, None, None, at, ok, n, row_parts, ROW_FIRST)
+        if ROWS & STATS:
+            mine, shift = tops + (program * BLOCK // R) * row_parts, row_shift
+            if (ENTROPY + TOP) & STATS:  # subtracted already
+                shift = None
+            fold_log(row_part, mine, 1, shift, row_lse, part, row_entropy, at, ok, n, row_parts, ROW_FIRST)
     elif col_part is not None:
         begin = (program - row_blocks) * BLOCK
         at, mine, step = begin + tl.arange(0, BLOCK), tops + begin // C, row_parts * STRIP
