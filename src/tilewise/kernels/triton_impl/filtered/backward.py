@@ -13,14 +13,13 @@ from torch import Tensor
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.filter_plan import columns_of_tiles
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, largest_gradient
 from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.options import TileOptions
 
 LIST_BLOCK = 1024
 
@@ -28,24 +27,13 @@ LIST_BLOCK = 1024
 class FilterBackward(FilterCall):
     """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        saved: SavedColumns | None = None,
-    ) -> None:
-        super().__init__(pair, spec, options)
+    def run(
+        self, stats: Stats, plan: FilterPlan, grad: GradStats, needs: Needs, saved: SavedColumns | None = None
+    ) -> Grads | None:
+        """The gradients, or None if too many pairs are kept."""
         self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
-
-    def run(self) -> Grads | None:
-        """The gradients, or None if too many pairs are kept."""
-        found = HostScalar(torch.cat((self.plan.kept, self.plan.keep_all)))
+        found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
         # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
         self._kernels()
@@ -76,14 +64,9 @@ class FilterBackward(FilterCall):
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
-        self.known |= {
-            "row_lse": vector(self.stats.row_lse),
-            "grad_row": vector(grad_row),
-            "grad_pos": vector(grad_pos),
-        }
-        self.known |= {"R": step, "blocks": most_blocks}
-        self.known |= {"order": plan.order, "count": columns_of_tiles(plan.order, pair.bias)}
-        self.known |= {"rows": self.rows, "starts": starts, "table": kept.new_empty(3 * most_blocks)}
+        self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
+        self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
+        self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
         listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
         listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)

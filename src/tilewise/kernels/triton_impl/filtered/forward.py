@@ -78,6 +78,8 @@ class FilterForward(FilterCall):
         self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
         # A kept pair costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
+        # float16 lacks the range of products.
+        self.sample_dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype
         self.saved: SavedColumns | None = None
         self.known |= {"usable": options.filter_tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS}
 
@@ -134,11 +136,7 @@ class FilterForward(FilterCall):
         """The number of rows to probe; 0 for a small call."""
         if self.n * self.m * self.d < WORTH_PROBING:
             return 0
-        return plans.sample_size(self.n, self.m, self._sample_dtype().itemsize, self.options)
-
-    def _sample_dtype(self) -> torch.dtype:
-        """The type of sampled scores. float16 lacks the range of products."""
-        return torch.float32 if self.pair.a.dtype == torch.float16 else self.pair.a.dtype
+        return plans.sample_size(self.n, self.m, self.sample_dtype.itemsize, self.options)
 
     def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
         """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many pairs."""
@@ -147,7 +145,7 @@ class FilterForward(FilterCall):
         those = plans.sample_of(self.n, asked)
         sample, key = self.call.a[those].clone(), pair.row_key[those].contiguous()
         sample[0] = plans.mean_row(pair)  # orders the columns; not counted in the result
-        scores = pair.a.new_empty((self.m, asked), dtype=self._sample_dtype())
+        scores = pair.a.new_empty((self.m, asked), dtype=self.sample_dtype)
         with matmul_precision("high"):
             product(scores, self.call.b, sample.T, True)
         order = plans.order_by(scores[:, 0], pair)

@@ -60,4 +60,4 @@ class TritonFilter:
         if saved is not None and saved.probed_exact is not None and saved.probed_exact():
             return None
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            return FilterBackward(pair, stats, plan, grad, needs, spec, options, saved).run()
+            return FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved)

@@ -173,9 +173,8 @@ class Forward:
         if merge is None:
             merge = self.merges[tuple(fixed.values())] = self.call.prepare(kernels.merge_kernel, warps=2).put(fixed)
             merge.offer(self.call.fixed).put({"row_part": self.row_part, "tops": self.tops, "only_if": self.only_if})
-            merge.put(
-                {"R": sizes.rows, "C": sizes.cols, "BLOCK": block, "col_part": self.col_part if columns else None}
-            )
+            merge.put({"R": sizes.rows, "C": sizes.cols, "BLOCK": block})
+        merge.put({"col_part": self.col_part if columns else None})
         merge.offer({name: value[i] for name, value in out.items() if name != "col_lse"})
         if columns:
             pos = out["row_pos"][j] if mirrored and "row_pos" in out else None
