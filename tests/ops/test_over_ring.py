@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compare import assert_close, assert_no_worse, relative_error
+from tests.ring.virtual import run_virtual
 from torch import Tensor
 
 from tilewise.errors import GroupError
@@ -19,7 +20,6 @@ from tilewise.kernels.spec import Pair, PairSpec, Stats, wanted_stats
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
-from tilewise.ring.virtual import run_virtual
 
 SPECS = {
     "rows": PairSpec(row_lse=True),

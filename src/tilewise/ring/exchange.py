@@ -179,12 +179,11 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
-VIRTUAL = "virtual-"  # prefix of the names of virtual groups
 _registered: dict[str, Exchange] = {}
 
 
 def register_exchange(name: str, exchange: Exchange) -> None:
-    """Use this exchange for the group of this name. For virtual ranks, and for tests that count or delay transfers."""
+    """Use this exchange for the group of this name: for tests, such as ranks that are threads of one process."""
     _registered[name] = exchange
 
 
@@ -197,10 +196,6 @@ def find_exchange(group_name: str) -> Exchange:
     """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it."""
     if group_name in _registered:
         return _registered[group_name]
-    if group_name.startswith(VIRTUAL):
-        raise GroupError(
-            f"the virtual group {group_name!r} no longer exists. Use a virtual group only inside of run_virtual"
-        )
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
             f"no process group {group_name!r}: torch.distributed is not initialized in this process. Call "

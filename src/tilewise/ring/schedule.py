@@ -1,9 +1,6 @@
-"""Arithmetic of the ring: which rank holds which block at which step, and how many bytes are sent.
+"""Arithmetic of the ring: which rank holds which block at which step. Nothing here needs a process group.
 
-Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Nothing here
-needs a process group.
-
-Axes: m columns of one rank, d features, W ranks (``world``).
+Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops.
 """
 
 from __future__ import annotations
@@ -39,46 +36,3 @@ def starts(sizes: list[int]) -> list[int]:
         found.append(total)
         total += size
     return found
-
-
-def payload_hops(world: int) -> int:
-    """Hops of a block's read-only tensors. The last rank does not send them on."""
-    return world - 1
-
-
-def accumulator_hops(world: int) -> int:
-    """Hops of the tensors that every rank adds to (column statistics, gradients). They return to the owner."""
-    return world if world > 1 else 0
-
-
-def forward_bytes(
-    world: int,
-    cols: int,
-    width: int,
-    feature_bytes: int,
-    *,
-    vectors: int = 0,
-    accumulators: int = 0,
-) -> int:
-    """Bytes that a rank sends in forward, with equal shards.
-
-    ``(W - 1) m (d * feature_bytes + vectors) + W m accumulators``. ``vectors`` counts the bytes per column of ids,
-    shifts and biases. ``accumulators`` counts the bytes per column of the running column statistics.
-
-    >>> forward_bytes(4, 1000, 512, 2) == 3 * 1000 * 512 * 2
-    True
-    """
-    accumulated = accumulator_hops(world) * accumulators
-    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
-
-
-def backward_bytes(
-    world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0
-) -> int:
-    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``.
-
-    >>> backward_bytes(4, 1000, 512, 2, 4) == 3 * 1000 * 512 * 2 + 4 * 1000 * 512 * 4
-    True
-    """
-    accumulated = accumulator_hops(world) * width * gradient_bytes
-    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)

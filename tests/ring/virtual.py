@@ -1,7 +1,6 @@
 """Virtual ranks: threads of one process, on one device, that exchange blocks through shared memory.
 
-They run a ring of any size on one device, through the same code as a process group. Use them for tests and to try out
-a ring without several machines.
+They run a ring of any size on one device, through the same code as a process group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tilewise._check import AUTOCAST_DEVICES
 from tilewise.errors import GroupError, RangeError
-from tilewise.ring.exchange import VIRTUAL, Pending, forget_exchange, register_exchange
+from tilewise.ring.exchange import Pending, forget_exchange, register_exchange
 from tilewise.ring.schedule import next_rank, previous_rank
 
 T = TypeVar("T")
@@ -230,7 +229,7 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
     failures: list[tuple[int, BaseException]] = []
 
     def serve(rank: int) -> None:
-        name = f"{VIRTUAL}{serial}-{rank}"
+        name = f"virtual-{serial}-{rank}"
         register_exchange(name, VirtualExchange(hub, rank))
         try:
             # Enter the modes first: torch.inference_mode(False) also enables autograd's own threads.
