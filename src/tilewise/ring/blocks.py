@@ -24,6 +24,7 @@ from tilewise.ring.schedule import held_block
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
+Work = Callable[[int, dict[str, Tensor]], Tensors | None]  # (owner, tensors of its block) -> values to add
 Merge = Callable[[dict[str, Tensor], Tensors], object]  # (accumulators, changed in place; values to add)
 
 
@@ -89,7 +90,7 @@ def rotate_blocks(
     exchange: Exchange,
     sizes: Sequence[int],
     payload: Tensors,
-    work: Callable[[int, dict[str, Tensor]], Tensors | None],
+    work: Work,
     *,
     accumulators: Sequence[Field] = (),
     merge: Merge | None = None,

@@ -1,9 +1,12 @@
-"""Arithmetic of the ring: which rank holds which block at which step. Nothing here needs a process group.
+"""Arithmetic of the ring: the shards of all ranks, and which rank holds which block at which step.
 
-Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops.
+Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Nothing here
+needs a process group.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 def held_block(rank: int, step: int, world: int) -> int:
@@ -25,14 +28,34 @@ def previous_rank(rank: int, world: int) -> int:
     return (rank - 1) % world
 
 
-def starts(sizes: list[int]) -> list[int]:
-    """Global index of the first element of each shard.
+@dataclass(frozen=True)
+class Shards:
+    """Row and column counts of every rank. Shards may be unequal or empty.
 
-    >>> starts([3, 0, 5])
-    [0, 3, 3]
+    >>> shards = Shards(rank=1, rows=(2, 3), cols=(4, 3))
+    >>> shards.row_start, shards.col_start(1), shards.all_rows, shards.all_cols
+    (2, 4, 5, 7)
     """
-    found, total = [], 0
-    for size in sizes:
-        found.append(total)
-        total += size
-    return found
+
+    rank: int
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+
+    @property
+    def all_rows(self) -> int:
+        """Total rows of all ranks."""
+        return sum(self.rows)
+
+    @property
+    def all_cols(self) -> int:
+        """Total columns of all ranks."""
+        return sum(self.cols)
+
+    @property
+    def row_start(self) -> int:
+        """Global index of this rank's first row."""
+        return sum(self.rows[: self.rank])
+
+    def col_start(self, owner: int) -> int:
+        """Global index of the first column of a rank's block."""
+        return sum(self.cols[:owner])

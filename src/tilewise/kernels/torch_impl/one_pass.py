@@ -14,13 +14,13 @@ Axes: n rows of a, m rows of b, d features; r rows of one block; i, j slices of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tilewise.kernels.backend import Like, Saved
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import (
+    NOT_ONE_SIDED,
     gradients_like,
     gradients_of,
     is_one_sided,
@@ -28,6 +28,7 @@ from tilewise.kernels.scalar_loss import (
     saved_dtype,
     saved_gradients,
 )
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
     HALF_TYPES,
     Grads,
@@ -64,7 +65,7 @@ class TorchOnePass:
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """See `OnePass`. The loss must be one of rows with one positive, and the workspace hold the scores of a row."""
         if not is_one_sided(spec):
-            return "it serves only losses of rows with one positive each"
+            return NOT_ONE_SIDED
         if self.rows_that_fit(shape, spec, options.workspace_bytes) < 1:
             return "the workspace does not hold the scores of one row"
         return None
@@ -73,15 +74,13 @@ class TorchOnePass:
         """See `OnePass`. A sigmoid stores no scores."""
         return shape.rows if spec.softplus else block_rows(shape, spec, memory)
 
-    def saved_like(
-        self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
         """See `OnePass`."""
         return gradients_like(shape, needs)
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, Saved]:
         """The loss and its gradients, block by block of rows."""
         fit = self.rows_that_fit(pair.shape, spec, options.workspace_bytes)
         with matmul_precision(options.precision), torch.no_grad():
@@ -89,16 +88,7 @@ class TorchOnePass:
         return loss, saved_gradients(grads, rows)
 
     def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        pair: Pair,
-        grad_output: Tensor,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        shape: PairShape,
-        *,
-        overwrite: bool = False,
+        self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
     ) -> Grads:
         """The saved gradients multiplied by ``grad_output``."""
         grads = gradients_of(saved, needs, pair.a.shape[0])
@@ -117,8 +107,7 @@ def multiplied(grad: Tensor, grad_output: Tensor, dtype: torch.dtype, overwrite:
         return grad
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
     # The factor has 2 dimensions, because a 0-d factor would first be rounded to the type of a half gradient.
-    for start in range(0, grad.shape[0], MULTIPLY_ROWS):
-        rows = slice(start, start + MULTIPLY_ROWS)
+    for rows in slices(grad.shape[0], MULTIPLY_ROWS):
         out[rows] = grad[rows] * grad_output.reshape(1, 1)
     return out
 
