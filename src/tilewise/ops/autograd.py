@@ -130,7 +130,7 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(*call.tensors, *done.saved)
         if done.constants:
             ctx.mark_non_differentiable(*done.constants)
-        return done.outputs
+        return tuple(done.outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

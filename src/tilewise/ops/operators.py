@@ -45,10 +45,10 @@ PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
 class Done(NamedTuple):
     """The result of an operator's forward."""
 
-    outputs: tuple[Tensor, ...]
-    saved: tuple[Tensor, ...]  # tensors for backward, beside the arguments
+    outputs: Sequence[Tensor]
+    saved: Sequence[Tensor]  # tensors for backward, beside the arguments
     once: Any = None  # eager only: what the first backward uses up
-    constants: tuple[Tensor, ...] = ()  # eager only: the outputs without a gradient
+    constants: Sequence[Tensor] = ()  # eager only: the outputs without a gradient
 
 
 class PairStats:
@@ -59,15 +59,14 @@ class PairStats:
     def forward(self, call: Call, *, eager: bool) -> Done:
         """Outputs and what to save."""
         spec = call.settings.spec
-        found = strategies.find_stats(
-            call, call.pair(), strategies.route_of(call, scalar=False, eager=eager), eager=eager
-        )
+        way = strategies.route_of(call, scalar=False, eager=eager)
+        found = strategies.find_stats(call, call.pair(), way, eager=eager)
         wanted, kind = wanted_stats(spec), stat_dtype(call.leaves[0].dtype)
         values = [getattr(found.stats, stat.name) for stat in wanted]
-        outputs = tuple(v if stat.integer else v.to(kind) for stat, v in zip(wanted, values, strict=True))
+        outputs = [v if stat.integer else v.to(kind) for stat, v in zip(wanted, values, strict=True)]
         if not eager:
             return Done(outputs, _plan_tensors(found.plan))
-        constants = tuple(value for stat, value in zip(wanted, outputs, strict=True) if not stat.gradient)
+        constants = [value for stat, value in zip(wanted, outputs, strict=True) if not stat.gradient]
         return Done(outputs, (*values, *_plan_tensors(found.plan)), found.without_tensors(), constants)
 
     def like(self, call: Call) -> list[Like]:
@@ -149,13 +148,10 @@ class PairLoss:
             return strategies.loss_backward(call, once, grad_output, eager=True)
         way, spec = strategies.route_of(call, scalar=True, eager=eager), call.settings.spec
         if way.strategy == "one_pass":
-            return (
-                None
-                if eager
-                else strategies.loss_backward(
-                    call, strategies.found_again(call, way, saved[1:]), grad_output, eager=False
-                )
-            )
+            if eager:  # used up by an earlier backward
+                return None
+            one = strategies.found_again(call, way, saved[1:])
+            return strategies.loss_backward(call, one, grad_output, eager=False)
         names, gradients = saved_names(spec), _loss_gradients(spec)
         first = 0 if eager else 1  # the loss itself
         second, third = first + len(names), first + len(names) + len(gradients)

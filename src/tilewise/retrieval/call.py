@@ -109,7 +109,7 @@ class RankingCall:
     def _run(self, advance: kernel.Advance | None) -> BothRanks:
         queries = self.queries
         scorer = choose_scorer(queries.device, queries.shape[1], queries.dtype, self.options)
-        excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
+        excluded = None if self.exclude is None else kernel.Excluded(self.exclude, scorer.side)
         rows, best = self.answers(scorer, excluded, advance)
         block = {"gallery": self.gallery}
         if best is not None:

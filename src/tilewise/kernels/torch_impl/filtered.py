@@ -83,10 +83,8 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     part_tr = x_mr.view(tiles, width, rows).sum(1).log_()
     few = dataclasses.replace(pair, row_key=pair.row_key[chosen])
     assert few.row_key is not None
-    tolerance = options.filter_tolerance
-    mass = plans.choose(part_tr, part_tr.logsumexp(0), plans.places_of(order, few), few.row_key >= 0, tolerance, width)[
-        :, 1:
-    ]
+    lse, place, valid = part_tr.logsumexp(0), plans.places_of(order, few), few.row_key >= 0
+    mass = plans.choose(part_tr, lse, place, valid, options.filter_tolerance, width)[:, 1:]
     return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
 
 

@@ -17,17 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.kernels import scalar_loss
 from tilewise.kernels.backend import Like, Saved
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.scalar_loss import (
-    NOT_ONE_SIDED,
-    gradients_like,
-    gradients_of,
-    is_one_sided,
-    loss_of_stats,
-    saved_dtype,
-    saved_gradients,
-)
 from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
     HALF_TYPES,
@@ -64,8 +56,8 @@ class TorchOnePass:
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """See `OnePass`. The loss must be one of rows with one positive, and the workspace hold the scores of a row."""
-        if not is_one_sided(spec):
-            return NOT_ONE_SIDED
+        if not scalar_loss.is_one_sided(spec):
+            return scalar_loss.NOT_ONE_SIDED
         if self.rows_that_fit(shape, spec, options.workspace_bytes) < 1:
             return "the workspace does not hold the scores of one row"
         return None
@@ -76,7 +68,7 @@ class TorchOnePass:
 
     def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
         """See `OnePass`."""
-        return gradients_like(shape, needs)
+        return scalar_loss.gradients_like(shape, needs)
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
@@ -85,13 +77,13 @@ class TorchOnePass:
         fit = self.rows_that_fit(pair.shape, spec, options.workspace_bytes)
         with matmul_precision(options.precision), torch.no_grad():
             loss, grads = _Blocks(pair, weights, needs, spec, options, fit).run()
-        return loss, saved_gradients(grads, rows)
+        return loss, scalar_loss.saved_gradients(grads, rows)
 
     def backward(
         self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
     ) -> Grads:
         """The saved gradients multiplied by ``grad_output``."""
-        grads = gradients_of(saved, needs, pair.a.shape[0])
+        grads = scalar_loss.gradients_of(saved, needs, pair.a.shape[0])
         return Grads(
             a=None if grads.a is None else multiplied(grads.a, grad_output, pair.a.dtype, overwrite),
             b=None if grads.b is None else multiplied(grads.b, grad_output, pair.b.dtype, overwrite),
@@ -125,7 +117,7 @@ class _Blocks:
             self.tiles.rows, self.tiles.cols = rows, max(pair.b.shape[0], 1)
         # G is divided by the largest weight, so that it stays near 1. `GradSums` multiplies it back.
         self.size = largest_gradient(GradStats(row_lse=self.weight, row_pos=self.square)).to(pair.a.device)
-        self.sums = GradSums(self.tiles, needs, self.size, saved_dtype(pair.a.dtype))
+        self.sums = GradSums(self.tiles, needs, self.size, scalar_loss.saved_dtype(pair.a.dtype))
         self.loss = pair.a.new_zeros((), dtype=torch.float64)
         self.bounded = not spec.softplus and is_bounded(pair, spec)
         self.num_positives = self.tiles.keys.num_positives()
@@ -154,7 +146,7 @@ class _Blocks:
         shift = 0.0 if pair.row_shift is None else pair.row_shift[i].double()
         stats = Stats(row_lse=lse - shift, row_pos=pos, num_positives=self.num_positives[i])
         square = None if self.square is None else self.square[i]
-        loss, grad = loss_of_stats(self.weight[i], square, stats, shift, self.spec)
+        loss, grad = scalar_loss.loss_of_stats(self.weight[i], square, stats, shift, self.spec)
         self.loss += loss
         assert grad.row_lse is not None
         assert grad.row_pos is not None

@@ -75,12 +75,8 @@ class ScoreTile:
         self.ones = torch.ones(self.side, device=device, dtype=score)
         self.places = torch.arange(self.side, device=device, dtype=score)  # exact, since a side is below 2**24
 
-    def load(self, buffer: Tensor, features: Tensor) -> None:
-        """Copy features into a buffer. Old values behind the end remain; their scores are discarded."""
-        buffer[: features.shape[0]].copy_(features)
-
     def product(self, rows: int, cols: int) -> Tensor:
-        """Scores of the loaded queries and gallery items: (rows, cols), a view of the tile's buffer."""
+        """Scores of the queries and items in the buffers: (rows, cols). Old values behind the end are discarded."""
         if self.multiply is not None:
             self.multiply(self.queries, self.gallery[:cols], self.scores[:, :cols])
         elif self.queries.dtype == self.scores.dtype:
@@ -97,9 +93,8 @@ class ScoreTile:
         """
         for rows in slices(block.queries.shape[0] if block.items.shape[0] else 0, self.side):
             items, inside = block.answering(index, rows)
-            self.load(self.queries, block.queries[rows])
-            self.load(self.gallery, items)
             count = rows.stop - rows.start
+            self.queries[:count], self.gallery[:count] = block.queries[rows], items
             scores = self.product(count, count).diagonal()
             into[rows] = torch.where(inside, scores, into[rows])
 
@@ -112,7 +107,7 @@ class ScoreTile:
         """
         row_ends, col_ends = ends_of(row_ids, row_ids, self.side), ends_of(col_ids, col_ids, self.side)
         for cols, (low, high) in zip(slices(block.items.shape[0], self.side), col_ends, strict=True):
-            self.load(self.gallery, block.items[cols])
+            self.gallery[: cols.stop - cols.start] = block.items[cols]
             for rows, (first, last) in zip(slices(block.queries.shape[0], self.side), row_ends, strict=True):
                 if last < low or high < first:
                     continue
@@ -137,7 +132,7 @@ class ScoreTile:
         row_counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int64)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int64)
         for j in slices(c, self.side):
-            self.load(self.gallery, block.items[j])
+            self.gallery[: j.stop - j.start] = block.items[j]
             for i in slices(n, self.side):
                 scores = self._scores(block, i, j)
                 for counts, answers in zip(row_counts, rows, strict=True):
@@ -149,8 +144,9 @@ class ScoreTile:
 
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
         """Scores of these queries and the loaded items; -inf for an excluded pair."""
-        self.load(self.queries, block.queries[rows])
-        scores = self.product(rows.stop - rows.start, cols.stop - cols.start)
+        count = rows.stop - rows.start
+        self.queries[:count] = block.queries[rows]
+        scores = self.product(count, cols.stop - cols.start)
         if block.excluded is not None:
             block.excluded.hide_(scores, rows, self.side, block.col_offset + cols.start)
         return scores
