@@ -118,7 +118,7 @@ def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
 
 
 def _accumulator_bytes(call: Call, way: Route) -> int:
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     if way.strategy != "one_pass":
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
     assert way.backend.one_pass is not None
@@ -131,7 +131,7 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
 
 def _ring_bytes(call: Call) -> int:
     """Buffers of `rotate_blocks` and float32 sums of gradients, for shards of equal size; 0 without a group."""
-    spec, options, group_name, needs, _ = call.settings
+    spec, options, group_name, needs = call.settings[:4]
     if find_exchange(group_name).world == 1:
         return 0
     shape, stat = call.shape, stat_dtype(call.shape.dtype).itemsize

@@ -60,7 +60,7 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
 
 def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
     """Statistics by `two_pass` or `filtered`; ``pair`` is that of the call."""
-    spec, options, group_name, needs, _ = call.settings
+    spec, options, group_name, needs = call.settings[:4]
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
         fewer = pair if rows is None else rows.of_pair(pair)
@@ -80,7 +80,7 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
 
 
 def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     if save and needs.b and not needs.bias:
         stats, saved = backend.forward_saving(pair, spec, options)
         return Found(stats, saved=saved, backend=backend)
@@ -89,7 +89,7 @@ def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
 
 def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     assert pair.row_key is not None
     plan: FilterPlan | None
     way = route(fewer.shape, spec, options, needs)
@@ -116,7 +116,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
 
 def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool) -> Grads:
     """Gradients by `two_pass` or `filtered`. Unless ``rows_known``, it is looked up again which rows count."""
-    spec, options, group_name, _, _ = call.settings
+    spec, options, group_name = call.settings[:3]
     pair = call.pair()
     with without_autocast(pair.a):
         if found.plan is not None:
@@ -150,7 +150,7 @@ class OnePassFound(NamedTuple):
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFound]:
     """A scalar loss, and what its backward needs, by `one_pass`. Eager calls save only the rows that count."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     pair, weights, one_pass = call.pair(), call.weights(), way.backend.one_pass
     assert one_pass is not None
     with without_autocast(pair.a):
@@ -165,7 +165,7 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFo
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     one_pass, pair, saved, rows = found
     with without_autocast(pair.a):
         shape = pair.shape if eager else call.shape
