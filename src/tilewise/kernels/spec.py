@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -184,11 +184,8 @@ class Stats:
 
     def rounded(self, dtype: torch.dtype) -> Stats:
         """Numbers in that type; indices unchanged."""
-
-        def in_type(value: Tensor | None) -> Tensor | None:
-            return value if value is None or not value.is_floating_point() else value.to(dtype)
-
-        return Stats(**{field.name: in_type(getattr(self, field.name)) for field in fields(self)})
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        return Stats(**{name: v.to(dtype) if v.is_floating_point() else v for name, v in found.items()})
 
     def rows(self) -> Stats:
         """Only the row statistics."""

@@ -202,8 +202,7 @@ def _register(operator: Operator) -> None:
 
     def pull_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        arguments, output = saved[: len(TENSORS)], saved[len(TENSORS) :]
-        call = Call(arguments[: len(LEAVES)], arguments[len(LEAVES) :], decode(ctx.settings))
+        call, output = _call_of((*saved[: len(TENSORS)], ctx.settings)), saved[len(TENSORS) :]
         count = operator.outputs(call)
         if any(grad is not None for grad in grads[count:]):
             no_second_derivative(ctx)
