@@ -71,7 +71,7 @@ class FilterBackward:
     def _start(self) -> None:
         """The dropped pairs: tile means for the rows, a share of each tile for the columns."""
         pair, scale = self.pair, self.pair.scale
-        self.call = Call.of(pair, self.spec, self.options)
+        self.call = Call(pair, self.spec, self.options)
         nothing = None
         if self.grad.row_lse is None or self.grad.row_pos is None:
             nothing = scale.new_zeros(self.n)

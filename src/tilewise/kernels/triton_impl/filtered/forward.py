@@ -55,7 +55,7 @@ class FilterForward:
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, save: bool = False) -> None:
         self.pair, self.spec, self.options, self.save = pair, spec, options, save
-        self.call = Call.of(pair, spec, options)
+        self.call = Call(pair, spec, options)
         self.a, self.b, self.device = self.call.a, self.call.b, pair.a.device
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)

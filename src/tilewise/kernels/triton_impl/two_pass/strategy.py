@@ -20,15 +20,7 @@ from torch import Tensor
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.launch.call import (
-    Call,
-    host_may_limit,
-    launch_settings,
-    on_device,
-    small_keys,
-    tensors_of,
-)
-from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
+from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -58,20 +50,15 @@ def _forward(
         pair = small_keys(pair, spec)
         positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
 
-        def run(recording: Recording | None) -> tuple[Any, ...]:
-            call = Call.of(pair, spec, options, recording)
+        def run(call: Call) -> tuple[Any, ...]:
             work = TokenForward(call) if spec.token_stats else Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        if saved is not None or host_may_limit(pair):
-            inputs = [*tensors_of(pair, spec), only_if, None if saved is None else saved.memory]
-            kind = "forward" if saved is None else "forward_saving"
-            key = replay_key((kind, *launch_settings(pair, spec, options)), inputs)
-            values = replay_or_record(key, inputs, run, pair.a.device)
-        else:
-            values = run(None)
+        memory = () if saved is None else (saved.memory,)
+        what = ("forward" if saved is None else "forward_saving",)
+        values = replayed(what, pair, spec, options, [only_if, *memory], run)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
         if positives is not None:
             stats = dataclasses.replace(stats, num_positives=positives)
@@ -98,23 +85,18 @@ def backward(
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
-        if not host_may_limit(pair):
-            return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, saved).run()
 
-        def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
-            call = Call.of(pair, spec, options, recording)
+        def run(call: Call) -> tuple[Tensor | None, ...]:
             grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
         coming = [getattr(grad, name) for name in INCOMING]
-        known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
-        inputs = [*tensors_of(pair, spec), *known, *coming]
+        known = [stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse, *coming]
         layout = None
         if saved is not None:
-            inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
+            known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
             layout = saved.inside, saved.behind
-        what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
-        a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
+        a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
         if saved is not None:
             saved.buffer = None
         return Grads(a=a, b=b, scale=scale, bias=bias)
