@@ -149,14 +149,14 @@ class Recording:
             return None
         kept = {where.slot for where in self.outputs if isinstance(where, Where)}
         # A product takes tensors, not addresses.
-        operands = {where.slot for step in self.steps if isinstance(step, Product) for where in step.wheres}
+        tensors = kept | {where.slot for step in self.steps if isinstance(step, Product) for where in step.wheres}
         made_at: list[list[tuple[int, Slot]]] = [[] for _ in range(steps)]  # slots to allocate before a step
         done_at: list[list[int]] = [[] for _ in range(steps)]  # and to free after it
         for index, slot in enumerate(self.slots):
             slot.memory = None
             if index < self.inputs or slot.last < 0:
                 continue  # given, or allocated and never used
-            if index not in kept | operands and slot.bytes <= POOLED and not slot.zero:
+            if index not in tensors and slot.bytes <= POOLED and not slot.zero:
                 slot.pool_at = self.pool_bytes
                 self.pooled.append((index, slot))
                 self.pool_bytes += -(-slot.bytes // ALIGNED) * ALIGNED
