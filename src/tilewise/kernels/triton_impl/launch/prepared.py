@@ -108,9 +108,7 @@ class Prepared:
         for name, arg in zip(self.places, self.args, strict=True):
             if arg is None and name not in self.declared.optional:
                 raise TypeError(f"kernel {self.kernel.__name__} misses the argument {name}")
-        if self.device.type != "cuda":  # the interpreter
-            return self.kernel[(programs,)]
-        if not is_known_version():
+        if self.device.type != "cuda" or not is_known_version():  # on a CPU, the interpreter
             return functools.partial(self.kernel[(programs,)], **self.options)
         key = self._key()
         with _compiling:

@@ -148,9 +148,8 @@ def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.c
     """The gradient of the bias: sum_i f_i E_ij for each column."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     ok = cols < m
-    read = cols < row_stride(
-        g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1)
-    )  # rows are padded to this length
+    # Rows are padded to this length.
+    read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in range(0, n, BLOCK):
         rows = start + tl.arange(0, BLOCK)
