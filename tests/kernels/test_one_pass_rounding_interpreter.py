@@ -13,8 +13,8 @@ from tests.kernels.one_pass_pairs import ALL, ONE_PASS, SOFTMAX, softmax_pair, t
 from triton.runtime import interpreter
 
 from tilewise.kernels.spec import Needs, Pair, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call
-from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, row_width
+from tilewise.kernels.triton_impl.launch.call import Call, row_width
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products
 from tilewise.kernels.triton_impl.one_pass.strategy import gradients, loss_and_gradients
 
 pytestmark = IN_THE_INTERPRETER

@@ -45,15 +45,20 @@ def unit_of(*sizes: int) -> int:
     return 1 if any(size % WHOLE_UNIT for size in sizes) else WHOLE_UNIT
 
 
+def row_width(cols: int, dtype: torch.dtype) -> int:
+    """Numbers from one row of a matrix to the next, so that each row starts at a 16-byte address."""
+    step = 16 // dtype.itemsize
+    return cdiv(cols, step) * step
+
+
 def readable(features: Tensor) -> Tensor:
     """The features, or a copy whose rows a tensor descriptor can read."""
     item = features.element_size()
     aligned = features.data_ptr() % 16 == 0 and features.stride(0) * item % 16 == 0
     if features.stride(1) == 1 and aligned and features.stride(0) >= features.shape[1]:
         return features
-    width = cdiv(features.shape[1] * item, 16) * 16 // item
-    copy = features.new_zeros((features.shape[0], width))[:, : features.shape[1]]
-    return copy.copy_(features)
+    rows, cols = features.shape
+    return features.new_zeros((rows, row_width(cols, features.dtype)))[:, :cols].copy_(features)
 
 
 def tile_descriptor(g: Tensor, sizes: Sizes) -> TensorDescriptor:

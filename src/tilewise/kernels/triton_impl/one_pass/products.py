@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels.spec import Grads, Needs, PairShape, PairSpec, stat_dtype
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
 from tilewise.kernels.triton_impl.one_pass import product_kernels
 from tilewise.kernels.triton_impl.two_pass.backward import product
 from tilewise.options import TileOptions
@@ -40,12 +40,6 @@ class Exponentials(NamedTuple):
     def rounded(self) -> bool:
         """Whether E has fewer digits than the entries."""
         return self.e.dtype != self.entry.dtype
-
-
-def row_width(cols: int, features: torch.dtype) -> int:
-    """Numbers from one row of E to the next, so that each row starts at a 16-byte address."""
-    step = 16 // features.itemsize
-    return cdiv(cols, step) * step
 
 
 def one_block(shape: PairShape, memory: int) -> bool:

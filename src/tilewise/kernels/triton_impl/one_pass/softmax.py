@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, Needs, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, tile_descriptor, vector
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, row_width, tile_descriptor, vector
 from tilewise.kernels.triton_impl.one_pass import softmax_kernels as kernels
-from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, one_block, row_width, sum_parts
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, one_block, sum_parts
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
 START_BLOCK = 1024
