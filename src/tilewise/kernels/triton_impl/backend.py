@@ -80,9 +80,7 @@ class TritonBackend(Backend):
             return 4 * shape.rows * shape.width
         sizes = gradient_sizes(shape.device, shape.dtype, shape.width)
         rows, _ = macro_tile(shape, spec, sizes, options)
-        return (
-            4 * shape.cols * shape.width if needs.b and rows < shape.rows else 4 * min(rows, shape.rows) * shape.width
-        )
+        return 4 * shape.width * (shape.cols if needs.b and rows < shape.rows else min(rows, shape.rows))
 
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """Depends only on what all ranks of a group share."""
