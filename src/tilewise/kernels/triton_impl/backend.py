@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, PairShape, PairSpec
+from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
@@ -38,8 +38,6 @@ class TritonBackend(Backend):
     one_pass = TritonOnePass()
     filtered = TritonFilter()
     offers_ranks = True
-    forward = staticmethod(two_pass.forward)
-    forward_saving = staticmethod(two_pass.forward_saving)
     backward = staticmethod(two_pass.backward)
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
@@ -57,6 +55,14 @@ class TritonBackend(Backend):
         if spec.token_stats and (spec.positive == "many" or spec.row_sum):
             return "it has entropies and largest scores beside one positive in each row only"
         return None
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
+        """Statistics, macro-tile by macro-tile."""
+        return two_pass.forward(pair, spec, options)[0]
+
+    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
+        """The same, and the exponentials of some columns."""
+        return two_pass.forward(pair, spec, options, save=True)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
         """Half-type gradients are summed in float32, unless one macro-tile holds all rows."""

@@ -24,44 +24,33 @@ from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, 
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.kernels.triton_impl.two_pass.token_forward import TokenForward
 from tilewise.options import TileOptions
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
-INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 
 
-def forward(pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None) -> Stats:
-    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`."""
-    return _forward(pair, spec, options, None, only_if)[0]
-
-
-def forward_saving(
-    pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None
+def forward(
+    pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool = False, only_if: Tensor | None = None
 ) -> tuple[Stats, SavedColumns | None]:
-    """The same, and the exponentials of some columns, where a backward for both sides can use them."""
-    return _forward(pair, spec, options, SavedColumns.of(pair, spec), only_if)
+    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`.
 
-
-def _forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, saved: SavedColumns | None, only_if: Tensor | None
-) -> tuple[Stats, SavedColumns | None]:
+    With ``save`` also the exponentials of some columns, where a backward for both sides can use them.
+    """
     with on_device(pair.a), torch.no_grad():
+        saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
-        positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
 
         def run(call: Call) -> tuple[Any, ...]:
-            work = TokenForward(call) if spec.token_stats else Forward(call, saved, only_if)
+            work = Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        memory = () if saved is None else (saved.memory,)
-        what = ("forward" if saved is None else "forward_saving",)
-        values = replayed(what, pair, spec, options, [only_if, *memory], run)
+        kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
+        values = replayed((kind,), pair, spec, options, [only_if, memory], run)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
-        if positives is not None:
-            stats = dataclasses.replace(stats, num_positives=positives)
+        if spec.positive == "many":
+            stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
         buffer, behind, peaks, needs_repair = values[len(STATISTICS) :]
         if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
@@ -90,8 +79,7 @@ def backward(
             grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        coming = [getattr(grad, name) for name in INCOMING]
-        known = [stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse, *coming]
+        known = [stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse, *vars(grad).values()]
         layout = None
         if saved is not None:
             known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
