@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import HALF_TYPES, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
@@ -16,6 +17,7 @@ from tilewise.options import TileOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
+TOKEN_STATS = {"row_entropy", "row_top", "row_top_col"}
 
 
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -39,6 +41,7 @@ class TritonBackend(Backend):
     filtered = TritonFilter()
     offers_ranks = True
     backward = staticmethod(two_pass.backward)
+    statistics = frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"}) | TOKEN_STATS
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """The first reason why these kernels cannot serve the call, or None."""
