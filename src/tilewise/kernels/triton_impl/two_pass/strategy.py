@@ -46,9 +46,8 @@ def forward(
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        memory = () if saved is None else (saved.memory,)
-        what = ("forward" if saved is None else "forward_saving",)
-        values = replayed(what, pair, spec, options, [only_if, *memory], run)
+        kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
+        values = replayed((kind,), pair, spec, options, [only_if, memory], run)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
         if spec.positive == "many":
             stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
