@@ -142,7 +142,7 @@ def cross_entropy_of_a_slice(make: Maker) -> Case:
 def tokens(make: Maker) -> Case:
     """What a language model's user asks for beside the loss: entropy, largest score."""
     pair, spec = cross_entropy(make)
-    return pair, dataclasses.replace(spec, row_entropy=True, row_top=True, softcap=6.0)
+    return pair, dataclasses.replace(spec, row_entropy=True, row_sum_sq=True, row_top=True, softcap=6.0)
 
 
 @case

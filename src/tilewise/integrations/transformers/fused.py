@@ -52,8 +52,8 @@ class FusedOutput(NamedTuple):
         unknown = [name for name in fields if name not in (*FIELDS, *COPIED)]
         if unknown:
             raise ConfigError(
-                f"the trainer's head also computes {', '.join(unknown)}, which tilewise does not compute. Tested is TRL "
-                "1.16. With this version do not use use_linear_cross_entropy"
+                f"the trainer's head also computes {', '.join(unknown)}, which tilewise does not compute. Tested is "
+                "TRL 1.16. With this version do not use use_linear_cross_entropy"
             )
         return cls(type(example), fields, temperature_of(forward))
 
