@@ -11,7 +11,7 @@ Axes: b sequences, t tokens of each, n = b * t.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class FusedOutput(NamedTuple):
         return tuple(sorted(names - {"valid"}))
 
     @classmethod
-    def of(cls, example: Any, forward: Any) -> FusedOutput:
+    def of(cls, example: Any, forwards: Sequence[Any]) -> FusedOutput:
         """Read from one output of the trainer's head, and from its function. Unknown fields are refused."""
         fields = tuple(name for name in example if example[name] is not None)
         unknown = [name for name in fields if name not in (*FIELDS, *COPIED)]
@@ -55,7 +55,7 @@ class FusedOutput(NamedTuple):
                 f"the trainer's head also computes {', '.join(unknown)}, which tilewise does not compute. Tested is "
                 "TRL 1.16. With this version do not use use_linear_cross_entropy"
             )
-        return cls(type(example), fields, temperature_of(forward))
+        return cls(type(example), fields, temperature_of(forwards))
 
     def fill(self, output: Any, stats: list[TokenStats], labels_bt: Tensor, shifted: bool) -> Any:
         """The output of this type, from our token statistics and the model's own output."""
@@ -90,17 +90,24 @@ def is_fused(forward: Any) -> bool:
     return FLAG in (getattr(forward, "__kwdefaults__", None) or ())
 
 
-def temperature_of(forward: Any) -> float:
-    """The temperature of a trainer's fused head: the variable of this name in its function, or 1."""
-    function = getattr(forward, "__func__", forward)
-    return float(inspect.getclosurevars(function).nonlocals.get("temperature", 1.0))
+def temperature_of(forwards: Sequence[Any]) -> float:
+    """The temperature of a trainer's fused head, the first among these: the variable of this name in its function."""
+    for forward in filter(is_fused, forwards):
+        function = getattr(forward, "__func__", forward)
+        if inspect.isfunction(function):
+            return float(inspect.getclosurevars(function).nonlocals.get("temperature", 1.0))
+    return 1.0
+
+
+def forwards_of(model: nn.Module) -> list[Any]:
+    """The forward of the model, and that of the model inside of its adapters."""
+    inside = getattr(model, "get_base_model", None)
+    return [one.forward for one in ((model, inside()) if callable(inside) else (model,))]
 
 
 def has_fused_head(model: nn.Module) -> bool:
     """Whether a trainer has added a fused head to the model, or to the model inside of its adapters."""
-    inside = getattr(model, "get_base_model", None)
-    models = (model, inside()) if callable(inside) else (model,)
-    return any(is_fused(one.forward) for one in models)
+    return any(map(is_fused, forwards_of(model)))
 
 
 def _by_sequence(values_n: Tensor, labels_bt: Tensor, shifted: bool) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError
-from tilewise.integrations.transformers.fused import FLAG, FusedOutput, detached, has_fused_head, is_fused
+from tilewise.integrations.transformers.fused import FLAG, FusedOutput, detached, forwards_of, has_fused_head, is_fused
 from tilewise.integrations.transformers.head_input import HeadInput
 from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, replace_logits
 from tilewise.integrations.transformers.model import (
@@ -243,7 +243,7 @@ class LossHandle:
         inputs = random_tokens(self.model)
         with torch.no_grad(), evaluation_mode(self.model):
             theirs = fused_forward(**inputs, **{FLAG: True})
-            kind = FusedOutput.of(theirs, fused_forward)
+            kind = FusedOutput.of(theirs, [fused_forward, *forwards_of(self.model)])
             ours = self._fused_output(kind, (), inputs)
         kind.compare(ours, theirs, self._tolerance())
         return kind
