@@ -206,10 +206,10 @@ def test_means_leave_out_ignored_tokens():
     x = tokens()
     stats, valid = ours(x), x.target != -100
     for name in (*SMOOTH, "correct"):
-        values = getattr(stats, name).double()
-        assert_close(stats.mean(name), values[valid].mean(), 1e-14, name)
+        values, digits = getattr(stats, name).double(), 1e-7 if name == "correct" else 1e-14
+        assert_close(stats.mean(name), values[valid].mean(), digits, name)
         rows = torch.stack([values[i][valid[i]].mean() for i in range(len(valid))])
-        assert_close(stats.mean(name, dim=-1), rows, 1e-14, name)
+        assert_close(stats.mean(name, dim=-1), rows, digits, name)
     assert_close(stats.mean("correct"), stats.accuracy, 0.0)
     assert torch.equal(stats.top1, stats.correct)
     every = tw.linear_token_stats(x.hidden, x.head)
