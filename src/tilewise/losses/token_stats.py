@@ -67,7 +67,8 @@ class TokenStats:
             there = ", ".join(field for field in WANT if getattr(self, field) is not None)
             raise ConfigError(f"the mean of {name!r} is not available. Computed were: {there}. Add it to want")
         if self.valid is None:
-            return values.float().mean() if dim is None else values.float().mean(dim)
+            values = values if values.is_floating_point() else values.float()
+            return values.mean() if dim is None else values.mean(dim)
         total = torch.where(self.valid, values, 0)
         return total.sum() / self.valid.sum() if dim is None else total.sum(dim) / self.valid.sum(dim)
 
