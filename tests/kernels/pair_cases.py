@@ -172,6 +172,21 @@ def tokens_surely_known(make: Maker) -> Case:
 
 
 @case
+def tokens_with_labels(make: Maker) -> Case:
+    """Token statistics beside a weighted sum and several positives in a row."""
+    n, m = make.rows(40), make.rows(90)
+    pair = Pair(
+        a=make.features(n, 24, 1.0),
+        b=make.features(m, 24, 1.0),
+        scale=make.number(3.0),
+        row_key=make.integers(7, n),
+        col_key=make.integers(7, m),
+        col_weight=make.features(m, 1, 1.0)[:, 0].to(make.number(1.0).dtype),
+    )
+    return pair, PairSpec(row_lse=True, row_entropy=True, row_sum_sq=True, row_top=True, row_sum=True, positive="many")
+
+
+@case
 def softcap_far_beyond(make: Maker) -> Case:
     """Scores of a hundred times the cap: tanh is flat, and nothing overflows on the way."""
     n, m = make.rows(37), make.rows(90)

@@ -140,11 +140,6 @@ REFUSED = {
     "no columns": (a_pair(m=0), ROWS, "empty side"),
     "no features": (a_pair(d=0), ROWS, "empty side"),
     "far away": (dataclasses.replace(a_pair(), row_start=2**31), ROWS, "32 bits"),
-    "labels of tokens": (
-        a_pair(),
-        PairSpec(row_lse=True, row_entropy=True, positive="many"),
-        "entropies and largest scores beside one positive",
-    ),
     "many sigmoids": (a_pair(), PairSpec(softplus=True, positive="many"), "one positive in each row"),
 }
 

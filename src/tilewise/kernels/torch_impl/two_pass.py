@@ -31,9 +31,9 @@ from tilewise.kernels.spec import (
 from tilewise.kernels.torch_impl.tile_softmax import (
     SAFE_SCORE,
     SideWeights,
-    tile_moments,
     TokenWeights,
     tile_log_sums,
+    tile_moments,
     tile_softmax_,
 )
 from tilewise.kernels.torch_impl.tiles import Tiles, score_bound

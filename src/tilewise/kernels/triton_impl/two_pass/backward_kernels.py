@@ -134,7 +134,9 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         elif (ENTROPY + SUM_SQ) & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             below = (x - row_from[:, None]) - row_level[:, None]
-            g = token_terms(below, row_in[:, None], grad_entropy, grad_square, rows[:, None], ok_rows[:, None], f, TERMS)
+            g = token_terms(
+                below, row_in[:, None], grad_entropy, grad_square, rows[:, None], ok_rows[:, None], f, TERMS
+            )
         elif ROWS & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             if row_shift is not None:
