@@ -184,9 +184,9 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
             (tmp_path / "classes" / name / f"{i}.txt").write_text(name)
     (tmp_path / "c.toml").write_text("")
     settings = [
-        "model.name=clip-tiny", "data.source=folder", f"data.path={tmp_path / 'classes'}", "data.eval_share=0", "loop.batch_size=18",
-        "loop.chunk_size=8", "loop.steps=15", "loop.threads=1", "optim.lr=2e-3", f"output.folder={tmp_path / 'run'}",
-        "output.report=false", "output.tensorboard=false",
+        "model.name=clip-tiny", "data.source=folder", f"data.path={tmp_path / 'classes'}", "data.eval_share=0",
+        "loop.batch_size=18", "loop.chunk_size=8", "loop.steps=15", "loop.threads=1", "optim.lr=2e-3",
+        f"output.folder={tmp_path / 'run'}", "output.report=false", "output.tensorboard=false",
     ]  # fmt: skip
     assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
     result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")

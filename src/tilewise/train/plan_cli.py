@@ -134,7 +134,7 @@ def chosen_cluster(gpus: int, memory: str, reserve_gib: float, workspace_mib: in
         raise RangeError(f"--reserve-gib is a finite number of GiB, got {reserve_gib}")
     devices = choose_devices(gpus, memory)
     return Cluster(
-        gpus=devices.count,
+        gpus=devices.number,
         memory_bytes=devices.memory_bytes,
         reserve_bytes=round(reserve_gib * GIB),
         workspace_bytes=workspace_mib * MIB,

@@ -13,7 +13,7 @@ UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb":
 class Devices(NamedTuple):
     """Number of devices, and the memory of one in bytes."""
 
-    count: int
+    number: int
     memory_bytes: int
 
 
@@ -48,7 +48,7 @@ def choose_devices(count: int, memory: str) -> Devices:
     if memory:
         return Devices(count or 1, parse_memory(memory))
     found = find_devices() or PAPER_DEVICES
-    return Devices(count or found.count, found.memory_bytes)
+    return Devices(count or found.number, found.memory_bytes)
 
 
 def find_devices() -> Devices | None:

@@ -197,7 +197,7 @@ def name_mismatch(config: ModelConfig, configs: dict[str, Any]) -> str:
 
 def _tower_sizes(towers: dict[str, Any]) -> dict[str, int]:
     """Width and layers of each tower, and patch and picture of the image tower, in pixels."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name, tower in towers.items():
         sizes |= {f"{name} width": tower.hidden_size, f"{name} layers": tower.num_hidden_layers}
     if "image" in towers:
@@ -208,7 +208,7 @@ def _tower_sizes(towers: dict[str, Any]) -> dict[str, int]:
 def _named_sizes(model: str, towers: Iterable[str]) -> dict[str, int]:
     """The same sizes of a named model."""
     arch = ARCHITECTURES[model]
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in towers:
         size: Size = getattr(arch, name)
         sizes |= {f"{name} width": size.width, f"{name} layers": size.layers}
