@@ -102,7 +102,7 @@ def clip(
 ) -> None:
     """Show the memory of image-text training on each device, and the largest batch, for each way to compute the loss.
 
-    The model is built on the CPU, and the activations of single rows are counted. This takes some seconds.
+    The model is built without data for its tensors, and the activations of single rows are counted.
     """
     from rich.console import Console
 

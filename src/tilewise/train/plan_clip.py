@@ -10,13 +10,13 @@ On each of W devices, with b pairs in the batch, r = ceil(b / W) of them on a de
                 tilewise:  16 r d + workspace                   W = 1
                            36 r d + workspace                   W > 1, with the blocks of the ring
 
-The activations are counted on the real model: those that autograd saves for one image and one caption. The result is a
+The activations are counted on the real model: those that autograd saves for an image or a caption. The result is a
 lower bound. Backward needs temporary tensors, and the allocator some room.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def largest_batch(shape: ClipShape, cluster: Cluster, method: str, chunk_size: i
 
 
 def measure_shape(name: str, precision: str, image_size: int = 0) -> ClipShape:
-    """Build a model on the CPU and count its weights and the activations of single rows.
+    """Count the weights of a model and the activations of single rows. Nothing is computed: tensors have no data.
 
     Args:
         name: a value of ``model.name``.
@@ -101,44 +101,54 @@ def measure_shape(name: str, precision: str, image_size: int = 0) -> ClipShape:
         image_size: pixels along a side; 0: the model's own.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tilewise.train.config import DataConfig, ModelConfig, RunConfig
-    from tilewise.train.memory import activation_bytes, tensor_bytes
+    from tilewise.train.memory import tensor_bytes
     from tilewise.train.models import build_model
-    from tilewise.train.objective import AUTOCAST
 
     if name in ("auto", "clip", "icon"):
         raise ConfigError(f"plan clip needs a model with sizes, such as clip-vit-b-16, got {name!r}")
-    data = DataConfig(source="folder", path="x")
-    model = build_model(RunConfig(data=data, model=ModelConfig(name=name, image_size=image_size)))  # type: ignore[arg-type]
-    pixels = model.pixels
-    dtype = AUTOCAST.get(precision)
+    settings = ModelConfig(name=name, image_size=image_size)  # type: ignore[arg-type]
+    config = RunConfig(data=DataConfig(source="folder", path="x"), model=settings)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build_model(config)
+        pixels = model.pixels
 
-    def saved(tower: Any, rows: int, inputs: Any) -> int:
-        with warnings.catch_warnings(), torch.autocast("cpu", dtype, enabled=dtype is not None):
-            warnings.simplefilter("ignore")  # a CPU without bfloat16 takes another product
-            return activation_bytes(lambda: inputs(tower, rows))
+        def image_inputs(rows: int) -> tuple[Any, dict[str, Any]]:
+            return (torch.zeros(rows, pixels.channels, pixels.size, pixels.size, dtype=torch.uint8),), {}
 
-    def of_images(tower: Any, rows: int) -> Any:
-        return tower(torch.zeros(rows, pixels.channels, pixels.size, pixels.size, dtype=torch.uint8))
+        def text_inputs(rows: int) -> tuple[Any, dict[str, Any]]:
+            return (), model.tokenizer(["a caption"] * rows)
 
-    def of_texts(tower: Any, rows: int) -> Any:
-        return tower(**model.tokenizer(["a caption"] * rows))
+        row, fixed = max(
+            _activations(model.image, image_inputs, precision), _activations(model.text, text_inputs, precision)
+        )
+        return ClipShape(
+            name=name,
+            parameters=sum(p.numel() for p in model.parameters()),
+            width=model.text.body.project.out_features,
+            pair_bytes=pixels.channels * pixels.size**2 + tensor_bytes(text_inputs(1)[1].values()) + 8,
+            row_bytes=row,
+            fixed_bytes=fixed,
+        )
 
-    counts = []
-    for tower, inputs in ((model.image, of_images), (model.text, of_texts)):
-        one, three = saved(tower, 1, inputs), saved(tower, 3, inputs)
-        counts.append(((three - one) // 2, one - (three - one) // 2))
-    row, fixed = max(counts)
-    tokens = model.tokenizer(["a caption"])
-    return ClipShape(
-        name=name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        width=model.text.body.project.out_features,
-        pair_bytes=pixels.channels * pixels.size**2 + tensor_bytes(tokens.values()) + 8,
-        row_bytes=row,
-        fixed_bytes=max(0, fixed),
-    )
+
+def _activations(tower: Any, inputs: Callable[[int], tuple[Any, dict[str, Any]]], precision: str) -> tuple[int, int]:
+    """Return the bytes that a tower saves for each row, and those that it saves once."""
+    import torch
+
+    from tilewise.train.memory import activation_bytes
+    from tilewise.train.objective import AUTOCAST
+
+    def saved(rows: int) -> int:
+        values, named = inputs(rows)
+        with torch.autocast("cpu", AUTOCAST.get(precision), enabled=precision in AUTOCAST):
+            return activation_bytes(lambda: tower(*values, **named))
+
+    few, more = saved(2), saved(6)
+    row = (more - few) // 4
+    return row, max(0, few - 2 * row)
 
 
 def check_batch(batch: int, chunk_size: int) -> None:
