@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from tilewise.train.plan_clip import ClipShape
     from tilewise.train.plan_lm import Cluster, LmPlan, ModelShape
 
-plan_app = typer.Typer(no_args_is_help=True, help="What fits into memory, before anything is trained.")
+plan_app = typer.Typer(no_args_is_help=True, help="Compute what fits into memory, before anything is trained.")
 
 
 @plan_app.callback()
 def _plan() -> None:
-    """What fits into memory, before anything is trained."""
+    """Compute what fits into memory, before anything is trained."""
 
 
-Gpus = Annotated[int, typer.Option(help="number of devices; default: those of this machine", min=0)]
+Gpus = Annotated[int, typer.Option(help="number of devices; default: those of this machine", min=0, show_default=False)]
 Memory = Annotated[
     str, typer.Option(help="memory of one device, such as 80GiB or 24GB; default: that of this machine's devices")
 ]
@@ -36,15 +36,17 @@ def lm(
         str,
         typer.Argument(help="a known model, such as 'gemma 2 2b', or a config.json or its folder; none: all known"),
     ] = "",
-    vocab: Annotated[int, typer.Option(help="classes of the head")] = 0,
-    hidden: Annotated[int, typer.Option(help="features of a hidden state")] = 0,
-    layers: Annotated[int, typer.Option(help="blocks of the model")] = 0,
+    vocab: Annotated[int, typer.Option(help="classes of the head", show_default=False)] = 0,
+    hidden: Annotated[int, typer.Option(help="features of a hidden state", show_default=False)] = 0,
+    layers: Annotated[int, typer.Option(help="blocks of the model", show_default=False)] = 0,
     parameters: Annotated[str, typer.Option(help="parameters of the whole model: 8030261248, 8.03B or 137M")] = "",
     gpus: Gpus = 0,
     memory: Memory = "",
     reserve_gib: Reserve = 5.0,
     tokens: Annotated[int, typer.Option(help="tokens of the batch whose memory is shown, over all devices")] = 65_536,
-    sequence_length: Annotated[int, typer.Option(help="also show the largest batches in whole sequences")] = 0,
+    sequence_length: Annotated[
+        int, typer.Option(help="also show the largest batches in whole sequences", show_default=False)
+    ] = 0,
     workspace_mib: Workspace = 256,
     parameter_bytes: Annotated[
         int, typer.Option(help="bytes of a parameter with its gradient and optimizer state")
@@ -94,7 +96,9 @@ def clip(
     batch_size: Annotated[int, typer.Option(help="pairs of the batch whose memory is shown, over all devices")] = 32768,
     chunk_size: Annotated[int, typer.Option(help="pairs that an encoder processes at once (loop.chunk_size)")] = 256,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (loop.precision)")] = "bf16",
-    image_size: Annotated[int, typer.Option(help="pixels along a side; 0: the model's own")] = 0,
+    image_size: Annotated[
+        int, typer.Option(help="pixels along a side; default: the model's own", show_default=False)
+    ] = 0,
     gpus: Gpus = 0,
     memory: Memory = "",
     reserve_gib: Reserve = 5.0,
