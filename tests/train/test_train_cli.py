@@ -6,11 +6,13 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 from PIL import Image
 from tests.train.small_icons import write_small_icons
+from tests.train.test_train_help import PROGRAM
 from typer.testing import CliRunner
 
 from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError
@@ -243,6 +245,22 @@ def test_broken_images_are_left_out_and_named(tmp_path):
 def test_other_settings_are_refused_with_both_values(run):
     with pytest.raises(ConfigError, match=r"loop\.seed was 0, now 5"):
         invoke("train", run / "config.toml", "loop.seed=5")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "search", "export"])
+def test_a_small_model_starts_without_large_packages(run, tmp_path, command):
+    """torch takes most of the start. transformers, sympy and dynamo would double it."""
+    more = {
+        "evaluate": [],
+        "search": ["heart", "--sheet", str(tmp_path / "s.png")],
+        "export": [str(tmp_path / "model")],
+    }
+    program = PROGRAM.format(arguments=[command, str(run), *more[command]])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert "torch" in modules
+    assert {"transformers", "sympy", "pyarrow", "tensorboard", "matplotlib", "triton"} & set(modules) == set()
 
 
 def test_version_and_options_with_dashes(run):
