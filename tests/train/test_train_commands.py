@@ -70,8 +70,8 @@ def invoke(*arguments):
 
 
 def commands_of_the_page():
-    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    return [line for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```([^\n`]*)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    return [line for language, block in blocks if not language for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_search_needs_words_or_an_image(place):
     with pytest.raises(RangeError, match="needs words, or --image"):
         invoke("search", place[0] / "runs" / "shapes")
     with pytest.raises(DataError, match="cannot read the image"):
-        invoke("search", place[0] / "runs" / "shapes", "--image", "nothing.png")
+        invoke("search", place[0] / "runs" / "shapes", "--image", "nothing.png", "--pairs", place[0] / "pictures")
 
 
 def test_features_in_a_file_are_those_of_the_model(place):
