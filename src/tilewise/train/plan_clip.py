@@ -77,7 +77,7 @@ def largest_batch(shape: ClipShape, cluster: Cluster, method: str, chunk_size: i
     >>> shape = ClipShape(name="x", parameters=10**6, width=64, pair_bytes=1000, row_bytes=0, fixed_bytes=0)
     >>> cluster = Cluster(gpus=1, memory_bytes=2**30, reserve_bytes=0, workspace_bytes=0)
     >>> largest_batch(shape, cluster, "dense", 64), largest_batch(shape, cluster, "tilewise", 64)
-    (8129, 530499)
+    (8128, 530504)
     """
 
     def fits(rows: int) -> bool:
