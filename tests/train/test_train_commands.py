@@ -222,6 +222,14 @@ def test_search_needs_words_or_an_image(place):
         invoke("search", place[0] / "runs" / "shapes", "--image", "nothing.png", "--pairs", place[0] / "pictures")
 
 
+@pytest.mark.parametrize("command", [["evaluate"], ["search", "red"], ["embed", "x.safetensors"]])
+def test_data_that_has_moved_is_explained(place, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    name, *more = command
+    with pytest.raises(DataError, match=r"were in pictures, which does not exist here.*--pairs"):
+        invoke(name, place[0] / "runs" / "shapes", *more)
+
+
 def test_features_in_a_file_are_those_of_the_model(place):
     from safetensors.torch import load_file
 

@@ -110,6 +110,11 @@ def open_pairs(
 ) -> EvalPairs | None:
     """Open the held-out pairs of the run, or those at a path. The name of the path determines its kind."""
     if not path:
+        if config.source in ("folder", "table") and not config.eval_path and not Path(config.path).exists():
+            raise DataError(
+                f"the pairs of the run were in {config.path}, which does not exist here. Start the command in the "
+                "folder in which the run was trained, or give pairs with --pairs"
+            )
         return open_eval_pairs(config, size, skips, watch=watch)
     config = dataclasses.replace(config, id_column="", eval_share=0.0)  # of the run's own pairs
     if path.endswith(".zip"):
