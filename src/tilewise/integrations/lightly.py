@@ -68,9 +68,7 @@ class NTXentLoss(nn.Module):
         first, second = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.bank is not None:
             return self._against_bank(first, second, group, update=first.requires_grad)
-        loss = nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
-        # One sample has no negatives. The loss is exactly 0, without the rounding of a log-sum-exp of one score.
-        return 0.0 * loss if group is None and out0.shape[0] == 1 else loss
+        return nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
 
     def _group(self) -> dist.ProcessGroup | None:
         if not self.gather_distributed:

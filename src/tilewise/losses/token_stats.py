@@ -11,10 +11,18 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError
 from tilewise.kernels.spec import PairSpec, Stats
-from tilewise.losses.cross_entropy import NAMES, _check_target, _rows, _target_scores
+from tilewise.losses.cross_entropy import (
+    NAMES,
+    _check_classifier,
+    _check_target,
+    _rows,
+    _target_scores,
+    check_ignore_index,
+    check_shift,
+)
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.options import TileOptions
 
@@ -54,7 +62,7 @@ def linear_token_stats(
     *,
     want: Sequence[str] | None = None,
     linear_bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     shift: int = 0,
@@ -92,16 +100,17 @@ def linear_token_stats(
     """
     options, name = _check.check_options(options), _check.group_name(group)
     names = _check_want(want, target)
+    ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, shape = _rows(input, shift)
-    c = _check.check_features("linear_weight", linear_weight)
+    c = _check_classifier(linear_weight)
     _check.check_together(NAMES, a, c)
     bias = check_bias("linear_bias", linear_bias, c)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     y = valid = key = row_shift = None
     if target is not None:
-        settings = f"ignore_index={int(ignore_index)} shift={int(shift)}" if name else ""
-        start, classes = shard_of_columns(c, settings, name)
+        compared = call_settings(ignore_index=ignore_index, shift=shift, logit_scale=logit_scale) if name else ""
+        start, classes = shard_of_columns(c, compared, name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)

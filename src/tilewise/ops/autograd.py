@@ -74,6 +74,7 @@ def pair_stats(
     spec: PairSpec,
     options: TileOptions,
     group_name: str = "",
+    compared: str = "",
 ) -> Stats:
     """The statistics that ``spec`` asks for, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
@@ -84,9 +85,10 @@ def pair_stats(
         bias: (m,) or None.
         keys: integer keys and shifts.
         group_name: the process group over which the columns are sharded, "" for this process alone.
+        compared: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
     """
     assert spec.symmetric == (b is None)
-    settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias))
+    settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias), compared=compared)
     values = _apply(_PAIR_STATS, (a, b, scale, bias), keys, None, None, settings)
     names = [stat.name for stat in STATISTICS if stat.wanted(spec)]
     return Stats(**dict(zip(names, values, strict=False)))
@@ -246,7 +248,7 @@ class _PairLoss:
         return Done(outputs, (*known, *coming, *plan), found.without_tensors() if eager else None, order)
 
     def like(self, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        spec, options, _, needs, _ = call.settings
+        spec, options, needs = call.settings.spec, call.settings.options, call.settings.needs
         way = route_of(call, scalar=True, eager=False)
         if is_explaining():
             note(self.name, call, way)

@@ -59,7 +59,7 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
 
 def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
     """Statistics by `two_pass` or `filtered`."""
-    spec, options, group_name, needs, _ = call.settings
+    spec, options, group_name, needs, _, compared = call.settings
     pair = call.pair()
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
@@ -67,7 +67,7 @@ def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
-            found = Found(ring_forward(fewer, spec, options, group_name, needs))
+            found = Found(ring_forward(fewer, spec, options, group_name, needs, compared))
         elif way.strategy == "filtered":
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
@@ -80,7 +80,7 @@ def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
 
 
 def _two_pass(pair: Pair, call: Call, *, save: bool) -> Found:
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     backend = choose_backend(pair.shape, spec, options)
     if save and needs.b and not needs.bias:
         stats, saved = backend.forward_saving(pair, spec, options)
@@ -90,7 +90,7 @@ def _two_pass(pair: Pair, call: Call, *, save: bool) -> Found:
 
 def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     assert pair.row_key is not None
     plan: FilterPlan | None
     if fewer.a.shape[0] == 0:
@@ -120,7 +120,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
 
 def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, rows_known: bool) -> Grads:
     """Gradients by `two_pass` or `filtered`. Unless ``rows_known``, it is looked up again which rows count."""
-    spec, options, group_name, _, _ = call.settings
+    spec, options, group_name = call.settings[:3]
     pair = call.pair()
     with without_autocast(pair.a):
         if found.plan is not None:
@@ -159,7 +159,7 @@ class OnePassFound(NamedTuple):
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
     """A scalar loss and its gradients by `one_pass`. Eager calls save only the rows that count."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     pair, weights, one_pass = call.pair(), call.weights(), way.backend.one_pass
     assert one_pass is not None
     with without_autocast(pair.a):
@@ -178,7 +178,7 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     one_pass, pair, rows = found.way.backend.one_pass, found.pair, found.rows
     assert one_pass is not None
     with without_autocast(pair.a):

@@ -20,7 +20,6 @@ from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.backward import product
-from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -70,18 +69,17 @@ class FilterForward:
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
         pair, asked = self.pair, self._sample_size()
-        self.keep_all: Tensor | None = None  # (1,) int32: the probe found that the exact case is faster
+        # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
+        self.keep_all = plans.rounding_exceeds(pair, self.options.filter_tolerance)
         if asked:
-            self.order, self.place, self.keep_all = self._probe(asked)
+            self.order, self.place, too_many = self._probe(asked)
+            self.keep_all |= too_many
         else:
             self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
             self.place = self._places(self.order)  # (m,) int32, the place of each column
-        if self.keep_all is None:
-            stats = self._positives()
-        else:
-            stats = self._exact(self.keep_all)
-            if self.saved is not None and self.keep_all.is_cuda and not torch.cuda.is_current_stream_capturing():
-                self.saved.probed_exact = HostScalar(self.keep_all)
+        stats = self._exact(self.keep_all)
+        if self.saved is not None and self.keep_all.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.saved.probed_exact = HostScalar(self.keep_all)
         assert stats.row_lse is not None
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -95,18 +93,9 @@ class FilterForward:
             choose.put({"mass": mass, "skip_if": self.keep_all, "n": i.stop - i.start})
             choose.put({"first_row": i.start, "all_rows": self.n}).launch(cdiv(i.stop - i.start, CHOOSE_ROWS))
         kept = (mass < 0).sum(1, dtype=torch.int32)
-        keep_all = plans.too_many(kept, mass.numel(), self.share)
-        if self.keep_all is not None:
-            keep_all |= self.keep_all
+        keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, keep_all=keep_all)
         return stats, plan, self.saved
-
-    def _positives(self) -> Stats:
-        """The scores of the positives, and memory for the log-sum-exps of the rows."""
-        new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
-        lse, pos, num_positives = new(self.n), new(self.n), new(self.n)
-        self.call.run_positive(positive_kernel, *everything, row_pos=pos, num_positives=num_positives)
-        return Stats(row_lse=lse, row_pos=pos, num_positives=num_positives)
 
     def _exact(self, keep_all: Tensor) -> Stats:
         """The statistics of the exact case, computed if the device finds ``keep_all`` set."""
