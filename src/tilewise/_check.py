@@ -102,8 +102,8 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         )
     if is_fake(value) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         raise DtypeError(
-            f"{name} holds values, got a fake tensor, and no FakeTensorMode is active. Call the loss inside of its mode "
-            "(with mode: ...), or pass a real tensor"
+            f"{name} holds values, got a fake tensor, and no FakeTensorMode is active. Call the loss inside of its "
+            "mode (with mode: ...), or pass a real tensor"
         )
 
 
