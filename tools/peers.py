@@ -31,7 +31,11 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "results" / "peers.json"
-ON_CPU = (('device="cuda"', 'device="cpu"'), ("torch.cuda.is_available()", "True"), ("torch.cuda.manual_seed", "torch.manual_seed"))  # fmt: skip
+ON_CPU = (
+    ('device="cuda"', 'device="cpu"'),
+    ("torch.cuda.is_available()", "True"),
+    ("torch.cuda.manual_seed", "torch.manual_seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,9 @@ def fetched(peer: Peer, sources: Path | None) -> Path:
     if not folder.exists():
         if sources is not None:
             sys.exit(f"{folder} does not exist. Clone {peer.source} there, or leave out --sources")
-        subprocess.run(["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout", peer.source, folder], check=True)
+        subprocess.run(
+            ["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout", peer.source, folder], check=True
+        )
     return folder
 
 
@@ -170,7 +176,18 @@ def run_tests(peer: Peer, folder: Path, site: Path | None, device: str, timeout:
         "TEST_DEVICE": device,  # read by PyTorch Metric Learning
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "--rootdir",
+        str(folder),
+    ]
     command += ["--tb=short", f"--junitxml={report}", *peer.tests]
     with (folder / "log.txt").open("w") as log:
         subprocess.run(command, cwd=folder, env=environment, timeout=timeout, check=False, stdout=log, stderr=log)
@@ -188,7 +205,11 @@ def outcomes(report: Path) -> Iterator[tuple[str, str, str]]:
             yield name, "failed", (bad.get("message") or "").splitlines()[0][:300] if bad.get("message") else ""
         else:
             skipped = next((child for child in case if child.tag == "skipped"), None)
-            yield name, "passed" if skipped is None else "skipped", "" if skipped is None else skipped.get("message", "")
+            yield (
+                name,
+                "passed" if skipped is None else "skipped",
+                "" if skipped is None else skipped.get("message", ""),
+            )
 
 
 def counted(peer: Peer, report: Path, device: str) -> tuple[dict[str, object], list[str]]:
@@ -238,7 +259,8 @@ def installed(peers: list[Peer]) -> Path:
     packages = sorted({package for peer in peers for package in peer.packages})
     if packages:
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *packages], check=True
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *packages],
+            check=True,
         )
     return site
 

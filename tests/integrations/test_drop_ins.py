@@ -149,7 +149,7 @@ def test_lightly_memory_bank_of_any_width():
 
 def test_lightly_refuses_to_gather_without_torch_distributed(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="gather_distributed=True needs torch.distributed"):
+    with pytest.raises(ConfigError, match=r"gather_distributed=True needs torch\.distributed"):
         lightly.NTXentLoss(gather_distributed=True)
 
 

@@ -1,1 +1,1 @@
-"""Each module puts this package's loss in the place of a peer's, for `tools/peers.py`. The peer's tests import it first."""
+"""Each module puts this package's losses in the place of a peer's, whose tests import it first: see `tools/peers.py`."""

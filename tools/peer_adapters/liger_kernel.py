@@ -71,6 +71,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         self.settings = settings
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
+        """See `liger_fused_linear_cross_entropy`."""
         return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **self.settings)
 
 
@@ -79,6 +80,7 @@ class LigerFusedLinearCrossEntropyFunction:
 
     @staticmethod
     def apply(*arguments: Any) -> tuple[Any, ...]:
+        """See `liger_fused_linear_cross_entropy`."""
         found = liger_fused_linear_cross_entropy(*arguments)
         if isinstance(found, Tensor):
             return found, None, None, None

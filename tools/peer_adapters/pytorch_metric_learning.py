@@ -4,8 +4,8 @@ import sys
 
 sys.path.insert(0, "src")
 
-from pytorch_metric_learning import losses  # type: ignore[import-not-found]  # noqa: E402
+from pytorch_metric_learning import losses  # type: ignore[import-not-found]
 
-from tilewise.integrations import pytorch_metric_learning as ours  # noqa: E402
+from tilewise.integrations import pytorch_metric_learning as ours
 
 losses.NTXentLoss, losses.SupConLoss = ours.NTXentLoss, ours.SupConLoss
