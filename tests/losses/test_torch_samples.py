@@ -76,9 +76,10 @@ def compare(input, linear_weight, target, **settings):
 
 
 def test_samples_of_the_operator(databases):
-    (operator,) = (op for op in databases[0] if op.name == "nn.functional.linear_cross_entropy")
+    operators = [op for op in databases[0] if op.name == "nn.functional.linear_cross_entropy"]
     computed = [
         compare(sample.input, *sample.args, **sample.kwargs)
+        for operator in operators
         for sample in operator.sample_inputs("cpu", torch.float64, requires_grad=True)
     ]
     assert sum(computed) >= 30
@@ -95,7 +96,11 @@ def test_samples_of_the_module(databases):
             name: getattr(module, name)
             for name in ("reduction", "ignore_index", "label_smoothing", "options", "weight")
         }
-        classifier, bias = module.linear_weight, module.linear_bias
-        computed.append(compare(sample.forward_input.args[0], classifier, sample.forward_input.args[1],
-                                linear_bias=bias, **settings))  # fmt: skip
+        classifier, bias = module.linear.weight, module.linear.bias
+        if module.out_features:  # stored flat
+            shape = (module.num_classes, *module.out_features)
+            classifier = classifier.view(*shape, -1)
+            bias = None if bias is None else bias.view(shape)
+        input, target = sample.forward_input.args
+        computed.append(compare(input, classifier, target, linear_bias=bias, **settings))
     assert any(computed)

@@ -1,1 +1,1 @@
-"""Each module puts this package's losses in the place of a peer's, whose tests import it first: see `tools/peers.py`."""
+"""Each module puts the losses of this package in the place of a peer's; the peer's tests import it first."""

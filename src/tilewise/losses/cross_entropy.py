@@ -160,7 +160,7 @@ def linear_cross_entropy(
     count = valid.sum().to(stat) if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
     if reduction != "none" and not smooth and not name and not return_lse:
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
-        total = each.sum() if reduction == "mean" else count
+        total = each.sum() if reduction == "mean" and weight is not None else count
         square = torch.where(valid, z_loss / count, 0.0).to(stat) if z_loss else None
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
