@@ -36,6 +36,8 @@ ON_CPU = (
     ("torch.cuda.is_available()", "True"),
     ("torch.cuda.manual_seed", "torch.manual_seed"),
 )
+# scikit-learn and what it needs; numpy is installed already.
+SKLEARN = ("scikit-learn", "scipy", "joblib", "threadpoolctl", "tqdm", "cloudpickle", "narwhals")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ PEERS = [
             "tests/losses/test_losses_without_labels.py",
         ),
         content=("src", "tests"),
-        packages=("scikit-learn", "scipy", "joblib", "threadpoolctl", "tqdm"),
+        packages=SKLEARN,
     ),
     Peer(
         name="sentence_transformers",
@@ -131,7 +133,11 @@ PEERS = [
             'static_retrieval_mrl_en_v1_model = pytest.fixture(small_model, name="static_retrieval_mrl_en_v1_model")\n'
         ),
         substitutions=(('SentenceTransformer("distilbert-base-uncased")', "small_model()"),),
-        packages=("scikit-learn", "scipy", "joblib", "threadpoolctl", "tqdm"),
+        packages=(*SKLEARN, "requests", "urllib3", "idna", "certifi", "charset-normalizer"),
+        left_out={
+            "AdaptiveLayerLoss": "the peer has no tests of it; tests/integrations/test_sentence_transformers.py has one",
+            "tests/test_trainer.py": "trains models that it downloads",
+        },
     ),
 ]
 
