@@ -186,8 +186,9 @@ def linear_cross_entropy(
     if reduction == "none":
         loss = (loss_n + z_loss * lse.square() if z_loss else loss_n).reshape(shape)
     else:
-        weighted = reduction == "mean" and target_weight is not None
-        total = torch.where(valid, target_weight, 0.0).sum() if weighted else count
+        total = count
+        if reduction == "mean" and target_weight is not None:
+            total = torch.where(valid, target_weight, 0.0).sum()
         loss = loss_n.sum() / total
         if z_loss:
             loss = loss + z_loss / count * lse.square().sum()

@@ -116,7 +116,7 @@ def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
 
 
 def _accumulator_bytes(call: Call, way: Route) -> int:
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     if way.strategy != "one_pass":
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
     assert way.backend.one_pass is not None
