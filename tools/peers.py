@@ -132,7 +132,7 @@ PEERS = [
             "from tools.peer_adapters.sentence_transformers import small_model\n"
             'static_retrieval_mrl_en_v1_model = pytest.fixture(small_model, name="static_retrieval_mrl_en_v1_model")\n'
         ),
-        substitutions=(('SentenceTransformer("distilbert-base-uncased")', "small_model()"),),
+        substitutions=(('SentenceTransformer("distilbert-base-uncased")', "small_transformer()"),),
         packages=(*SKLEARN, "requests", "urllib3", "idna", "certifi", "charset-normalizer"),
         left_out={
             "AdaptiveLayerLoss": "not tested by the peer; see tests/integrations/test_sentence_transformers.py",
