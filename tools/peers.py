@@ -194,7 +194,8 @@ def run_tests(peer: Peer, folder: Path, site: Path | None, device: str, timeout:
         "--rootdir",
         str(folder),
     ]
-    command += ["--tb=short", f"--junitxml={report}", *peer.tests]
+    # As a plugin, the adapter is also there for the peer's conftest. Processes that a test starts import the test file.
+    command += ["-p", f"tools.peer_adapters.{peer.name}", "--tb=short", f"--junitxml={report}", *peer.tests]
     with (folder / "log.txt").open("w") as log:
         subprocess.run(command, cwd=folder, env=environment, timeout=timeout, check=False, stdout=log, stderr=log)
     if not report.exists():
