@@ -1,6 +1,7 @@
 # make demo   trains a real image-text model on the icons that ship, and shows what it learned
 # make test   everything that needs no GPU: lint, types, tests      make check   the quick half of it
 # make bench  CPU benchmarks    make test-gpu, make bench-gpu   on a machine with a CUDA device
+# make test-peers    other packages' own tests, with the losses of this one
 # make test-matrix   the tests with the oldest and the newest supported torch    make dist   wheel and sdist, checked
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,6 +9,8 @@ VENV   ?= .venv
 TORCH_FLAGS ?=
 # Flags of tools/test_matrix.py, for instance --full or --torch 2.14.1.
 MATRIX_FLAGS ?=
+# Flags of tools/peers.py, for instance --peer lightly.
+PEER_FLAGS ?=
 # On a machine whose Python already holds a CUDA build of torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 # Test processes side by side on one GPU (compiling keeps the CPU busy); all cores but two unless told.
@@ -18,7 +21,7 @@ PIP   := $(BIN)/python -m pip install --disable-pip-version-check -c constraints
 TRAIN := $(VENV)/.train
 READY := $(VENV)/.ready
 
-.PHONY: install lint types check test test-matrix bench test-gpu bench-gpu demo dist clean
+.PHONY: install lint types check test test-matrix test-peers bench test-gpu bench-gpu demo dist clean
 install: $(READY)
 
 # What the demo needs.
@@ -48,6 +51,9 @@ check: lint types
 
 test: lint types
 	$(BIN)/pytest -q -m "not gpu" -n 2
+
+test-peers: $(READY)
+	$(BIN)/python tools/peers.py $(PEER_FLAGS)
 
 test-matrix:
 	$(PYTHON) tools/test_matrix.py $(MATRIX_FLAGS)

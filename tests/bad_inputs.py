@@ -1,6 +1,7 @@
 """Bad inputs of the losses and their options: the call, the error type, and what its message must contain."""
 
 import math
+import warnings
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -14,6 +15,11 @@ Y = torch.arange(6)
 AWAY = torch.empty(6, 4, device="meta")
 WEIGHT = torch.ones(6, requires_grad=True)
 OPTIONS = tw.TileOptions
+FAKE = FakeTensorMode().from_tensor(torch.ones(6, 4))
+JAGGED = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(4, 4)], layout=torch.jagged)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # nested tensors with a stride are a prototype of PyTorch
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(4, 4)])
 
 
 def cross_entropy(hidden=A, classifier=B, target=Y, **settings):
@@ -184,7 +190,8 @@ BAD = {
     ),
     "z_loss nan": (lambda: cross_entropy(z_loss=math.nan), RangeError, ("z_loss must be finite", "nan", "Check")),
     "z_loss None": (lambda: cross_entropy(z_loss=None), DtypeError, ("z_loss is a number", "NoneType", r"float\(\)")),
-    "softcap 0": (lambda: cross_entropy(softcap=0.0), RangeError, ("softcap is a positive number", "0.0", "None")),
+    "softcap -1": (lambda: cross_entropy(softcap=-1), RangeError, ("softcap is a positive number", "-1", "None or 0")),
+    "softcap 1e39": (lambda: cross_entropy(softcap=1e39), RangeError, ("softcap must fit float32", r"1e\+39", "Check")),
     "softcap text": (
         lambda: tw.linear_logsumexp(A, B, softcap="30"),
         DtypeError,
@@ -200,10 +207,50 @@ BAD = {
         RangeError,
         ("shift is a whole number", "0.5", "shift=1"),
     ),
-    "shift bool": (
-        lambda: cross_entropy(A[None], B, Y[None], shift=True),
+    "shift None": (
+        lambda: cross_entropy(A[None], B, Y[None], shift=None),
         RangeError,
-        ("shift is a whole number", "True", "shift=1"),
+        ("shift is a whole number", "None", "shift=1"),
+    ),
+    "ignore_index half": (
+        lambda: cross_entropy(ignore_index=1.5),
+        DtypeError,
+        ("ignore_index is a whole number", "float 1.5", "marks padding"),
+    ),
+    "ignore_index bool": (
+        lambda: tw.linear_token_stats(A, B, Y, ignore_index=True),
+        DtypeError,
+        ("ignore_index is a whole number", "bool True", "marks padding"),
+    ),
+    "ignore_index tensor": (
+        lambda: cross_entropy(ignore_index=Y[0]),
+        DtypeError,
+        ("ignore_index is a whole number", "Tensor", "marks padding"),
+    ),
+    "scale 1e39": (
+        lambda: tw.clip_loss(A, B, 1e39),
+        RangeError,
+        ("logit_scale must fit float32", r"1e\+39", "Check"),
+    ),
+    "scale 1e39 in float64": (
+        lambda: tw.clip_loss(A, B, torch.tensor(1e39, dtype=torch.float64)),
+        RangeError,
+        ("logit_scale must fit float32", r"1e\+39", "Check"),
+    ),
+    "scale 10^400": (
+        lambda: tw.clip_loss(A, B, 10**400),
+        RangeError,
+        ("logit_scale must fit float32", "401 digits", "Check"),
+    ),
+    "temperature 1e-40": (
+        lambda: tw.info_nce(A, B, temperature=1e-40),
+        RangeError,
+        ("1 / temperature must fit float32", "1e-40", "exp"),
+    ),
+    "learned temperature 1e-40": (
+        lambda: tw.nt_xent(A, temperature=torch.tensor(1e-40)),
+        RangeError,
+        ("1 / temperature must fit float32", "temperature of 9.99", "exp"),
     ),
     # labels, targets, ids
     "labels float": (
@@ -232,7 +279,73 @@ BAD = {
     "target probabilities": (
         lambda: cross_entropy(target=A),
         DtypeError,
-        ("target holds class indices", "float32", "dense loss"),
+        ("target holds class indices", "float32", "dense loss such as torch.nn.functional"),
+    ),
+    "a classifier for each position": (
+        lambda: cross_entropy(classifier=torch.ones(6, 3, 4), target=Y[:, None].expand(6, 3)),
+        ShapeError,
+        (r"linear_weight is one classifier, \(classes, features\)", r"\(6, 3, 4\)", r"linear_weight\[:, k\]"),
+    ),
+    # tensors that are not plain
+    "nested": (
+        lambda: tw.clip_loss(NESTED, B, 1.0),
+        DtypeError,
+        ("image_features is one dense tensor", "nested", "torch.cat"),
+    ),
+    "nested, jagged": (
+        lambda: cross_entropy(JAGGED),
+        DtypeError,
+        ("input is one dense tensor", "nested", "torch.cat"),
+    ),
+    "nested classifier": (
+        lambda: cross_entropy(classifier=JAGGED),
+        DtypeError,
+        ("linear_weight is one dense tensor", "nested", "torch.cat"),
+    ),
+    "nested target": (
+        lambda: cross_entropy(target=torch.nested.nested_tensor([Y], layout=torch.jagged)),
+        DtypeError,
+        ("target is one dense tensor", "nested", "torch.cat"),
+    ),
+    "nested labels": (
+        lambda: tw.supcon_loss(A, torch.nested.nested_tensor([Y], layout=torch.jagged)),
+        DtypeError,
+        ("labels is one dense tensor", "nested", "torch.cat"),
+    ),
+    "sparse labels": (
+        lambda: tw.supcon_loss(A, Y.to_sparse()),
+        DtypeError,
+        ("labels is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "sparse target": (
+        lambda: cross_entropy(target=Y.to_sparse()),
+        DtypeError,
+        ("target is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "sparse scale": (
+        lambda: tw.clip_loss(A, B, torch.ones(1).to_sparse()),
+        DtypeError,
+        ("logit_scale is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "sparse mask": (
+        lambda: tw.info_nce(A, B, A, negative_mask=(Y > 2).to_sparse()),
+        DtypeError,
+        ("negative_mask is a dense tensor", "sparse_coo", r"\.to_dense\(\)"),
+    ),
+    "fake features": (
+        lambda: tw.clip_loss(FAKE, FAKE, 1.0),
+        DtypeError,
+        ("image_features holds values", "fake tensor", "inside of its mode"),
+    ),
+    "fake target": (
+        lambda: cross_entropy(target=FAKE[:, 0].long()),
+        DtypeError,
+        ("target holds values", "fake tensor", "inside of its mode"),
+    ),
+    "fake scale": (
+        lambda: tw.clip_loss(A, B, FAKE[0, 0]),
+        DtypeError,
+        ("logit_scale holds values", "fake tensor", "inside of its mode"),
     ),
     "target list": (
         lambda: cross_entropy(target=Y.tolist()),

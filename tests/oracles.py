@@ -93,10 +93,10 @@ def linear_cross_entropy_dense(
     ignore = settings.get("ignore_index", -100)
     loss = F.cross_entropy(flat, y, class_weight, reduction="none", **settings)
     valid = y != ignore
-    loss = loss + torch.where(valid, z_loss * torch.logsumexp(flat, 1) ** 2, 0.0)
+    squares = torch.where(valid, z_loss * torch.logsumexp(flat, 1) ** 2, 0.0)
     if reduction == "none":
-        return loss.reshape(target.shape)
+        return (loss + squares).reshape(target.shape)
     if reduction == "sum":
-        return loss.sum()
+        return (loss + squares).sum()
     total = valid.sum() if class_weight is None else class_weight[y[valid]].sum()
-    return loss.sum() / total
+    return loss.sum() / total + squares.sum() / valid.sum()  # class weights do not apply to the z-loss

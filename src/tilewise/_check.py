@@ -6,6 +6,7 @@ Checks of values (targets, temperatures) read them on the host. They run only fo
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from tilewise.options import DEFAULT_OPTIONS, TileOptions
 Reduction = Literal["none", "sum", "mean"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
 # Computed at import: torch.compile cannot trace is_autocast_available in torch 2.11.
 AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
 
@@ -80,9 +82,29 @@ def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
 
 
 def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
-    """Check that an argument is a tensor. ``kind`` names what is expected in the message."""
+    """Check that an argument is a plain tensor. ``kind`` names what is expected in the message."""
     if not isinstance(value, Tensor):
         raise DtypeError(f"{name} is {kind}, got {type(value).__name__}. {tensor_of(value)}")
+    if value.is_nested:
+        raise DtypeError(
+            f"{name} is one dense tensor, got a nested one. Pass torch.cat(list({name}.unbind())), which stacks the "
+            "rows of all parts, or pad it and mark the padding"
+        )
+    if value.layout is not torch.strided:
+        raise DtypeError(f"{name} is a dense tensor, got {value.layout}. Convert it with .to_dense()")
+    if torch.compiler.is_compiling() or type(value) in (Tensor, torch.nn.Parameter):
+        return
+    if hasattr(value, "device_mesh"):
+        raise DtypeError(
+            f"{name} is a plain tensor, got a {type(value).__name__}, of which this rank holds one shard. Call the "
+            "loss inside of the forward of the module that FSDP wraps, where its weights are gathered, or pass "
+            f"{name}.full_tensor()"
+        )
+    if is_fake(value) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        raise DtypeError(
+            f"{name} holds values, got a fake tensor, and no FakeTensorMode is active. Call the loss inside of its "
+            "mode (with mode: ...), or pass a real tensor"
+        )
 
 
 def tensor_of(value: Any) -> str:
@@ -106,13 +128,6 @@ def check_integers(name: str, values: Tensor, advice: str = "Convert it with .lo
 def check_floating(name: str, features: Tensor, dims: int) -> None:
     """Check a floating tensor of ``dims`` dimensions."""
     check_tensor(name, features)
-    if features.layout is not torch.strided:
-        raise DtypeError(f"{name} is a dense tensor, got {features.layout}. Convert it with .to_dense()")
-    if not torch.compiler.is_compiling() and hasattr(features, "device_mesh"):
-        raise DtypeError(
-            f"{name} is a plain tensor, got a {type(features).__name__}, of which this rank holds one shard. Call the "
-            "loss inside of the forward of the module that FSDP wraps, where its weights are gathered"
-        )
     if features.dtype not in FLOATS:
         raise DtypeError(
             f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
@@ -191,7 +206,9 @@ def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> T
 
 def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False) -> Tensor:
     """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features."""
+    stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor):
+        check_tensor(name, value)
         if value.numel() != 1:
             raise ShapeError(
                 f"{name} is one number, got a tensor of shape {tuple(value.shape)}. "
@@ -203,13 +220,16 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
             if value.device.type != "cpu":
                 check_device((name, "the features"), value, like)
             value = value.to(like.device)
-        if can_read(value) and not torch.isfinite(value).all():
-            raise RangeError(f"{name} must be finite, got {value.item()}. Check for a step with a very large gradient")
+        if can_read(value):
+            if not torch.isfinite(value).all():
+                raise RangeError(
+                    f"{name} must be finite, got {value.item()}. Check for a step with a very large gradient"
+                )
+            _check_fits(name, value.item(), stat)
         if positive and can_read(value) and not value.item() > 0:
             raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
         return value if value.dim() == 0 else value.reshape(())  # avoids a needless view in the graph
-    check_number(name, value, positive=positive)
-    stat = torch.float64 if like.dtype == torch.float64 else torch.float32
+    check_number(name, value, positive=positive, dtype=stat)
     return torch.full((), value, dtype=stat, device=like.device)
 
 
@@ -224,17 +244,39 @@ def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
         number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
     if isinstance(value, Tensor) and not can_read(number):
         number = torch.where(number > 0, number, torch.nan)  # its value was not checked
-    return number.reciprocal()
+    scale = number.reciprocal()
+    if can_read(scale) and not torch.isfinite(scale):
+        raise RangeError(
+            f"1 / temperature must fit {str(scale.dtype).removeprefix('torch.')}, got a temperature of "
+            f"{value.item() if isinstance(value, Tensor) else value}. Is it a logarithm? Then pass exp of it"
+        )
+    return scale
 
 
-def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """Check a finite Python number."""
+def check_index(name: str, value: Any, advice: str) -> int:
+    """Check a whole number, of Python or NumPy. Returns it as an int."""
+    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
+        raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r}. {advice}")
+    return value if isinstance(value, int) else int(value)
+
+
+def check_number(name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    """Check a finite Python number that fits ``dtype``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name} is a number, got {type(value).__name__}. Convert it with float()")
     if positive and not value > 0:
         raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     if not -float("inf") < value < float("inf"):
         raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
+    _check_fits(name, value, dtype)
+
+
+def _check_fits(name: str, value: float, dtype: torch.dtype) -> None:
+    """Check that a finite number does not overflow."""
+    if not -LARGEST[dtype] <= value <= LARGEST[dtype]:
+        kind = str(dtype).removeprefix("torch.")
+        shown = f"{value:g}" if isinstance(value, float) else f"an integer of {len(str(value))} digits"
+        raise RangeError(f"{name} must fit {kind}, up to {LARGEST[dtype]:.2g}, got {shown}. Check how it was computed")
 
 
 def can_read(values: Tensor) -> bool:

@@ -135,6 +135,24 @@ def test_lightly_memory_bank_is_a_queue_with_the_only_negatives():
     assert torch.equal(loss.bank, bank), "evaluation must not change the bank"
 
 
+def test_lightly_memory_bank_of_any_width():
+    """With a number of entries alone, the first batch says how many features there are."""
+    loss = lightly.NTXentLoss(0.2, 7)
+    assert loss.bank is None
+    first, second = normal(N, D), normal(N, D)
+    got, bank = loss(first, second), F.normalize(second, dim=1)[:7]
+    assert got.isfinite()
+    assert torch.equal(loss.bank, bank)
+    with pytest.raises(ShapeError, match=f"memory bank has {D} features"):
+        loss(normal(N, D + 1), normal(N, D + 1))
+
+
+def test_lightly_refuses_to_gather_without_torch_distributed(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"gather_distributed=True needs torch\.distributed"):
+        lightly.NTXentLoss(gather_distributed=True)
+
+
 def test_lightly_batch_of_one_is_exactly_zero():
     """One sample has no negatives."""
     temperature = nn.Parameter(torch.tensor(0.3))
@@ -153,8 +171,8 @@ def test_lightly_needs_a_group_to_gather():
 
 
 def test_lightly_refuses():
-    with pytest.raises(ConfigError, match=r"memory_bank_size=\(64, features\)"):
-        lightly.NTXentLoss(memory_bank_size=64)
+    with pytest.raises(ConfigError, match=r"number of entries .* got -64"):
+        lightly.NTXentLoss(memory_bank_size=-64)
     with pytest.raises(ConfigError, match="entries, features"):
         lightly.NTXentLoss(memory_bank_size=(4, 5, 6))
     with pytest.raises(ShapeError, match="two views"):

@@ -1,15 +1,17 @@
 """The filter kernels in Triton's interpreter: same plan and gradients as the filter of the torch backend."""
 
+import dataclasses
 import doctest
 import math
 
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.kernels.interpreted import IN_THE_INTERPRETER
+from tests.kernels.interpreted import BACKEND, IN_THE_INTERPRETER
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.triton_impl.filtered import backward as filter_backward
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
@@ -134,6 +136,35 @@ def test_what_is_not_a_number_is_kept():
     got = TritonFilter().backward(pair, stats, plan, grad, ALL, spec, OPTIONS)
     assert got.a[7].isnan().all()
     assert not got.a[8].isnan().any()
+
+
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_large_scores_keep_the_bound_or_take_the_exact_path(dtype, size):
+    """Backward multiplies other shapes than forward. Where that rounding is not small, nothing is dropped."""
+    pair, grad = make_pair(dtype, bias=False, zero=False)
+    valid = pair.row_key >= 0
+    products = pair.a.double() @ pair.b.double().T
+    pair = dataclasses.replace(pair, scale=(size / products[valid].abs().max()).float())
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
+    needs = Needs(a=True, b=True)
+
+    def exact(backend, pair):
+        return backend.backward(pair, backend.forward(pair, spec, OPTIONS), grad, needs, spec, OPTIONS).a.double()
+
+    stats, plan = TritonFilter().forward(pair, spec, OPTIONS)
+    filtered = TritonFilter().backward(pair, stats, plan, grad, needs, spec, OPTIONS)
+    assert (filtered is None) == (size >= 1e5)
+    if filtered is None:
+        assert torch.equal(stats.row_lse[valid], BACKEND.forward(pair, spec, OPTIONS).row_lse[valid])
+        got = BACKEND.backward(pair, stats, grad, needs, spec, OPTIONS).a.double()
+    else:
+        got = filtered.a.double()
+    wide = {name: getattr(pair, name).double() for name in ("a", "b", "scale")}
+    want = exact(TorchBackend(), dataclasses.replace(pair, **wide))
+    unit = pair.scale * grad.row_lse.abs() * pair.b.float().norm(dim=1).max()
+    ours, plain = (((x - want).norm(dim=1)[valid] / unit[valid]).max() for x in (got, exact(BACKEND, pair)))
+    assert ours <= max(OPTIONS.filter_tolerance, 1.5 * plain)
 
 
 def test_too_many_pairs(monkeypatch):

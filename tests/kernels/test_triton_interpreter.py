@@ -215,6 +215,19 @@ def test_both_ways_to_share_exponentials_agree(dtype, monkeypatch):
         assert_close(getattr(wide, name), value, 1e-5 if dtype == torch.float32 else 1e-3, name)
 
 
+@pytest.mark.parametrize("columns", [(3,), (40, 7), (90, 60, 20)], ids=str)
+def test_the_largest_score_is_the_first_nan_as_in_torch(columns):
+    """In one tile, in several tiles, and where larger numbers come before and after."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(9, 16, generator=g), torch.randn(100, 16, generator=g)
+    b[list(columns), 2] = torch.nan
+    pair = Pair(a=a, b=b, scale=torch.tensor(1.0))
+    stats = BACKEND.forward(pair, PairSpec(row_lse=True, row_top=True), OPTIONS)
+    assert torch.equal(stats.row_top_col, (a @ b.T).argmax(1))
+    assert (stats.row_top_col == min(columns)).all()
+    assert stats.row_top.isnan().all()
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip", "supcon", "cross_entropy"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_nan_stays_where_it_belongs(name, dtype):

@@ -169,6 +169,17 @@ def test_without_targets_every_token_counts():
     assert not stats.argmax.requires_grad
 
 
+@pytest.mark.parametrize("columns", [(3,), (40, 7), (90, 60, 20)], ids=str)
+def test_a_class_of_nan_is_the_argmax_as_in_torch(columns):
+    g = torch.Generator().manual_seed(0)
+    hidden, classifier = torch.randn(9, 16, generator=g), torch.randn(100, 16, generator=g)
+    classifier[list(columns), 2] = torch.nan
+    stats = tw.linear_token_stats(hidden, classifier, torch.full((9,), min(columns)))
+    assert torch.equal(stats.argmax, (hidden @ classifier.T).argmax(1))
+    assert (stats.argmax == min(columns)).all()
+    assert stats.correct.all()
+
+
 def test_equal_logits_have_the_lowest_class_as_argmax():
     hidden = torch.ones(3, 2, dtype=torch.float64)
     stats = tw.linear_token_stats(hidden, torch.ones(301, 2, dtype=torch.float64), torch.tensor([0, 5, 300]))

@@ -57,6 +57,31 @@ def test_the_bound(name, tolerance, dtype):
     assert math.isclose(report.kept_share[0], (plan.mass < 0).double().mean())
 
 
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_large_scores_keep_the_bound_or_take_the_exact_path(dtype, size):
+    """Backward multiplies other shapes than forward. Where that rounding is not small, nothing is dropped."""
+    tolerance, classifier, hidden = 1e-3, random(4096, 64, seed=1), random(256, 64, seed=2)
+    target = torch.randint(0, 4096, (256,), generator=torch.Generator().manual_seed(3))
+    hidden, scale = hidden / (hidden @ classifier.T).amax(1, keepdim=True), torch.tensor(size)
+    a, c = hidden.to(dtype), classifier.to(dtype)
+
+    def gradient(a, c, **settings):
+        a = a.clone().requires_grad_()
+        settings = {"logit_scale": scale, "reduction": "sum", "options": TileOptions(**settings)}
+        tw.linear_cross_entropy(a, c, target, **settings).backward()
+        return a.grad.double() / (size * c.double().norm(dim=1).max())
+
+    with tw.record_filtering() as report:
+        got = gradient(a, c, filter_tolerance=tolerance)
+    assert report.dense == [size >= 1e3]
+    want, plain = gradient(a.double(), c.double()), gradient(a, c, gradients="backward")
+    rounding = (plain - want).norm(dim=1).max()  # of the exact path, and of half gradients
+    assert (got - want).norm(dim=1).max() <= tolerance + rounding
+    if size >= 1e3:
+        assert torch.equal(got, plain)
+
+
 @pytest.mark.usefixtures("never_dense")
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-2])
 def test_as_much_is_dropped_as_may_be(tolerance):

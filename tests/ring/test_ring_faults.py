@@ -30,6 +30,32 @@ def features(width: int = 8, dtype: torch.dtype = torch.float32, rows: int = 5) 
     return torch.randn(rows, width, dtype=dtype, requires_grad=True)
 
 
+def reductions(odd: int) -> str:
+    return ("sum", "none")[odd]
+
+
+# Each takes features, 1 on the rank that differs and 0 elsewhere, and the group.
+LOSSES: dict[str, Callable[..., Any]] = {
+    "nt_xent": lambda x, odd, group: tw.nt_xent(x[:4], reduction=reductions(odd), group=group),
+    "supcon_loss": lambda x, odd, group: tw.supcon_loss(
+        x, torch.zeros(5, dtype=torch.long), reduction=reductions(odd), group=group
+    ),
+    "siglip_loss": lambda x, odd, group: tw.siglip_loss(x, x, 1.0, -1.0 - odd, group=group),
+    "info_nce": lambda x, odd, group: tw.info_nce(x, x, temperature=(0.1, 0.2)[odd], group=group),
+    "own negatives": lambda x, odd, group: tw.info_nce(
+        x, x, x[:, None], in_batch=False, reduction=("mean", "none")[odd], group=group
+    ),
+    "kind of negatives": lambda x, odd, group: tw.info_nce(x, x, (None, x[:, None])[odd], group=group),
+    "logsumexp": lambda x, odd, group: tw.linear_logsumexp(x, x, scale=1.0 + odd, group=group),
+    "class weights": lambda x, odd, group: tw.linear_cross_entropy(
+        x, x, torch.arange(5), weight=(None, torch.ones(5))[odd], group=group
+    ),
+    "ignored": lambda x, odd, group: tw.linear_cross_entropy(
+        x, x, torch.arange(5), ignore_index=(-100, 0)[odd], group=group
+    ),
+}
+
+
 def odd_one_out(group: Any, how: str) -> None:
     """Rank 1 makes another call than the other ranks."""
     odd = group.rank() == 1
@@ -43,6 +69,8 @@ def odd_one_out(group: Any, how: str) -> None:
         target = torch.arange(5) + int(odd and how == "targets")
         share = 0.2 if odd and how == "smoothing" else 0.1
         tw.linear_cross_entropy(wide, wide, target, label_smoothing=share, group=group)
+    elif how in LOSSES:
+        LOSSES[how](wide, 1 if odd else 0, group)
     elif odd and how == "tokens":
         tw.linear_cross_entropy(features(rows=4), wide, torch.zeros(4, dtype=torch.long), group=group)
     elif how == "tokens":
@@ -71,7 +99,16 @@ SAYS = {
     "loss": "softplus=True",
     "another loss": "shards of a classifier on rank 1",
     "tokens": "shape: [5] on ranks 0, 2 but [4] on rank 1",
-    "reduction": "mean of a loss on ranks 0, 2 but backward of a loss on rank 1",
+    "reduction": "loss: reduction=mean on ranks 0, 2 but reduction=none on rank 1",
+    "nt_xent": "loss: reduction=sum on ranks 0, 2 but reduction=none on rank 1",
+    "supcon_loss": "loss: reduction=sum on ranks 0, 2 but reduction=none on rank 1",
+    "siglip_loss": "loss: logit_bias=-1.0 on ranks 0, 2 but logit_bias=-2.0 on rank 1",
+    "info_nce": "loss: temperature=0.1 on ranks 0, 2 but temperature=0.2 on rank 1",
+    "own negatives": "loss: reduction=mean on ranks 0, 2 but reduction=none on rank 1",
+    "kind of negatives": "loss: negatives=none on ranks 0, 2 but negatives=own on rank 1",
+    "logsumexp": "loss: scale=1.0 on ranks 0, 2 but scale=2.0 on rank 1",
+    "class weights": "loss: weight=None on ranks 0, 2 but weight=tensor on rank 1",
+    "ignored": "loss: ignore_index=-100 on ranks 0, 2 but ignore_index=0 on rank 1",
     "frozen": "requires_grad: rows columns on ranks 0, 2 but rows on rank 1",
     "no gradient": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",
     "no_grad": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",

@@ -27,7 +27,7 @@ class NTXentLoss(nn.Module):
         temperature: divides the cosines; a tensor that requires grad gets its exact gradient.
         memory_bank_size: 0 for none (SimCLR), or (entries, features) for a queue of second views, which are then the
             only negatives (MoCo). It starts with random unit vectors. A batch is added if ``out0`` requires a gradient,
-            so evaluation does not change it.
+            so evaluation does not change it. With a number of entries alone, the first batch says how many features.
         gather_distributed: use the negatives of all ranks. With a memory bank, the second views of all ranks are added
             to it. Needs an initialized process group.
         options: how to compute it. No option changes the result beyond rounding.
@@ -53,9 +53,13 @@ class NTXentLoss(nn.Module):
         super().__init__()
         self.temperature = temperature  # an nn.Parameter registers itself and is learned
         self.memory_bank_size, self.gather_distributed, self.options = memory_bank_size, gather_distributed, options
-        size = _bank_size(memory_bank_size)
-        bank = None if size is None else F.normalize(torch.randn(size), dim=1)
-        self.register_buffer("bank", bank, persistent=False)
+        if gather_distributed and not dist.is_available():
+            raise ConfigError(
+                "gather_distributed=True needs torch.distributed, which this build of PyTorch does not have. Use "
+                "gather_distributed=False"
+            )
+        self.entries, features = _bank_size(memory_bank_size)
+        self.register_buffer("bank", _new_bank(self.entries, features) if features else None, persistent=False)
         self.place = 0  # index of the next entry to overwrite
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
@@ -66,11 +70,11 @@ class NTXentLoss(nn.Module):
             )
         group = self._group()
         first, second = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        if self.entries and self.bank is None:
+            self.bank = _new_bank(self.entries, first.shape[1]).to(first)
         if self.bank is not None:
             return self._against_bank(first, second, group, update=first.requires_grad)
-        loss = nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
-        # One sample has no negatives. The loss is exactly 0, without the rounding of a log-sum-exp of one score.
-        return 0.0 * loss if group is None and out0.shape[0] == 1 else loss
+        return nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
 
     def _group(self) -> dist.ProcessGroup | None:
         if not self.gather_distributed:
@@ -108,12 +112,15 @@ class NTXentLoss(nn.Module):
         self.place = (self.place + count) % self.bank.shape[0]
 
 
-def _bank_size(size: int | Sequence[int]) -> tuple[int, int] | None:
-    """(entries, features), or None for no bank."""
-    if isinstance(size, int):
-        if size == 0:
-            return None
-        raise ConfigError(f"memory_bank_size={size} has no number of features. Use memory_bank_size=({size}, features)")
-    if len(size) != 2 or min(size) < 0 or size[1] == 0:
-        raise ConfigError(f"memory_bank_size is 0 or (entries, features), got {tuple(size)}")
-    return None if size[0] == 0 else (size[0], size[1])
+def _new_bank(entries: int, features: int) -> Tensor:
+    return F.normalize(torch.randn(entries, features), dim=1)
+
+
+def _bank_size(size: int | Sequence[int]) -> tuple[int, int]:
+    """(entries, features): entries are 0 for no bank, features are 0 if the first batch says how many."""
+    entries, features = (size, 0) if isinstance(size, int) else (tuple(size) + (-1, -1))[:2]
+    wrong = not isinstance(size, int) and (len(size) != 2 or features < 1)
+    if entries < 0 or wrong:
+        shown = size if isinstance(size, int) else tuple(size)
+        raise ConfigError(f"memory_bank_size is a number of entries or (entries, features), got {shown}. 0 is no bank")
+    return entries, features

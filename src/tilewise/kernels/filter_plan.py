@@ -6,7 +6,8 @@ Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) til
                M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of row i in tile t
                row i drops the tiles of least mass, as many as together stay below the tolerance; never the tile of
                its positive
-               a large call first tests a sample of its rows: if they keep too much, the exact forward and backward run
+               a large call first tests a sample of its rows: if they keep too much, the exact forward and backward run;
+               so they do if the rounding of the scores is not small compared with the tolerance
     backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    if (t, i) is kept
                G_ij = g_i M_ti / W                       if it is dropped: each column gets the mean of its tile
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import FilterPlan, Pair
+from tilewise.kernels.spec import FilterPlan, Pair, stat_dtype
 from tilewise.options import TileOptions
 
 KEPT = -1.0  # value in the plan of a pair that is computed
@@ -37,6 +38,8 @@ MARGIN = 1.0 - 2.0**-8  # fraction of the tolerance that is used; allows for the
 HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T
 DENSE_SHARE = 0.17  # if more than this fraction of the pairs is kept, computing all is faster (tiles of 256 columns)
 PROBED_SHARE = 0.88  # fraction of DENSE_SHARE: if a sample of the rows keeps more, the filter is not used
+ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
+NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # a sample has one in 64 rows, at least 16, at most 128
 
 
@@ -68,6 +71,32 @@ def mean_row(pair: Pair) -> Tensor:
         for rows in slices(pair.a.shape[0], 4096):
             total += counts[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
     return total / pair.a.shape[0]
+
+
+def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
+    """Whether the rounding of a score may exceed ROUNDING_SHARE of the tolerance: (1,) int32, on the device.
+
+    Forward and backward multiply blocks of different shapes, and a product sums in another order for another shape. So
+    exp(x_ij - row_lse_i) in backward has a relative error of up to about
+
+        eps * (|scale| max_i |a_i| max_j |b_j| + max_j |bias_j|)
+
+    The exact strategy has no such error: both of its passes compute the same products.
+    """
+    assert pair.row_key is not None
+    size = pair.scale.abs() * _largest_norm(pair.a, pair.row_key >= 0) * _largest_norm(pair.b, None)
+    if pair.bias is not None:
+        size = size + torch.where(pair.bias.isinf(), 0.0, pair.bias).abs().amax()
+    exceeds = torch.finfo(pair.stat_dtype).eps * size > ROUNDING_SHARE * tolerance
+    return exceeds.to(torch.int32).view(1)
+
+
+def _largest_norm(x: Tensor, counts: Tensor | None) -> Tensor:
+    """The largest norm of the rows that count: 0-d."""
+    step = x.shape[0] if x.device.type != "cpu" else max(1, NORM_ELEMENTS // max(x.shape[1], 1))
+    norms = [torch.linalg.vector_norm(rows, dim=1, dtype=stat_dtype(x.dtype)) for rows in x.split(max(step, 1))]
+    norm = torch.cat(norms)
+    return (norm if counts is None else torch.where(counts, norm, 0.0)).amax()
 
 
 def order_by(product_m: Tensor, pair: Pair) -> Tensor:

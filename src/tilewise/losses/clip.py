@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import NO_KEYS, PairKeys
+from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
@@ -61,7 +61,8 @@ def clip_loss(
     shift = positive_shift(a, b, scale)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
-        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name)
+        compared = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
+        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, compared=compared)
         assert stats.row_lse is not None
         assert stats.col_lse is not None
         assert stats.row_pos is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,54 @@ from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import TileOptions
 
 NAMES = ("input", "linear_weight")
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: _check.Reduction = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    z_loss: float = 0.0,
+    shift: int = 0,
+    return_lse: Literal[False] = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: _check.Reduction = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    z_loss: float = 0.0,
+    shift: int = 0,
+    return_lse: Literal[True],
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_cross_entropy(
@@ -29,15 +71,16 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: _check.Reduction = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     z_loss: float = 0.0,
     shift: int = 0,
+    return_lse: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """`torch.nn.functional.cross_entropy` of the logits of a linear layer. The logits are never stored.
 
     Equals::
@@ -47,19 +90,23 @@ def linear_cross_entropy(
         F.cross_entropy(logits, target, weight, ignore_index=..., label_smoothing=..., reduction=...)
 
     plus ``z_loss * logsumexp(logits) ** 2`` for each row. Special cases are those of `cross_entropy`: "mean" divides by
-    the sum of the targets' weights and is NaN if all rows are ignored.
+    the sum of the targets' weights and is NaN if all rows are ignored. The z-loss has no class, so class weights do not
+    apply to it: its mean is over the rows that are not ignored.
 
     Args:
         input: (..., d), hidden states.
         linear_weight: (V, d), the classifier.
-        target: (...) integers in [0, V), or ``ignore_index``. A target out of range is an error on the CPU. On a GPU
-            the loss is NaN, because a check would synchronize.
+        target: (...) integers in [0, V), or ``ignore_index`` (None is -100, as in PyTorch). A target out of range is an
+            error on the CPU. On a GPU the loss is NaN, because a check would synchronize.
         linear_bias: (V,).
         weight: (V,), the weight of each class.
         label_smoothing: in [0, 1].
-        softcap, logit_scale, z_loss: as above; a ``logit_scale`` that requires grad gets its exact gradient.
+        softcap, logit_scale, z_loss: as above; a ``logit_scale`` that requires grad gets its exact gradient. A softcap
+            of None or 0 is no cap.
         shift: with shift k, the hidden state of token t is scored against the target of token t + k. The last k states
-            along the next-to-last dimension are not used.
+            along the next-to-last dimension are not used. True is 1.
+        return_lse: also return ``logsumexp(logits)`` of each row, from the same pass: differentiable, in the shape of
+            reduction "none", 0 for an ignored row. With it and ``z_loss=0`` you can log or weight the z-loss apart.
         reduction: "none" returns the shape of ``target``, with its last dimension shorter by ``shift``.
         group: a process group over whose ranks the classes are sharded, in rank order. Every rank holds all tokens.
             Plain data parallelism needs no group.
@@ -73,15 +120,26 @@ def linear_cross_entropy(
     """
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
+    ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, shape = _rows(input, shift)
-    c = _check.check_features("linear_weight", linear_weight)
+    c = _check_classifier(linear_weight)
     _check.check_together(NAMES, a, c)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     check_z_loss(z_loss)
-    settings = _settings(reduction, label_smoothing, z_loss, ignore_index, shift) if name else ""
-    start, classes = shard_of_columns(c, settings, name)
+    compared = ""
+    if name:
+        compared = call_settings(
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            shift=shift,
+            logit_scale=logit_scale,
+            weight=weight,
+        )
+    start, classes = shard_of_columns(c, compared, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
@@ -99,10 +157,11 @@ def linear_cross_entropy(
     target_weight = None if weight is None else sum_over_ranks(_pick(weight.to(stat), own), name)
     keys = PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight)
     spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
-    if reduction != "none" and not smooth and not name:
+    count = valid.sum().to(stat) if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
+    if reduction != "none" and not smooth and not name and not return_lse:
         each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
-        total = each.sum() if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
-        square = torch.where(valid, z_loss / total, 0.0) if z_loss else None
+        total = each.sum() if reduction == "mean" and weight is not None else count
+        square = torch.where(valid, z_loss / count, 0.0).to(stat) if z_loss else None
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
@@ -123,15 +182,17 @@ def linear_cross_entropy(
         assert stats.row_sum is not None
         uniform = sum_over_ranks(col_weight.sum(), name) * lse - stats.row_sum
         loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing * uniform / classes
-    if z_loss:
-        loss_n = loss_n + z_loss * lse.square()
-    loss_n = torch.where(valid, loss_n, 0.0)
+    loss_n, lse = torch.where(valid, loss_n, 0.0), torch.where(valid, lse, 0.0)
     if reduction == "none":
-        return loss_n.reshape(shape)
-    if reduction == "sum":
-        return loss_n.sum()
-    counted = valid if target_weight is None else torch.where(valid, target_weight, 0.0)
-    return loss_n.sum() / counted.sum()
+        loss = (loss_n + z_loss * lse.square() if z_loss else loss_n).reshape(shape)
+    else:
+        total = count
+        if reduction == "mean" and target_weight is not None:
+            total = torch.where(valid, target_weight, 0.0).sum()
+        loss = loss_n.sum() / total
+        if z_loss:
+            loss = loss + z_loss / count * lse.square().sum()
+    return (loss, lse.reshape(shape)) if return_lse else loss
 
 
 def _nan_if_wrong(total: Tensor, valid: Tensor, key: Tensor) -> Tensor:
@@ -149,10 +210,18 @@ def check_z_loss(z_loss: float) -> None:
         raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative value has no minimum")
 
 
-def _settings(reduction: str, label_smoothing: float, z_loss: float, ignore_index: int, shift: int) -> str:
-    """Settings that ranks compare. Converted to plain numbers, because torch.compile may pass symbolic ones."""
-    numbers = f"label_smoothing={float(label_smoothing)} z_loss={float(z_loss)}"
-    return f"reduction={reduction} {numbers} ignore_index={int(ignore_index)} shift={int(shift)}"
+def check_ignore_index(ignore_index: int | None) -> int:
+    """Check the target of ignored rows. None is -100, as in PyTorch."""
+    if ignore_index is None:
+        return -100
+    return _check.check_index("ignore_index", ignore_index, "Pass the integer that marks padding in target")
+
+
+def check_shift(shift: int) -> int:
+    """Check a number of tokens. True is 1 and False is 0, as in Cut Cross-Entropy."""
+    if not isinstance(shift, int) or shift < 0:
+        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
+    return int(shift)
 
 
 def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
@@ -160,8 +229,6 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     _check.check_tensor("input", input)
     if input.dim() < 1:
         raise ShapeError(f"input must be (..., features), got {tuple(input.shape)}. Add a dimension")
-    if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
-        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
     if shift:
         if input.dim() < 2:
             raise ShapeError(
@@ -173,13 +240,26 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     return _check.check_features("input", flat), input.shape[:-1]
 
 
+def _check_classifier(linear_weight: Tensor) -> Tensor:
+    """Check the classifier, (V, d)."""
+    if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
+        raise ShapeError(
+            f"linear_weight is one classifier, (classes, features), got {tuple(linear_weight.shape)}, which is one for "
+            "each position of a K-dimensional loss. Call the loss once per position, with linear_weight[:, k] and "
+            "target[:, k], or use torch.nn.functional.linear_cross_entropy"
+        )
+    return _check.check_features("linear_weight", linear_weight)
+
+
 def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
     """Check the targets. Returns those of the scored states: (n,) int64."""
+    if isinstance(target, Tensor):
+        _check.check_tensor("target", target)
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise DtypeError(
             f"target holds class indices (integers), got {got}. Class probabilities are not supported: use "
-            "label_smoothing, or a dense loss"
+            "label_smoothing, or a dense loss such as torch.nn.functional.linear_cross_entropy"
         )
     if target.shape != input.shape[:-1]:
         raise ShapeError(
@@ -248,12 +328,13 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         weight: Tensor | None = None,
         reduction: _check.Reduction = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float | Tensor = 1.0,
         z_loss: float = 0.0,
         shift: int = 0,
+        return_lse: bool = False,
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
     ) -> None:
@@ -267,15 +348,16 @@ class LinearCrossEntropyLoss(nn.Module):
             "softcap": softcap,
             "z_loss": z_loss,
             "shift": shift,
+            "return_lse": return_lse,
             "group": group,
             "options": options,
         }
 
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See `linear_cross_entropy`."""
-        return linear_cross_entropy(
+        result: Tensor | tuple[Tensor, Tensor] = linear_cross_entropy(
             input,
             linear_weight,
             target,
@@ -284,3 +366,4 @@ class LinearCrossEntropyLoss(nn.Module):
             logit_scale=self.logit_scale,
             **self.settings,
         )
+        return result

@@ -11,7 +11,8 @@ from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
@@ -81,13 +82,22 @@ def info_nce(
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
     shift = positive_shift(a, b, scale)
+    compared = ""
+    if name:
+        kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
+        masked = negative_mask is not None
+        compared = call_settings(
+            reduction=reduction, temperature=temperature, in_batch=in_batch, negatives=kind, masked=masked
+        )
+        if not in_batch and kind == "own":  # no scores with other ranks, so no later exchange compares the calls
+            shard_of_columns(b, compared, name)
 
     if in_batch:
         keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift)
         spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
         if reduction != "none" and negatives is None and not name:
             return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
-        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name)
+        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name, compared=compared)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
@@ -101,7 +111,7 @@ def info_nce(
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
         lse = torch.logaddexp(
-            lse, _shared_lse(a, negatives, scale, shift, query_id, negative_id, negative_mask, options, name)
+            lse, _shared_lse(a, negatives, scale, shift, query_id, negative_id, negative_mask, options, name, compared)
         )
     loss_n = lse - pos
     if symmetric:
@@ -120,6 +130,7 @@ def _shared_lse(
     mask: Tensor | None,
     options: TileOptions,
     name: str,
+    compared: str,
 ) -> Tensor:
     """Log-sum-exp of each query against the shared negatives: (n,)."""
     bias = None
@@ -137,6 +148,7 @@ def _shared_lse(
         spec=PairSpec(row_lse=True),
         options=options,
         group_name=name,
+        compared=compared,
     )
     assert stats.row_lse is not None
     return stats.row_lse
@@ -166,6 +178,8 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
     if negatives.dim() == 3:
         _check.check_same_rows(("query", "negative_keys"), a, negatives)
     if mask is not None:
+        if isinstance(mask, Tensor):
+            _check.check_tensor("negative_mask", mask)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise DtypeError(f"negative_mask is a bool tensor, False for padding, got {kind}. Convert it with .bool()")

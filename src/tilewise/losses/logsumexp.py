@@ -9,6 +9,7 @@ from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import call_settings
 from tilewise.options import TileOptions
 
 
@@ -29,7 +30,7 @@ def linear_logsumexp(
         b: (m, d).
         scale: multiplies the scores; a tensor that requires grad gets its exact gradient.
         bias: (m,), added to the scores.
-        softcap: the scores become ``softcap * tanh(scores / softcap)``.
+        softcap: the scores become ``softcap * tanh(scores / softcap)``. None or 0 is no cap.
         group: a process group over whose ranks the rows of ``a`` and of ``b`` are sharded. Each rank gets the
             log-sum-exp of its own rows over all of ``b``.
         options: how the result is computed; see `TileOptions`. No option changes its value beyond rounding.
@@ -44,18 +45,19 @@ def linear_logsumexp(
     factor = _check.check_scalar("scale", scale, a)
     bias = check_bias("bias", bias, b)
     spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
-    stats = pair_stats(a, b, factor, bias, spec=spec, options=options, group_name=name)
+    compared = call_settings(scale=scale) if name else ""
+    stats = pair_stats(a, b, factor, bias, spec=spec, options=options, group_name=name, compared=compared)
     assert stats.row_lse is not None
     return stats.row_lse
 
 
 def check_softcap(softcap: float | None) -> float:
-    """Check a soft cap. Returns it as a float, 0 for None."""
+    """Check a soft cap. Returns it as a float, 0 for no cap."""
     if softcap is None:
         return 0.0
     _check.check_number("softcap", softcap)
-    if not softcap > 0:
-        raise RangeError(f"softcap is a positive number, got {softcap}. For no cap, pass None")
+    if softcap < 0:
+        raise RangeError(f"softcap is a positive number, got {softcap}. For no cap, pass None or 0")
     return float(softcap)
 
 

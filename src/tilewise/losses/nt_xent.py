@@ -11,7 +11,7 @@ from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
@@ -67,6 +67,7 @@ def nt_xent(
         spec=PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, local_keys=True),
         options=options,
         group_name=name,
+        compared=call_settings(reduction=reduction, temperature=temperature) if name else "",
     )
     assert stats.row_lse is not None
     assert stats.row_pos is not None

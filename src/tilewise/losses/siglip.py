@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.autograd import pair_loss, pair_stats
+from tilewise.ops.call import call_settings
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
@@ -60,7 +61,10 @@ def siglip_loss(
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
         return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
-    stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name)
+    compared = ""
+    if name:
+        compared = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
+    stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, compared=compared)
     assert stats.row_softplus is not None
     return reduce_rows(stats.row_softplus, reduction, name)
 

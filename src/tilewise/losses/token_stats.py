@@ -11,10 +11,18 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
-from tilewise.losses.cross_entropy import NAMES, _check_target, _rows, _target_scores
+from tilewise.losses.cross_entropy import (
+    NAMES,
+    _check_classifier,
+    _check_target,
+    _rows,
+    _target_scores,
+    check_ignore_index,
+    check_shift,
+)
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import PairKeys
+from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.options import TileOptions
 
@@ -80,7 +88,7 @@ def linear_token_stats(
     *,
     want: Sequence[str] | None = None,
     linear_bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     temperature: float = 1.0,
@@ -121,8 +129,9 @@ def linear_token_stats(
     """
     options, name = _check.check_options(options), _check.group_name(group)
     names = _check_want(want, target)
+    ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, shape = _rows(input, shift)
-    c = _check.check_features("linear_weight", linear_weight)
+    c = _check_classifier(linear_weight)
     _check.check_together(NAMES, a, c)
     bias = check_bias("linear_bias", linear_bias, c)
     cap = check_softcap(softcap)
@@ -131,17 +140,19 @@ def linear_token_stats(
         # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
         scale, bias, cap = scale / t, None if bias is None else bias / t, cap / t
     y = valid = key = row_shift = None
+    compared = ""
+    if name:
+        settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
+        compared = call_settings(want=" ".join(names), ignore_index=ignore_index, **settings)
+    start, classes = shard_of_columns(c, compared, name)
     if target is not None:
-        settings = f"ignore_index={int(ignore_index)} shift={int(shift)}" if name else ""
-        start, classes = shard_of_columns(c, settings, name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
         row_shift = _target_scores(a, c, key - start, scale, bias, cap, name)
     col_weight = None
     if "mean_logit" in names:
-        count = classes if target is not None else shard_of_columns(c, "", name)[1]
-        col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / count
+        col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / classes
     stats = pair_stats(
         a,
         c,

@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     group_name: str = ""  # "" for this process alone
     needs: Needs = Needs(a=False, b=False)  # which of the four leaves require a gradient
     share: float = 1.0  # the common weight of all rows of a scalar loss
+    compared: str = ""  # over a group: the loss's own settings, see `call_settings`
 
 
 class Call(NamedTuple):
@@ -143,7 +144,29 @@ def encode(settings: Settings) -> str:
     spec = ",".join([_text(getattr(settings.spec, name), kind) for name, kind in SPEC_FIELDS])
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
-    return f"{__version__};{spec};{options};{needs};{float(settings.share)!r};{settings.group_name}"
+    numbers = f"{needs};{float(settings.share)!r}"
+    return f"{__version__};{spec};{options};{numbers};{settings.compared};{settings.group_name}"
+
+
+def call_settings(**settings: Any) -> str:
+    """Settings of a loss as "name=value name=value", which the ranks of a group compare before they exchange anything.
+
+    Everything that changes a result and is not a tensor belongs here, unless `PairSpec` or `TileOptions` has it. Of a
+    tensor, only that it is one is compared: reading its value would synchronize.
+
+    >>> call_settings(reduction="mean", temperature=0.1, shift=True, weight=None)
+    'reduction=mean temperature=0.1 shift=1 weight=None'
+    """
+    return " ".join([f"{name}={_shown(value)}" for name, value in settings.items()])
+
+
+def _shown(value: Any) -> str:
+    """Converted to plain numbers, because torch.compile may pass symbolic ones."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, int):
+        return f"{int(value)}"
+    return f"{float(value)!r}" if isinstance(value, float) else f"{value}"
 
 
 def _text(value: Any, kind: str) -> str:
@@ -165,7 +188,7 @@ def decode(settings: str) -> Settings:
     >>> decode(encode(Settings(PairSpec(row_lse=True, softcap=30.0), TileOptions()))).spec.softcap
     30.0
     """
-    _, spec, options, needs, share, group = settings.split(";", 5)
+    _, spec, options, needs, share, compared, group = settings.split(";", 6)
 
     def read(text: str, fields: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         return {name: _value(part, kind) for part, (name, kind) in zip(text.split(","), fields, strict=True)}
@@ -176,4 +199,5 @@ def decode(settings: str) -> Settings:
         group_name=group,
         needs=Needs(*(need == "1" for need in needs.split(","))),
         share=float(share),
+        compared=compared,
     )

@@ -67,7 +67,7 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
-            found = Found(ring_forward(fewer, spec, options, group_name, needs))
+            found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.compared))
         elif way.strategy == "filtered":
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:

@@ -32,6 +32,8 @@ class TorchFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics of all pairs, and the plan of what backward drops."""
         with matmul_precision(options.precision), torch.no_grad():
+            if plans.rounding_exceeds(pair, options.filter_tolerance):
+                return two_pass.forward(pair, spec, options), plans.keep_everything(pair)
             order, too_many = _order_and_sample(pair, spec, options)
             if too_many:
                 return two_pass.forward(pair, spec, options), plans.keep_everything(pair, order)

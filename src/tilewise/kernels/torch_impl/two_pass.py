@@ -65,8 +65,13 @@ def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:
 
 
 def is_bounded(pair: Pair, spec: PairSpec) -> bool:
-    """Whether exp of a score needs no shift. False on other devices than a CPU, where reading it would synchronize."""
-    return pair.a.device.type == "cpu" and score_bound(pair, spec) <= SAFE_SCORE
+    """Whether exp of a score needs no shift. False on other devices than a CPU, where reading it would synchronize.
+
+    A row with a single score is always shifted, so that its log-sum-exp is that score and its loss exactly 0.
+    """
+    if pair.a.device.type != "cpu" or pair.b.shape[0] <= 1 + spec.mask_self:
+        return False
+    return score_bound(pair, spec) <= SAFE_SCORE
 
 
 class _RunningStats:

@@ -21,7 +21,6 @@ from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.backward import product
-from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -89,14 +88,15 @@ class FilterForward(FilterCall):
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
         pair, asked = self.pair, self._sample_size()
-        self.keep_all: Tensor | None = None  # (1,) int32: the probe found that the exact case is faster
+        # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
+        self.keep_all = plans.rounding_exceeds(pair, self.options.filter_tolerance)
         if asked:
-            self.order, self.place, self.keep_all = self._probe(asked)
-            stats = self._exact(self.keep_all)
+            self.order, self.place, too_many = self._probe(asked)
+            self.keep_all |= too_many
         else:
             self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
             self.place = places(self.order)  # (m,) int32, the place of each column
-            stats = self._positives()
+        stats = self._exact(self.keep_all)
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
@@ -110,18 +110,9 @@ class FilterForward(FilterCall):
             rows = i.stop - i.start
             choose.put({"n": rows, "first_row": i.start}).launch(cdiv(rows, CHOOSE_ROWS))
         kept = (mass < 0).sum(1, dtype=torch.int32)
-        keep_all = plans.too_many(kept, mass.numel(), self.share)
-        if self.keep_all is not None:
-            keep_all |= self.keep_all
+        keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, keep_all=keep_all)
         return stats, plan, self.saved
-
-    def _positives(self) -> Stats:
-        """The scores of the positives, and memory for the log-sum-exps of the rows."""
-        new, everything = self.pair.scale.new_empty, (slice(0, self.n), slice(0, self.m))
-        lse, pos, num_positives = new(self.n), new(self.n), new(self.n)
-        self.call.run_positive(positive_kernel, *everything, row_pos=pos, num_positives=num_positives)
-        return Stats(row_lse=lse, row_pos=pos, num_positives=num_positives)
 
     def _exact(self, keep_all: Tensor) -> Stats:
         """The statistics of the exact case, computed if the device finds ``keep_all`` set."""

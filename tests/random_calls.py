@@ -1,10 +1,10 @@
-"""Random calls for a while, each held against dense float64: shapes, types, options and leaves that nobody thought of.
+"""Random calls for a while, each compared with dense float64: losses, settings, shapes, types, options and leaves.
 
-    PYTHONPATH=src python -m tests.gpu.random_calls --seconds 100 --processes 14 [--first SEED]
+    PYTHONPATH=src python -m tests.random_calls --minutes 10 [--device cuda] [--processes 14] [--first SEED]
 
-Every call is made three times with other numbers of the same shapes, because launches are written down the first time
-and repeated after it; in between the memory that is handed out is filled with NaN. Ends with 0 if all were right. A
-failure is printed with its seed: `--first SEED --count 1` asks it alone.
+Every call is made three times with other numbers of the same shapes, because a GPU's launches are recorded the first
+time and replayed after it. In between, the memory that the allocator hands out next is filled with NaN. The exit status
+is 0 if all were right. A failure is printed with its seed: `--first SEED --count 1` makes it alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Any
 import torch
 from tests.compare import relative_error
 from tests.gpu.checks import Place
-from tests.losses.loss_cases import CASES, Problem, converted, problem, solve, upstream_like
+from tests.losses import loss_cases
+from tests.losses.loss_cases import CASES, Maker, Problem, converted, solve, upstream_like
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Small problems round by luck: what is looked for is wrong, not coarse. Vectors and numbers are sums over many pairs.
-FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4}
+FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
+ANY = ("any cross entropy", "any info_nce")  # beside the fixed cases: their settings are random too
 TIMES = 3
 
 
@@ -42,7 +44,8 @@ class Call:
     d: int
     reduction: str
     frozen: float  # the share of leaves without a gradient
-    settings: dict[str, Any]
+    options: dict[str, Any]
+    settings: dict[str, Any]  # of the loss; for the names in ANY
 
 
 def size(chance: random.Random, most: int) -> int:
@@ -51,22 +54,79 @@ def size(chance: random.Random, most: int) -> int:
     return min(most, max(2, chance.choice([near, round(2 ** chance.uniform(1.0, most.bit_length()))])))
 
 
-def draw(seed: int, largest: int = 3000) -> Call:
+def cross_entropy_settings(chance: random.Random) -> dict[str, Any]:
+    """Any combination of the settings of `linear_cross_entropy`."""
+    maybe = {
+        "bias": True,
+        "weight": True,
+        "label_smoothing": chance.choice([0.1, 0.5, 1.0]),
+        "softcap": chance.choice([0, 2.0, 30.0]),
+        "z_loss": chance.choice([1e-4, 0.1]),
+        "shift": chance.choice([1, 2]),
+        "ignore_index": chance.choice([-1, 0, 2, 10**6]),
+    }
+    return {name: value for name, value in maybe.items() if chance.random() < 0.4}
+
+
+def info_nce_settings(chance: random.Random) -> dict[str, Any]:
+    """Any combination of the settings of `info_nce`; see `make_info_nce`."""
+    negatives = chance.choice(["none", "shared", "own"])
+    in_batch = negatives == "none" or chance.random() < 0.7
+    return {
+        "negatives": negatives,
+        "in_batch": in_batch,
+        "symmetric": in_batch and chance.random() < 0.5,
+        "masked": negatives != "none" and chance.random() < 0.5,
+        "ids": in_batch and chance.random() < 0.5,
+    }
+
+
+def make_info_nce(make: Maker, negatives: str, in_batch: bool, symmetric: bool, masked: bool, ids: bool) -> Problem:
+    """The problem of these settings."""
+    shape = {"none": None, "shared": (make.n // 2 + 3,), "own": (make.n, 3)}[negatives]
+    fixed: dict[str, Any] = {"in_batch": in_batch, "symmetric": symmetric}
+    if masked and shape is not None:
+        fixed["negative_mask"] = make.flags(*shape)
+    if ids:
+        shared = shape[0] if negatives == "shared" and shape is not None else 0
+        high = max(make.n // 2, 1)
+        fixed |= {"query_ids": make.integers(high, make.n), "key_ids": make.integers(high, make.n + shared)}
+    return loss_cases._info_nce(make, None if shape is None else make.unit(*shape), **fixed)
+
+
+def make_problem(call: Call, seed: int, device: str) -> Problem:
+    """The call's tensors, its loss and the oracle."""
+    make = Maker(call.dtype, n=call.n, d=call.d, seed=seed, device=device)
+    if call.name == "any cross entropy":
+        made = loss_cases._cross_entropy(make, **call.settings)
+    elif call.name == "any info_nce":
+        made = make_info_nce(make, **call.settings)
+    else:
+        made = CASES[call.name](make)
+    for leaf in made.leaves.values():
+        leaf.requires_grad_()
+    return made
+
+
+def draw(seed: int, largest: int = 3000, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Call:
     """The call of this seed."""
     chance = random.Random(seed)
-    settings = {
+    options = {
         "workspace_mib": chance.choice([1, 2, 16, 256, 256, 1024]),
         "gradients": chance.choice(["auto", "auto", "forward", "backward"]),
         "filter_tolerance": chance.choice([0.0, 0.0, 0.0, 1e-6]),
     }
+    name = chance.choice([*sorted(CASES), *ANY * 6])
+    settings = {"any cross entropy": cross_entropy_settings, "any info_nce": info_nce_settings}.get(name)
     return Call(
-        name=chance.choice(sorted(CASES)),
-        dtype=chance.choice(DTYPES),
+        name=name,
+        dtype=chance.choice(dtypes),
         n=size(chance, largest),
         d=size(chance, 700),
         reduction=chance.choice(["mean", "mean", "sum", "none"]),
         frozen=chance.choice([0.0, 0.0, 0.3]),
-        settings=settings,
+        options=options,
+        settings=settings(chance) if settings else {},
     )
 
 
@@ -74,12 +134,12 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
     """What is not as it should be; each line names a leaf and its error."""
     found = []
     for data_seed in range(TIMES * seed, TIMES * (seed + 1)):
-        made = problem(call.name, call.dtype, n=call.n, d=call.d, seed=data_seed, device=place.device)
+        made = make_problem(call, data_seed, place.device)
         freeze_some(made, call.frozen, seed)
         with torch.no_grad():
             like = made.dense(SimpleNamespace(**made.leaves), reduction=call.reduction)
         upstream = upstream_like(like, data_seed).to(place.device)
-        how = {"reduction": call.reduction, "options": place.options(**call.settings)}
+        how = {"reduction": call.reduction, "options": place.options(**call.options)}
         spoil_memory(place)
         got, grads = solve(made.ours, made.leaves, upstream, **how)
         exact_leaves = {
@@ -131,13 +191,14 @@ def judged(what: str, got: Tensor, dense: Tensor, want: Tensor, floor: float) ->
     return [] if ours <= max(1.5 * theirs, floor) else [f"{what}: error {ours:.3g}, dense {theirs:.3g}"]
 
 
-def ask(place: Place, seeds: range, seconds: float) -> int:
+def ask(place: Place, seeds: range, seconds: float, largest: int = 3000) -> int:
     """The calls of these seeds, until the time is up: how many were wrong."""
+    dtypes = DTYPES if place.device == "cuda" else (*DTYPES, torch.float64)  # the Triton backend has no float64
     end, asked, failed = time.monotonic() + seconds, 0, 0
     for seed in seeds:
         if time.monotonic() > end:
             break
-        call = draw(seed)
+        call = draw(seed, largest, dtypes)
         try:
             found = wrong(call, place, seed)
         except Exception as error:
@@ -151,24 +212,29 @@ def ask(place: Place, seeds: range, seconds: float) -> int:
 
 
 def main() -> int:
-    """Ask in several processes, and add up."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.random_calls", description=__doc__)
+    """Make the calls in several processes. Returns 0 if all were right."""
+    parser = argparse.ArgumentParser(prog="python -m tests.random_calls", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--largest", type=int, default=3000, help="most rows of a call")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=10**6, help="calls of a process, at most")
     arguments = parser.parse_args()
     if arguments.processes > 1:
-        command = [sys.executable, "-m", "tests.gpu.random_calls", "--seconds", str(arguments.seconds)]
+        command = [sys.executable, "-m", "tests.random_calls", "--minutes", str(arguments.minutes)]
+        command += ["--device", arguments.device, "--largest", str(arguments.largest)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         running = [
             subprocess.Popen([*command, "--first", str(arguments.first + 10**6 * k)], env=environment)
             for k in range(arguments.processes)
         ]
         return max(process.wait() for process in running)
-    place = Place() if torch.cuda.is_available() else Place("cpu", "torch")
-    return int(ask(place, range(arguments.first, arguments.first + arguments.count), arguments.seconds) > 0)
+    print(f"seeds from {arguments.first} on {arguments.device}", flush=True)
+    place = Place() if arguments.device == "cuda" else Place("cpu", "torch")
+    seeds = range(arguments.first, arguments.first + arguments.count)
+    return int(ask(place, seeds, 60 * arguments.minutes, arguments.largest) > 0)
 
 
 if __name__ == "__main__":

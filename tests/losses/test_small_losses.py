@@ -1,0 +1,64 @@
+"""Losses near zero: exactly 0 for a single score, and in float32 the error that docs/concepts/numerics.md states."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilewise as tw
+
+ALONE = {
+    "nt_xent": lambda a, b, scale, options: tw.nt_xent(torch.cat([a, b]), temperature=1 / scale, options=options),
+    "clip": lambda a, b, scale, options: tw.clip_loss(a, b, scale, options=options),
+    "info_nce": lambda a, b, scale, options: tw.info_nce(a, b, temperature=1 / scale, options=options),
+    "one class": lambda a, b, scale, options: tw.linear_cross_entropy(
+        a, b, torch.zeros(1, dtype=torch.long), logit_scale=scale, options=options
+    ),
+}
+
+
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_softmax_over_one_score_has_no_loss_and_no_gradient(name, dtype, gradients):
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        a, b = ((seed + 1) * torch.randn(1, 16, generator=g) for _ in range(2))
+        leaves = [a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_(), torch.tensor(0.7, requires_grad=True)]
+        loss = ALONE[name](*leaves, tw.TileOptions(gradients=gradients))
+        assert loss.item() == 0.0
+        assert all((grad == 0).all() for grad in torch.autograd.grad(loss, leaves))
+
+
+OPTIONS = {
+    "one-pass": tw.TileOptions(gradients="forward"),
+    "two-pass": tw.TileOptions(gradients="backward"),
+    "filtered": tw.TileOptions(filter_tolerance=1e-2),
+}
+LOSSES = {
+    "cross entropy": lambda a, c, y, options: tw.linear_cross_entropy(a, c, y, options=options),
+    "each token": lambda a, c, y, options: tw.linear_cross_entropy(a, c, y, reduction="none", options=options),
+    "clip": lambda a, c, y, options: tw.clip_loss(a, c[y], 1.0, options=options),
+    "nt_xent": lambda a, c, y, options: tw.nt_xent(torch.cat([a, c[y]]), temperature=1.0, options=options),
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_error_of_a_small_loss_in_float32(name, how):
+    """At most 2e-6 of the loss, or 2**-22 of 1 plus the largest score, whichever is larger."""
+    small = 0
+    for seed in range(6):
+        for size in (8.0, 11.0, 12.5, 14.0, 17.0, 20.0, 40.0):
+            g = torch.Generator().manual_seed(seed)
+            c = F.normalize(torch.randn(600, 32, generator=g), dim=1)
+            y = torch.randperm(600, generator=g)[:64]
+            a = F.normalize(c[y] + 0.02 * torch.randn(64, 32, generator=g), dim=1)
+            a, c = (math.sqrt(size) * a).requires_grad_(), math.sqrt(size) * c
+            got = LOSSES[name](a, c, y, OPTIONS[how]).detach().double()
+            want = LOSSES[name](a.detach().double(), c.double(), y, None)
+            bound = torch.maximum(2e-6 * want, torch.tensor(2.0**-22 * (1 + size)))
+            assert ((got - want).abs() <= bound).all(), (seed, size)
+            small += int((want.mean() < 0.03) & (want.mean() > 1e-3))
+    assert small >= 10  # the losses in question were among them
