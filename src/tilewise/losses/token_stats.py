@@ -143,7 +143,7 @@ def linear_token_stats(
     compared = ""
     if name:
         settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-        compared = call_settings(want=" ".join(names), ignore_index=ignore_index, **settings)
+        compared = call_settings(want="+".join(names), ignore_index=ignore_index, **settings)
     start, classes = shard_of_columns(c, compared, name)
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, classes)

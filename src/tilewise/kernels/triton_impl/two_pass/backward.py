@@ -92,7 +92,8 @@ class Backward:
         rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
         self.saved = saved if rows_only and self.row_step >= self.n else None
         self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
-        self.inside, self.outside = factors if factors[0] is not None else (scale, None)
+        self.inside: Tensor = scale if factors[0] is None else factors[0]
+        self.outside = factors[1]
         call.by_row |= {
             "row_lse": vector(stats.row_lse),
             "grad_row": vector(grad.row_softplus if self.spec.softplus else grad.row_lse),
