@@ -67,8 +67,10 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_80", 4): KernelSizes(
-        forward=Sizes(64, 64, 32, 4, 3, 2, 8),
+        forward=Sizes(64, 64, 16, 4, 3, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 3, 2, 8),
+        filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
+        filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
     ),
     ("sm_90", 2): KernelSizes(
         forward=Sizes(128, 128, 64, 4, 3, 2, 16, strip=8),
@@ -84,8 +86,8 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(128, 64, 32, 4, 3, 2, 8),
     ),
     ("sm_100", 2): KernelSizes(
-        forward=Sizes(128, 128, 64, 4, 2, 2, 16),
-        gradient=Sizes(128, 128, 32, 4, 2, 2, 8),
+        forward=Sizes(128, 64, 64, 4, 2, 2, 16),
+        gradient=Sizes(128, 64, 64, 4, 2, 2, 16),
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_100", 4): KernelSizes(
@@ -103,7 +105,7 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(32, 32, 32, 4, 2, 2, 8),
         filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
         filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
-        filter_pairs=PairSizes(16, 16, 64, 4, 8, 2),
+        filter_pairs=PairSizes(16, 32, 64, 8, 8, 2),
     ),
 }
 INTERPRETED = Sizes(64, 64, 64, 1, 1, 1, 2)  # in the interpreter each block operation is slow: few, large blocks
