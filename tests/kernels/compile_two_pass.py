@@ -71,6 +71,7 @@ LOSSES = {
 SAVING = "cross entropy, saved", "cross entropy, if not filtered"  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "supcon", "info_nce with ids"
 QUICK = "clip", "cross entropy, saved"
+FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
 SMALL_BATCH = (
@@ -111,7 +112,7 @@ def sizes_of(capability, dtype, every):
     wide = row.forward_wide or row.forward, row.gradient_wide or row.gradient
     found = [(loss, *narrow) for loss in LOSSES if loss not in SAVING]
     found += [(loss, *wide) for loss in (WIDE if wide != narrow else SAVING)]
-    return [case for case in found if every or case[0] in QUICK]
+    return found if every else [case for case in found if case[0] == "clip" or (case[0] in QUICK and wide != narrow)]
 
 
 def main() -> None:
@@ -123,6 +124,8 @@ def main() -> None:
             shared["STRIP"] = sizes.strip if "peaks" in present and stats & bit.COLS.value else 1
             types = {"row_key": "*i32"} if kind == MANY else {}
             for kernel, own in kernels_over_tiles(loss, stats, sizes, gradient_sizes):
+                if not every and kernel.__name__ not in FEW:
+                    continue
                 made = compiled_tiles(kernel, shared, present, dtype, capability, own, types=types)
                 show(capability, kernel.__name__, made, own.programs, loss=loss, dtype=dtype)
             for kernel, constants, more in small_kernels(loss, kind) if every else ():

@@ -7,11 +7,13 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from tilewise.errors import BackendError
+from tilewise.kernels.known_faults import Fault, faults_on, warn_once
 from tilewise.kernels.ranks import Scorer
 from tilewise.kernels.spec import Backend, PairShape, PairSpec
 from tilewise.kernels.two_pass_ranks import TwoPassScorer
@@ -25,6 +27,7 @@ class Entry(NamedTuple):
 
     load: Callable[[], Backend]
     why_not: Callable[[torch.device, TileOptions], str | None]  # called before the import
+    compiles: bool = False  # whether it runs kernels that Triton compiles
 
 
 @functools.cache
@@ -55,12 +58,34 @@ def _why_not_triton(device: torch.device, options: TileOptions) -> str | None:
     return None if installed("triton") else "the package triton is not installed"
 
 
+def _avoided(faults: list[Fault], options: TileOptions) -> str | None:
+    """Warn about the faults that a call meets. The reason why "auto" avoids them, or None."""
+    auto = options.backend == "auto"
+    for fault in faults:
+        warn_once(fault, auto)
+    return faults[0].reason if faults and auto else None
+
+
 # In the order in which "auto" prefers them. The torch backend is last and serves every call.
 _ENTRIES: dict[str, Entry] = {
-    "triton": Entry(_triton, _why_not_triton),
+    "triton": Entry(_triton, _why_not_triton, compiles=True),
     "torch": Entry(_torch, lambda device, options: None),
 }
 _AUTO = tuple(_ENTRIES)
+
+
+def tuner() -> ModuleType:
+    """The module that measures tile sizes. Needs Triton."""
+    from tilewise.kernels.triton_impl import tune
+
+    return tune
+
+
+def size_table() -> ModuleType:
+    """The module with the tile sizes. Does not need Triton."""
+    from tilewise.kernels.triton_impl import sizes
+
+    return sizes
 
 
 def register_backend(backend: Backend) -> None:
@@ -85,8 +110,24 @@ def load_backend(name: str) -> Backend:
 
 def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
     """Why the backend ``name`` cannot serve this call, or None if it can."""
-    reason = _ENTRIES[name].why_not(shape.device, options)
-    return reason or load_backend(name).why_not(shape, spec, options)
+    if reason := _ENTRIES[name].why_not(shape.device, options):
+        return reason
+    if reason := load_backend(name).why_not(shape, spec, options):
+        return reason
+    if not _ENTRIES[name].compiles:
+        return None
+    return _avoided([fault for fault in faults_on(shape.device) if fault.affects(spec, shape)], options)
+
+
+def refusals(shape: PairShape, spec: PairSpec, options: TileOptions) -> dict[str, str]:
+    """The backends that "auto" prefers to the one it chooses, with the reasons why they cannot serve this call."""
+    found: dict[str, str] = {}
+    for name in _AUTO if options.backend == "auto" else ():
+        reason = why_not(name, shape, spec, options)
+        if reason is None:
+            break
+        found[name] = reason
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -118,6 +159,8 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
             return TwoPassScorer(backend, device, dtype, options)
         if backend is not None:
             reason = backend.why_no_ranks(device, width, dtype)
+            if reason is None and _ENTRIES[name].compiles:
+                reason = _avoided([fault for fault in faults_on(device) if fault.calls == "all"], options)
             if reason is None:
                 return backend.scorer(device, width, dtype, options)
         log.debug("backend %s not chosen: %s", name, reason)
