@@ -13,6 +13,7 @@ from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tilewise.kernels.known_faults import FAULTS, release
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 
@@ -55,6 +56,16 @@ def cards() -> Iterator[tuple[int, str, bool]]:
         for capability in CAPABILITIES:
             if full or (capability, dtype) in QUICK:
                 yield capability, dtype, full and dtype == "bf16" and capability != 86
+
+
+def cannot_compile(capability: int, *, keys: bool) -> bool:
+    """Whether "auto" avoids such a kernel, because this version of Triton fails to compile it."""
+    here = [
+        fault
+        for fault in FAULTS
+        if release(triton.__version__) in fault.versions and divmod(capability, 10) in fault.capabilities
+    ]
+    return keys and any(fault.calls == "keys" for fault in here)
 
 
 def row_for(capability: int, dtype: str):

@@ -61,6 +61,14 @@ FAULTS = (
         remedy="Install torch 2.11, or 2.14 or newer: they come with another Triton",
         source="https://github.com/triton-lang/triton/issues/11366",
     ),
+    Fault(
+        versions=("3.6.0",),
+        capabilities=((10, 0), (10, 3)),
+        calls="keys",
+        what="Triton 3.6 fails to compile kernels for data-center Blackwell cards that compare keys of rows and columns",
+        remedy="Install torch 2.15, which comes with Triton 3.9",
+        source="its error is: parent layout must have at least rank >= 2",
+    ),
 )
 
 
