@@ -65,7 +65,7 @@ FAULTS = (
         versions=("3.6.0",),
         capabilities=((10, 0), (10, 3)),
         calls="keys",
-        what="Triton 3.6 fails to compile kernels for data-center Blackwell cards that compare keys of rows and columns",
+        what="for Blackwell cards, Triton 3.6 cannot compile kernels that compare keys of rows and columns",
         remedy="Install torch 2.15, which comes with Triton 3.9",
         source="its error is: parent layout must have at least rank >= 2",
     ),
