@@ -62,11 +62,11 @@ FAULTS = (
         source="https://github.com/triton-lang/triton/issues/11366",
     ),
     Fault(
-        versions=("3.6.0",),
+        versions=("3.6.0", "3.7.0", "3.7.1"),
         capabilities=((10, 0), (10, 3)),
         calls="keys",
-        what="for Blackwell cards, Triton 3.6 cannot compile kernels that compare keys of rows and columns",
-        remedy="Install torch 2.15, which comes with Triton 3.9",
+        what="for Blackwell cards, Triton 3.6 and 3.7 cannot compile kernels that compare keys of rows and columns",
+        remedy="Install torch 2.14 or newer, which comes with Triton 3.8 or newer",
         source="its error is: parent layout must have at least rank >= 2",
     ),
 )
