@@ -8,12 +8,9 @@ from tests.kernels.compiling import cards, compiled, compiled_tiles, row_for, sh
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
-from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import merge_kernel
 
-MERGE = {"STRIP": 1, "ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
 BIAS_AND_CAP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True))
-OPTIONAL = {"row_part", "row_out", "only_if", "skip_if", "g", "u"}
+OPTIONAL = {"skip_if", "g", "u"}
 WITH_BIAS = OPTIONAL | {"bias", "row_shift", "bias_share", "bias_out"}
 
 
@@ -32,7 +29,7 @@ def main() -> None:
             show(capability, "mass_kernel", made, masses.programs, **named)
             found = over_pairs(row.filter_pairs, d)
             if every and width == 256:
-                found += small_kernels(masses, width, d)
+                found += small_kernels(width, d)
             for kernel, sizes, warps, stages in found:
                 there = present - ({"skip_if"} if sizes.get("T") == 1024 else set())
                 made = compiled(kernel, shared | sizes, there, dtype, capability, warps=warps, stages=stages)
@@ -48,18 +45,15 @@ def over_pairs(pairs, d):
     ]
 
 
-def small_kernels(masses, width, d):
+def small_kernels(width, d):
     """(kernel, constants, warps, stages) of the others."""
     gather = {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}
     return [
         (kernels.gather_kernel, gather, 4, 2),
         (kernels.probe_kernel, {"S": 128, "R": 32}, 4, 2),
-        (kernels.places_kernel, {"BLOCK": 1024}, 4, 2),
         (kernels.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
         (kernels.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
-        (merge_kernel, {"R": masses.rows, "C": masses.cols} | MERGE, 2, 2),
-        (kernels.drop_kernel, {"BLOCK": 1024}, 4, 2),
-        (kernels.list_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
+        (kernels.plan_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
         (kernels.add_rows_kernel, {"K": 1024}, 4, 2),
     ]
 

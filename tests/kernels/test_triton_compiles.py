@@ -19,13 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPTS = {
     "compile_two_pass": {
-        *("forward_kernel", "repair_kernel", "softplus_forward_kernel", "softplus_repair_kernel", "gradient_kernel"),
-        *("positive_kernel", "positive_gradient_kernel", "token_kernel", "merge_tokens_kernel", "factor_kernel"),
-        *("check_kernel", "loss_kernel", "times_kernel"),
+        *("forward_kernel", "repair_kernel", "merge_kernel", "gradient_kernel", "positive_kernel"),
+        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel", "times_kernel"),
     },
     "compile_filtered": {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
-        "merge_kernel",
     },
     "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
     "compile_one_pass": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
@@ -40,8 +38,7 @@ MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that
 # Kernels that spill more. The first ones mostly return at once, and ranks count a positive in few tiles.
 SPILLS = {
     "repaired softplus": 1024,
-    "repair_kernel": 1024,
-    "softplus_repair_kernel": 2048,
+    "repair_kernel": 2048,
     "best_kernel": 512,
 }
 

@@ -154,7 +154,7 @@ def pairs_call(pair: Pair) -> tuple[Callable[[], object], int]:
     plan = FilterPlan(order=plan.order, mass=mass, mean=plan.mean, kept=kept, keep_all=torch.zeros_like(plan.keep_all))
     ones = torch.full((n,), 1.0 / n, device=pair.a.device)
     grad = GradStats(row_lse=ones, row_pos=-ones)
-    return lambda: FilterBackward(pair, stats, plan, grad, Needs(), FILTER, options).run(), n * m // 8
+    return lambda: FilterBackward(pair, FILTER, options).run(stats, plan, grad, Needs()), n * m // 8
 
 
 def run_job(job: Job, device: torch.device, extent: Extent, timer: Timer) -> float:
