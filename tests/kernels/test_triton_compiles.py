@@ -35,12 +35,9 @@ FEW = {
     "compile_one_pass": {"sigmoid"},
 }
 MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that no inner loop needs
-# Kernels that spill more. The first ones mostly return at once, and ranks count a positive in few tiles.
-SPILLS = {
-    "repaired softplus": 1024,
-    "repair_kernel": 2048,
-    "best_kernel": 512,
-}
+# Kernels that may spill more: the first ones mostly return at once, best_kernel runs once per ranking, and the sizes of
+# the last one were measured with Triton 3.6, which does not spill there; 3.9 spills up to 200 bytes.
+SPILLS = {"repaired softplus": 1024, "repair_kernel": 2048, "best_kernel": 512, "sigmoid": 256}
 
 
 def lines_of(script: str, extent: str) -> list[dict]:
