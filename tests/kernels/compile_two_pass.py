@@ -73,12 +73,6 @@ QUICK = "clip", "cross entropy, saved"
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
-SMALL_BATCH = (
-    (small_batch.loss_kernel, small_batch.SUM_BLOCK),
-    (small_batch.times_kernel, small_batch.TIMES_BLOCK),
-)
-
-
 def kernels_over_tiles(loss, stats, sizes, wide_sizes):
     """(kernel, sizes) of a loss."""
     first = (forward.forward_kernel,)
@@ -127,11 +121,10 @@ def main() -> None:
                 constants = shared | {"P": 64, "K": 64} | constants
                 made = compiled(kernel, constants, present | more, dtype, capability)
                 show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
-        for kernel, block in SMALL_BATCH if every else ():
-            every_one = {"a", "b", "scale", "a_out", "b_out", "scale_out", "inside", "outside"}
-            types = {"a": "*fp32", "b": "*fp32", "a_out": "*bf16", "b_out": "*bf16"}
-            made = compiled(kernel, {"BLOCK": block, "UNIT": 8}, every_one, "fp32", capability, types=types)
-            show(capability, kernel.__name__, made)
+        if every:
+            constants = {"BLOCK": small_batch.SUM_BLOCK}
+            made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
+            show(capability, "loss_kernel", made)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "compile_two_pass": {
         *("forward_kernel", "repair_kernel", "merge_kernel", "gradient_kernel", "positive_kernel"),
-        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel", "times_kernel"),
+        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel"),
     },
     "compile_filtered": {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
     },
     "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
-    "compile_one_pass": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs"},
+    "compile_one_pass": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs", "times"},
 }
 FEW = {
     "compile_two_pass": {"forward_kernel", "gradient_kernel"},
@@ -38,7 +38,7 @@ MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that
 # Kernels and losses that may spill more. The first ones mostly return at once, and best_kernel runs once per ranking.
 # The sizes of the sigmoid were measured with Triton 3.6, which does not spill there; 3.9 spills up to 200 bytes.
 # The statistics of tokens, and cross entropy with label smoothing, bias and soft cap, keep more numbers per row.
-SPILLS = {"repaired softplus": 1024, "repair_kernel": 2048, "best_kernel": 512, "sigmoid": 256}
+SPILLS = {"repaired sigmoid": 1024, "repair_kernel": 2048, "best_kernel": 512, "sigmoid": 256}
 SPILLS |= {"tokens": 256, "cross entropy": 256}
 
 

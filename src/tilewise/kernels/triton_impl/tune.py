@@ -170,7 +170,7 @@ def run_job(job: Job, device: torch.device, extent: Extent, timer: Timer) -> flo
         else:
             spec = TWO_PASS[job.case]
             n = min(extent.rows, max(256, 2**24 // width // 256 * 256))
-            launch = Call.of(problem(spec, n, n, width, job.dtype, device), spec, TileOptions())
+            launch = Call(problem(spec, n, n, width, job.dtype, device), spec, TileOptions())
             if job.field.startswith("forward"):
                 call, scores = Forward(launch).run, n * n
             else:
