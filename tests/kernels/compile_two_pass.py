@@ -70,6 +70,7 @@ LOSSES = {
 SAVING = "cross entropy, saved", "cross entropy, if not filtered"  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "supcon", "info_nce with ids"
 QUICK = "clip", "cross entropy, saved"
+ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered"  # differ little from others
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
@@ -99,6 +100,8 @@ def sizes_of(capability, dtype, every):
     wide = row.forward_wide or row.forward, row.gradient_wide or row.gradient
     found = [(loss, *narrow) for loss in LOSSES if loss not in SAVING]
     found += [(loss, *wide) for loss in (WIDE if wide != narrow else SAVING)]
+    if capability != 90:
+        found = [case for case in found if case[0] not in ON_HOPPER]
     return found if every else [case for case in found if case[0] == "clip" or (case[0] in QUICK and wide != narrow)]
 
 
