@@ -1,4 +1,4 @@
-"""The command line: ``tilewise train | evaluate | search | embed | report | export | status | demo | config | plan``.
+"""The command line: ``tilewise --help`` lists the commands.
 
 Heavy imports are inside the commands that need them, so that ``tilewise --help`` is quick.
 """
@@ -255,6 +255,29 @@ def show_config(overrides: Overrides = None) -> None:
     from tilewise.train.settings import apply_overrides, build, to_toml
 
     print(to_toml(build(RunConfig, apply_overrides({}, overrides or [])), help=True))
+
+
+@app.command()
+def tune(
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; may be repeated. Default: both")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="features of a row; may be repeated", min=16)] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes that compile side by side", min=1)] = None,
+    table: Annotated[bool, typer.Option("--table", help="also print rows for the size table of the source")] = False,
+) -> None:
+    """Measure tile sizes of the kernels on this GPU, and use the best ones from now on. Takes some minutes."""
+    from tilewise.tools.tune_cli import run_tune
+
+    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Show versions, devices and how losses are computed here. Exit code 1 if something is wrong."""
+    from tilewise.tools.doctor import check_up
+
+    found = check_up()
+    print(found.as_json() if json else found)
+    raise typer.Exit(found.exit_code)
 
 
 def main() -> None:

@@ -113,11 +113,11 @@ class _RunningStats:
             now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
         if now.row_lse is not None and self.spec.row_moments:
             wanted = {"entropies": self.spec.row_entropy, "squares": self.spec.row_sum_sq}
-            running, (tile, entropy, square) = now.row_lse[i], tile_moments(x_rc, scratch, **wanted)
+            running, (here, entropy, square) = now.row_lse[i], tile_moments(x_rc, scratch, **wanted)
             if now.row_entropy is not None:
-                lse, now.row_entropy[i] = merged_entropy((running, now.row_entropy[i]), (tile, entropy))
+                lse, now.row_entropy[i] = merged_entropy((running, now.row_entropy[i]), (here, entropy))
             if now.row_sum_sq is not None:
-                lse, now.row_sum_sq[i] = merged_sum_sq((running, now.row_sum_sq[i]), (tile, square))
+                lse, now.row_sum_sq[i] = merged_sum_sq((running, now.row_sum_sq[i]), (here, square))
             now.row_lse[i] = lse
         elif now.row_lse is not None or now.col_lse is not None:
             self._add_exponentials(x_rc, scratch, i, j)
