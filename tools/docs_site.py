@@ -76,7 +76,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     done, end = [], 0
     for block in FENCE.finditer(markdown):
         info = re.sub(r" no-run: .*", "", block["info"])
-        done += [prose(markdown[end : block.start()]), f"{block['indent']}```{info}\n{block['body']}{block['indent']}```"]
+        done += [
+            prose(markdown[end : block.start()]),
+            f"{block['indent']}```{info}\n{block['body']}{block['indent']}```",
+        ]
         end = block.end()
     return "".join([*done, prose(markdown[end:])])
 

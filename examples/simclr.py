@@ -1,0 +1,59 @@
+"""SimCLR on the icons that ship: learn without captions, then find the same icon in another style.
+
+python examples/simclr.py             # two cores: less than a minute, nothing is downloaded
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tilewise as tw
+from tilewise.train.icons import load_icons
+from tilewise.train.models.icon import IconFeatures
+
+HELD_OUT = "heroicons"  # four styles of each icon; nothing of this family is trained on
+
+
+def view(images: Tensor) -> Tensor:
+    """Shift, scale and turn each icon at random, and make its strokes thicker or thinner: (n, 1, s, s)."""
+    ink = 1 - images[:, None] / 255
+    thick, thin = F.max_pool2d(ink, 3, 1, 1), -F.max_pool2d(-ink, 3, 1, 1)
+    strength = 2 * torch.rand(len(ink), 1, 1, 1) - 1
+    ink = torch.lerp(ink, torch.where(strength > 0, thick, thin), strength.abs())
+    angle, size = 0.3 * torch.randn(len(ink)), 1 + 0.15 * torch.randn(len(ink))
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2) * size[:, None, None]
+    grid = F.affine_grid(torch.cat([turn, 0.1 * torch.randn(len(ink), 2, 1)], 2), ink.shape, align_corners=False)
+    return F.grid_sample(ink, grid, align_corners=False)
+
+
+def main(argv: list[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=150)
+    steps = parser.parse_args(argv).steps
+    torch.manual_seed(0)
+    icons, found = load_icons(), []
+    new = torch.tensor([family == HELD_OUT for family in icons.families])
+    images, new_images, names = icons.images[~new], icons.images[new], icons.name_ids[new]
+    model = nn.Sequential(IconFeatures(), nn.LayerNorm(896), nn.Linear(896, 512), nn.GELU(), nn.Linear(512, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    itself = torch.arange(len(names))[:, None]
+    for step in range(steps + 1):
+        rows = torch.randint(len(images), (512,))
+        views = torch.cat([view(images[rows]), view(images[rows])])
+        loss = tw.nt_xent(F.normalize(model(views), dim=1), temperature=0.2)
+        if step % max(1, steps // 3) == 0:
+            with torch.no_grad():
+                z = F.normalize(model(1 - new_images[:, None] / 255), dim=1)
+            ranks = tw.retrieval_ranks(z, z, query_ids=names, gallery_ids=names, exclude=itself)
+            found.append(tw.recall_at_k(ranks, ks=(1,))[1])
+            print(f"step {step}: loss {loss:.2f}, nearest icon has the same name: {found[-1]:.1%}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+if __name__ == "__main__":
+    main()
