@@ -1,0 +1,104 @@
+"""The examples do what they say: each trains on real data, and its result improves within a few steps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+LONG = {"train_lm"}  # a whole program with options; tests/integrations/test_train_lm_save.py runs it
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LONG)
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch):
+    """A function that imports an example, as if it were started from its own folder."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_examples_are_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+
+
+def test_contrastive_finds_new_icons(example: Any) -> None:
+    _, recalls = example("contrastive").main(["--steps", "12"])
+    assert recalls[-1] > 4 * recalls[0] > 0  # chance is 10 of 1,907
+
+
+def test_simclr_finds_other_styles(example: Any) -> None:
+    found = example("simclr").main(["--steps", "9"])
+    assert found[-1] > found[0] > 0
+
+
+def test_zero_shot_beats_the_most_frequent_class(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("zero_shot").main(["--steps", "12"])
+    frequent = float(re.search(r"most frequent class: ([\d.]+)%", capsys.readouterr().out)[1]) / 100
+    assert found[1] > frequent > 1 / 12
+    assert found[3] > found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, steps", [("retrieval", 6), ("recommender", 30)])
+def test_recall_rises(example: Any, name: str, steps: int) -> None:
+    found = example(name).main(["--steps", str(steps)])
+    assert found[-1] > found[0] + 0.02
+
+
+@pytest.mark.slow
+def test_the_language_model_learns(example: Any) -> None:
+    found = example("language_model").main(["--steps", "6"])
+    assert found[-1] < found[0] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.group
+def test_several_processes_have_the_loss_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "several_processes.py"), "--steps", "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = re.findall(r"loss ([\d.]+) of 2 ranks, ([\d.]+) in one process", done.stdout)
+    assert len(losses) == 4
+    assert all(abs(float(a) - float(b)) <= 2e-4 for a, b in losses)
+    assert float(losses[0][0]) > float(losses[-1][0])
+
+
+def run_notebook(name: str) -> dict[str, Any]:
+    """Run the code cells in order and return their names."""
+    names: dict[str, Any] = {"__name__": "__notebook__"}
+    for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "clear the outputs of a notebook before it is committed"
+            exec(compile("".join(cell["source"]), name, "exec"), names)
+    return names
+
+
+def test_the_quickstart_notebook() -> None:
+    names = run_notebook("quickstart.ipynb")
+    assert names["error"] < 1e-5
+    assert names["recalls"][1] > 5 * names["recalls"][0]
+
+
+def test_the_notebook_of_log_probabilities() -> None:
+    names = run_notebook("log_probabilities.ipynb")
+    assert names["error_rounded"] > 100 * names["error_ours"] > 0
+    assert names["hidden"].grad.norm() > 0
+
+
+def test_every_notebook_is_tested() -> None:
+    assert NOTEBOOKS == ["log_probabilities.ipynb", "quickstart.ipynb"]
