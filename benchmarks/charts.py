@@ -97,12 +97,12 @@ def headlines() -> list[str]:
     return [
         f"- **Faster than torch.compile.** On one {gpu['device']}, a step of `clip_loss` takes {min(time):.2f} to "
         f"{max(time):.2f} times as long, at batches of {clip[0]:,} to {clip[-1]:,}.",
-        f"- **Linear memory.** It takes {memory[0]:.0%} of the memory of torch.compile at {clip[0]:,} and "
-        f"{memory[-1]:.0%} at {clip[-1]:,}. "
+        f"- **Linear memory.** It takes {100 * memory[0]:.0f} % of the memory of torch.compile at {clip[0]:,} and "
+        f"{100 * memory[-1]:.0f} % at {clip[-1]:,}. "
         f"{largest['rows']:,} pairs fit in {largest['peak_bytes'] / 2**30:.1f} GiB above the inputs.",
         f"- **A filter with a guarantee.** Cross-entropy over {other['cols']:,} classes takes "
         f"{ours['median_ms'] / other['median_ms']:.2f} times as long as torch.compile, in "
-        f"{ours['peak_bytes'] / other['peak_bytes']:.0%} of its memory, on scores like a trained model's. "
+        f"{100 * ours['peak_bytes'] / other['peak_bytes']:.0f} % of its memory, on scores like a trained model's. "
         "No row drops more than 1e-2 of its probability.",
     ]
 
@@ -154,25 +154,27 @@ def lines(results: list[Result], field: str, title: str) -> str:
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 
     def x(size: int) -> float:
-        return 70 + 460 * math.log(size / sizes[0]) / math.log(sizes[-1] / sizes[0])
+        return 90 + 440 * math.log(size / sizes[0]) / math.log(sizes[-1] / sizes[0])
 
     def y(value: float) -> float:
         return 320 - 260 * (math.log10(value) - low) / (high - low)
 
     out = []
     for power in range(low, high + 1):
-        out += [f'<path d="M70 {y(10**power):.1f} H530" stroke="var(--tw-line)"/>']
-        out += [text(62, y(10**power) + 5, f"{10.0**power:,.0f}" if power >= 0 else f"{10.0**power:g}", "end")]
+        out += [f'<path d="M90 {y(10**power):.1f} H530" stroke="var(--tw-line)"/>']
+        out += [text(82, y(10**power) + 5, f"{10.0**power:,.0f}" if power >= 0 else f"{10.0**power:g}", "end")]
     out += [text(x(size), 342, short(size), "middle") for size in sizes]
-    out += [text(300, 364, "batch size", "middle"), text(70, 48, word, "end")]
+    out += [text(310, 364, "batch size", "middle"), text(82, 44, word, "end")]
     ends: list[float] = []
     methods = dict.fromkeys(r["method"] for r in results if r["status"] == "ok")
+    dashed = next((m for m in reversed(methods) if m not in COLORS), None)  # two libraries have one colour
     for method in sorted(methods, key=lambda m: -_last(results, m, field)):
         mine = sorted((r for r in results if r["method"] == method), key=lambda r: r["rows"])
         points = [(x(r["rows"]), y(r[field] / unit)) for r in mine if r["status"] == "ok"]
         color, width = _color(method), 3 if method == "tilewise" else 1.8
         path = " L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-        out.append(f'<path d="M{path}" stroke="{color}" stroke-width="{width}" fill="none"/>')
+        dashes = ' stroke-dasharray="6 4"' if method == dashed else ""
+        out.append(f'<path d="M{path}" stroke="{color}" stroke-width="{width}"{dashes} fill="none"/>')
         out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{color}"/>' for a, b in points]
         lost = [x(r["rows"]) for r in mine if r["status"] == "oom"]
         out += [f'<path d="M{a - 5:.1f} 55 l10 10 m0 -10 l-10 10" stroke="{color}" stroke-width="2"/>' for a in lost]
@@ -182,7 +184,7 @@ def lines(results: list[Result], field: str, title: str) -> str:
         out.append(f'<path d="M{a + 6:.1f} {b:.1f} L538 {height:.1f}" stroke="{color}" opacity="0.4"/>')
         out.append(text(542, height + 5, NAMES.get(method, method), "start", color, method == "tilewise"))
     if any(r["status"] == "oom" for r in results):
-        out.append(text(542, 65, "x: out of memory", "start", "var(--tw-5)"))
+        out.append(text(542, 364, "x: out of memory", "start", "var(--tw-5)"))
     return svg(720, 376, title, out)
 
 

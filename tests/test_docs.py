@@ -159,7 +159,7 @@ def test_every_loss_has_a_page() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    named = re.findall(r": ([\w/*-]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+    named = re.findall(r"[:-] ([\w/*-]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
     found = {page for pattern in named for page in (ROOT / "docs").glob(pattern)}
     assert found == set((ROOT / "docs").glob("**/*.md"))
     assert all(list((ROOT / "docs").glob(pattern)) or pattern.startswith("repository/") for pattern in named)
