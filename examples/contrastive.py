@@ -37,7 +37,7 @@ def tensors(icons: IconSet) -> tuple[Tensor, Tensor]:
 
 def main(argv: list[str] | None = None) -> tuple[Towers, list[float]]:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args(argv).steps
     torch.manual_seed(0)
     icons, model, recalls = load_icons(), Towers(), []

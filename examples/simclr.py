@@ -1,4 +1,4 @@
-"""SimCLR on the icons that ship: learn without captions, then find the same icon in another style.
+"""SimCLR on the icons that ship: learn without captions, then find the same icon in another family.
 
 python examples/simclr.py             # two cores: less than a minute, nothing is downloaded
 """
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import tilewise as tw
 from tilewise.train.icons import load_icons
-from tilewise.train.models.icon import IconFeatures
 
-HELD_OUT = "heroicons"  # four styles of each icon; nothing of this family is trained on
+HELD_OUT = ("lucide", "tabler")  # two families of icons that are not trained on
 
 
 def view(images: Tensor) -> Tensor:
@@ -30,25 +29,25 @@ def view(images: Tensor) -> Tensor:
 
 def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=90)
     steps = parser.parse_args(argv).steps
     torch.manual_seed(0)
     icons, found = load_icons(), []
-    new = torch.tensor([family == HELD_OUT for family in icons.families])
-    images, new_images, names = icons.images[~new], icons.images[new], icons.name_ids[new]
-    model = nn.Sequential(IconFeatures(), nn.LayerNorm(896), nn.Linear(896, 512), nn.GELU(), nn.Linear(512, 128))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    itself = torch.arange(len(names))[:, None]
+    queries, gallery = (torch.tensor([family == name for family in icons.families]) for name in HELD_OUT)
+    images, ids = icons.images[~(queries | gallery)], icons.name_ids
+    convolutions = (nn.Conv2d(1, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU())
+    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(2048, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps + 1):
-        rows = torch.randint(len(images), (512,))
-        views = torch.cat([view(images[rows]), view(images[rows])])
+        rows = torch.randint(len(images), (256,))
+        views = torch.cat([view(images[rows]), view(images[rows])])  # first views, then second views
         loss = tw.nt_xent(F.normalize(model(views), dim=1), temperature=0.2)
         if step % max(1, steps // 3) == 0:
             with torch.no_grad():
-                z = F.normalize(model(1 - new_images[:, None] / 255), dim=1)
-            ranks = tw.retrieval_ranks(z, z, query_ids=names, gallery_ids=names, exclude=itself)
-            found.append(tw.recall_at_k(ranks, ks=(1,))[1])
-            print(f"step {step}: loss {loss:.2f}, nearest icon has the same name: {found[-1]:.1%}")
+                a, b = (F.normalize(model(1 - icons.images[m, None] / 255), dim=1) for m in (queries, gallery))
+            ranks = tw.retrieval_ranks(a, b, query_ids=ids[queries], gallery_ids=ids[gallery])
+            found.append(tw.recall_at_k(ranks)[10])
+            print(f"step {step}: loss {loss:.2f}, the same icon is among the ten nearest for {found[-1]:.1%}")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -34,19 +34,20 @@ def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
 
 
-def test_contrastive_finds_new_icons(example: Any) -> None:
-    _, recalls = example("contrastive").main(["--steps", "12"])
-    assert recalls[-1] > 4 * recalls[0] > 0  # chance is 10 of 1,907
+@pytest.mark.slow
+def test_simclr_finds_the_icon_of_another_family(example: Any) -> None:
+    found = example("simclr").main(["--steps", "12"])
+    assert found[-1] > found[0] + 0.02
 
 
-def test_simclr_finds_other_styles(example: Any) -> None:
-    found = example("simclr").main(["--steps", "9"])
-    assert found[-1] > found[0] > 0
-
-
-def test_zero_shot_beats_the_most_frequent_class(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_contrastive_and_zero_shot(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The classifier trains the model of the contrastive example, so that one run shows both."""
     found = example("zero_shot").main(["--steps", "12"])
-    frequent = float(re.search(r"most frequent class: ([\d.]+)%", capsys.readouterr().out)[1]) / 100
+    shown = capsys.readouterr().out
+    recalls = [float(share) for share in re.findall(r"first ten for ([\d.]+)% of new captions", shown)]
+    assert recalls[-1] > 4 * recalls[0] > 0  # chance is 10 of 1,907
+    frequent = float(re.search(r"most frequent class: ([\d.]+)%", shown)[1]) / 100
     assert found[1] > frequent > 1 / 12
     assert found[3] > found[1]
 
@@ -88,6 +89,7 @@ def run_notebook(name: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_quickstart_notebook() -> None:
     names = run_notebook("quickstart.ipynb")
     assert names["error"] < 1e-5
