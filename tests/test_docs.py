@@ -4,7 +4,7 @@ The ``python`` blocks of a page run in order and share their names, as a reader 
 run in a test says why, ```` ```python no-run: two processes ````, and still has to compile. A block of ``>>>`` lines
 is a doctest.
 
-A ``bash`` block runs in its turn: the commands ``tilewise``, in this process. Its other commands install something or
+A ``bash`` block runs in its turn: the commands ``tilewise``, in this process, with few steps. Its other commands install something or
 start an example, which tests/test_examples.py does. A block with a title, ```` ```toml title="my.toml" ````, is written
 to that file, unless the title is the path of a file of the repository. Then it has to be that file.
 """
@@ -66,7 +66,8 @@ def run_commands(block: Block, page: str) -> None:
 
             from tilewise.train.cli import app
 
-            done = CliRunner().invoke(app, shlex.split(command)[1:])
+            few = ["loop.steps=6"] if command.startswith("tilewise train") else []
+            done = CliRunner().invoke(app, shlex.split(command)[1:] + few)
             assert done.exit_code == 0, f"{page}: {command}\n{done.output}"
             continue
         assert not command or command.startswith(STARTED_ELSEWHERE), f"{page}: no test runs {command!r}"
