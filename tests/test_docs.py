@@ -4,9 +4,10 @@ The ``python`` blocks of a page run in order and share their names, as a reader 
 run in a test says why, ```` ```python no-run: two processes ````, and still has to compile. A block of ``>>>`` lines
 is a doctest.
 
-A ``bash`` block runs in its turn: the commands ``tilewise``, in this process, with few steps. Its other commands install something or
-start an example, which tests/test_examples.py does. A block with a title, ```` ```toml title="my.toml" ````, is written
-to that file, unless the title is the path of a file of the repository. Then it has to be that file.
+A ``bash`` block runs in its turn: the commands ``tilewise``, in this process, with few steps. Its other commands
+install something or start an example, which tests/test_examples.py does. A block with a title,
+```` ```toml title="my.toml" ````, is written to that file, unless the title is the path of a file of the repository.
+Then it has to be that file.
 """
 
 from __future__ import annotations
