@@ -146,7 +146,7 @@ def pairs_call(pair: Pair, sizes: PairSizes) -> tuple[Callable[[], object], int]
     def call() -> object:
         filter_backward.pair_sizes = lambda *_: sizes
         grad = GradStats(row_lse=ones, row_pos=-ones)
-        return filter_backward.FilterBackward(pair, stats, plan, grad, Needs(), FILTER, options).run()
+        return filter_backward.FilterBackward(pair, FILTER, options).run(stats, plan, grad, Needs())
 
     return call, n * m // 8
 

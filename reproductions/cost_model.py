@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reproductions.records import RESULTS
-from tilewise.ring.schedule import backward_bytes, forward_bytes
 
 OUT = RESULTS / "ring"
 GIB = 2**30
@@ -34,6 +33,25 @@ WORLDS = (8, 32, 128, 512, 1024)
 BATCHES = tuple(2**k for k in (16, 18, 20, 22, 24))  # 64k to 16M
 BACKWARD_VECTOR_BYTES = 8  # per column: its log-sum-exp and the incoming gradient of that
 CREDIT_VECTOR_BYTES = 8  # the running log-sum-exp
+
+
+def forward_bytes(
+    world: int, cols: int, width: int, feature_bytes: int, *, vectors: int = 0, accumulators: int = 0
+) -> int:
+    """Bytes that a rank sends in forward, with equal shards: ``(W - 1) m (d f + vectors) + W m accumulators``.
+
+    ``vectors`` counts the bytes per column of ids, shifts and biases, which the last rank does not send on.
+    ``accumulators`` counts those of the running column statistics, which return to the owner.
+    """
+    returns = world if world > 1 else 0
+    return cols * ((world - 1) * (width * feature_bytes + vectors) + returns * accumulators)
+
+
+def backward_bytes(
+    world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0
+) -> int:
+    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``."""
+    return forward_bytes(world, cols, width, feature_bytes, vectors=vectors, accumulators=width * gradient_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

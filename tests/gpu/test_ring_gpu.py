@@ -12,11 +12,11 @@ from tests.compare import assert_close
 from tests.gpu.checks import peak_bytes
 from tests.ring import virtual_checks
 from tests.ring.cases import cut, joined, loss_and_gradients, make_tensors
+from tests.ring.virtual import run_virtual
 from torch.nn import functional as F
 
 import tilewise as tw
 from tilewise.ring.exchange import GroupExchange
-from tilewise.ring.virtual import run_virtual
 
 pytestmark = pytest.mark.gpu
 SPLITS = [([40], [8]), ([33, 18], [3, 9]), ([20, 0, 31], [6, 5, 0]), ([5, 17, 9, 12], [1, 0, 7, 3])]

@@ -7,11 +7,8 @@ from tests.kernels.compiling import compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.launch.call import FULL
-from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS
-from tilewise.kernels.triton_impl.two_pass.forward_kernels import merge_kernel
 
-MERGE = {"STRIP": 1, "ROW_FIRST": True, "COL_FIRST": True, "LOG": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
-OPTIONAL = {"row_part", "row_out", "only_if", "skip_if", "g", "u"}
+OPTIONAL = {"skip_if", "g", "u"}
 WITH_BIAS = OPTIONAL | {"bias", "row_shift", "bias_share", "bias_out"}
 # (capability, type, features, columns of a tile)
 CARDS = [
@@ -42,12 +39,9 @@ def main() -> None:
             for kernel, sizes, warps, stages in (
                 (kernels.gather_kernel, gather, 4, 2),
                 (kernels.probe_kernel, {"S": 128, "R": 32}, 4, 2),
-                (kernels.places_kernel, {"BLOCK": 1024}, 4, 2),
                 (kernels.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
                 (kernels.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
-                (merge_kernel, {"R": masses.rows, "C": masses.cols} | MERGE, 2, 2),
-                (kernels.drop_kernel, {"BLOCK": 1024}, 4, 2),
-                (kernels.list_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
+                (kernels.plan_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
                 (kernels.pair_kernel, {"R": pairs.rows, "K": pairs.depth}, pairs.warps, pairs.stages),
                 (kernels.column_kernel, column, pairs.column_warps, pairs.stages),
                 (kernels.add_rows_kernel, {"K": 1024}, 4, 2),

@@ -8,14 +8,12 @@ from tilewise.kernels.triton_impl.one_pass import small_batch
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
-from tilewise.kernels.triton_impl.two_pass import saved, softplus_kernels
-from tilewise.kernels.triton_impl.two_pass import token_kernels as tokens
-from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, MERGE_PARTS
+from tilewise.kernels.triton_impl.two_pass import saved
+from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK
 
 DIAGONAL, ONE, MANY = (kind.value for kind in (bit.DIAGONAL, bit.ONE, bit.MANY))
-MERGE = {"BEGIN": False, "END": True, "MANY_PARTS": MERGE_PARTS, "BLOCK": MERGE_BLOCK}
+MERGE = {"ROW_FIRST": False, "COL_FIRST": False, "LAST": True, "BLOCK": MERGE_BLOCK}
 BOTH = {
-    "row_part",
     "col_part",
     "row_lse",
     "col_lse",
@@ -26,7 +24,7 @@ BOTH = {
     "col_share",
     "span",
 }
-ROWS = {"row_part", "row_lse", "grad_row", "grad_pos"}
+ROWS = {"row_lse", "grad_row", "grad_pos"}
 SAVED = ROWS | {"row_key", "peaks", "e_desc", "span", "row_factor", "own"}
 
 
@@ -38,10 +36,13 @@ def of(*names):
 LOSSES = {
     "clip": (of("ROWS", "COLS"), of("ROWS", "COLS"), 0, DIAGONAL, False, BOTH | {"peaks"}),
     "clip, wide": (of("ROWS", "COLS"), of("ROWS", "COLS"), 0, DIAGONAL, True, BOTH | {"peaks"}),
-    "siglip": (0, of("SOFTPLUS", "BIAS_TOTAL"), of("ONE_BIAS"), DIAGONAL, True, {"bias", "bias_part", "grad_row"}),
+    "siglip": (
+        *(of("SOFTPLUS"), of("SOFTPLUS", "BIAS_TOTAL"), of("ONE_BIAS"), DIAGONAL, True),
+        {"bias", "bias_part", "grad_row", "row_softplus"},
+    ),
     "cross entropy": (
         *(of("ROWS", "ROW_SUM"), of("ROWS", "ROW_SUM"), of("BIAS", "SOFTCAP"), ONE, True),
-        ROWS | {"bias", "row_key", "col_weight", "sum_part", "grad_sum", "peaks"},
+        ROWS | {"bias", "row_key", "col_weight", "row_sum", "grad_sum", "peaks"},
     ),
     "cross entropy, bias": (
         *(of("ROWS"), of("ROWS", "BIAS_COLS"), of("BIAS", "SOFTCAP"), ONE, True),
@@ -50,10 +51,8 @@ LOSSES = {
     "cross entropy, saved": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED),
     "cross entropy, if not filtered": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED | {"only_if"}),
     "tokens": (
-        *(of("ENTROPY", "TOP"), of("ROWS", "ENTROPY", "BIAS_COLS"), of("BIAS", "SOFTCAP"), ONE, True),
-        ROWS
-        | {"bias", "bias_part", "row_key", "row_entropy", "grad_entropy", "entropy_part", "top_part", "place_part"}
-        | {"row_top", "row_top_col"},
+        *(of("ROWS", "ENTROPY", "TOP"), of("ROWS", "ENTROPY", "BIAS_COLS"), of("BIAS", "SOFTCAP"), ONE, True),
+        ROWS | {"bias", "bias_part", "row_key", "row_entropy", "grad_entropy", "row_top", "row_top_col"},
     ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
@@ -61,7 +60,7 @@ LOSSES = {
     ),
     "supcon": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), MANY, False),
-        BOTH | {"row_key", "col_key", "row_shift", "col_shift", "pos_part", "pos_col_part", "grad_pos_col"},
+        BOTH | {"row_key", "col_key", "row_shift", "col_shift", "row_pos", "col_pos", "grad_pos_col"},
     ),
     "info_nce with ids": (
         *(of("ROWS", "COLS"), of("ROWS", "COLS"), of("SKIP"), DIAGONAL, False),
@@ -86,22 +85,16 @@ CARDS = [
 def kernels_over_tiles(loss, stats, sizes, wide_sizes):
     """(kernel, sizes) of a loss."""
     first = (forward.forward_kernel,)
-    if loss == "siglip":
-        first = softplus_kernels.softplus_forward_kernel, softplus_kernels.softplus_repair_kernel
-    if loss == "tokens":
-        first = (tokens.token_kernel,)
-    if loss == "clip":
+    if loss in ("clip", "siglip"):
         first += (forward.repair_kernel,)
     return [*((kernel, sizes) for kernel in first), (backward.gradient_kernel, wide_sizes)]
 
 
-def small_kernels(loss, kind):
+def small_kernels(loss, kind, sizes):
     """(kernel, constants, optional arguments that are not None)."""
-    found = []
+    found = [(forward.merge_kernel, MERGE | {"R": sizes.rows, "C": sizes.cols}, set())]
     if kind != MANY:
         found += [(positive.positive_kernel, {}, {"num_positives"}), (positive.positive_gradient_kernel, {}, set())]
-    if loss == "tokens":
-        found += [(tokens.merge_tokens_kernel, MERGE, set())]
     if loss == "cross entropy, saved":
         found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, set())]
         found += [(saved.check_kernel, {"BLOCK": saved.CHECKED_ROWS}, set())]
@@ -117,14 +110,14 @@ def main() -> None:
         for loss in losses:
             stats, terms, score, kind, wide, present = LOSSES[loss]
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": FULL, "STATS": stats, "TERMS": terms}
-            shared |= {"WIDE": wide, "SAVE": "e_desc" in present}
+            shared["WIDE"] = wide
             shared["STRIP"] = sizes.strip if "peaks" in present and stats & bit.COLS.value else 1
             types = {"row_key": "*i32"} if kind == MANY else {}
             for kernel, own in kernels_over_tiles(loss, stats, sizes, wide_sizes):
                 made = compiled_tiles(kernel, shared, present, dtype, capability, own, types=types)
                 show(capability, kernel.__name__, made, own.programs, loss=loss, dtype=dtype)
             if capability == 90 and dtype == "bf16" and (not wide_features or loss in SAVING):
-                for kernel, constants, more in small_kernels(loss, kind):
+                for kernel, constants, more in small_kernels(loss, kind, sizes):
                     constants = shared | {"P": 64, "K": 64} | constants
                     made = compiled(kernel, constants, present | more, dtype, capability)
                     show(capability, kernel.__name__, made, loss=loss, dtype=dtype)

@@ -16,7 +16,7 @@ from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 FLOATS = {"softcap", "tolerance", "usable", "share"}
 # Pointers that are not float32, by name
 POINTERS = dict.fromkeys(
-    ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "place_part", "column")
+    ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "column")
     + (
         "order",
         "place",
@@ -33,7 +33,7 @@ POINTERS = dict.fromkeys(
     "*i32",
 )
 POINTERS |= dict.fromkeys(("row_key", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64")
-FEATURES = {"a", "b", "g", "out", "scaled", "values", "grad", "mean", "mass", "product", "features"}
+FEATURES = {"a", "b", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
 
 
 def row_for(capability: int, dtype: str):

@@ -3,9 +3,10 @@
 import dataclasses
 
 import torch
+from tests.kernels.dense import dense_scores, dense_stats
 
-from tilewise.kernels.dense import dense_stats
-from tilewise.kernels.spec import Backend, Grads
+from tilewise.kernels.backend import Backend
+from tilewise.kernels.spec import STATISTICS, Grads
 
 
 class OracleBackend(Backend):
@@ -56,8 +57,6 @@ def surrogate(pair, stats, grad, spec):
 
     sum_j exp(x_ij - lse_i), with the log-sum-exp of all blocks as a constant, has the gradient of the log-sum-exp.
     """
-    from tilewise.kernels.dense import dense_scores
-
     x, _ = dense_scores(pair, spec)
     total = x.new_zeros(())
 
@@ -78,7 +77,8 @@ def surrogate(pair, stats, grad, spec):
         slope = (p * (above - stats.row_entropy.double()[:, None])).detach()
         total = total + (grad.row_entropy.double()[:, None] * slope * torch.where(x == -torch.inf, 0.0, x)).sum()
     rest = dense_stats(pair, spec)
-    for name in ("row_pos", "row_sum", "row_softplus"):
+    sums = {stat.name for stat in STATISTICS if stat.gradient} - {"row_lse", "col_lse", "row_entropy"}
+    for name in sums:  # over all blocks they are the sum of what each block adds
         if getattr(grad, name) is not None:
             total = total + (getattr(grad, name).double() * getattr(rest, name)).sum()
     return total

@@ -6,14 +6,14 @@ import dataclasses
 
 import torch
 from tests.compare import assert_close, assert_no_worse, relative_error
+from tests.kernels.dense import dense_scores, dense_stats
 from torch import Tensor
 
-from tilewise.kernels.dense import dense_scores, dense_stats
-from tilewise.kernels.spec import Backend, Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
+from tilewise.kernels.backend import Backend
+from tilewise.kernels.spec import STATISTICS, Grads, GradStats, Needs, Pair, PairSpec, Stats, stat_dtype
 from tilewise.options import TileOptions
 
-STATS = ("row_lse", "row_pos", "row_softplus", "row_sum", "row_entropy", "col_lse")
-CONSTANT = ("num_positives", "row_top", "row_top_col")  # have no gradient
+STATS = tuple(stat.name for stat in STATISTICS if stat.gradient)
 LOOSE = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 1e-5)}  # of statistics and of gradients
 
 
@@ -76,7 +76,7 @@ def all_needs(pair: Pair) -> Needs:
 
 
 def stats_asked(stats: Stats) -> dict[str, Tensor]:
-    return {name: getattr(stats, name) for name in (*STATS, *CONSTANT) if getattr(stats, name) is not None}
+    return {name: value for name, value in vars(stats).items() if value is not None}
 
 
 def grads_asked(grads: Grads) -> dict[str, Tensor]:

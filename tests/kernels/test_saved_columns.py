@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as saving
-from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -218,11 +218,11 @@ def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert bool(held.needs_repair > 0) == (spread > 500.0)
     grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
-    places, of = [], Factors.of
-    monkeypatch.setattr(Factors, "of", staticmethod(lambda *args: places.append(of(*args)) or places[-1]))
+    places, plain = [], SavedColumns.factors
+    monkeypatch.setattr(SavedColumns, "factors", lambda *args: places.append(plain(*args)) or places[-1])
     got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
-    assert places[0].scaled.data_ptr() == got.a.data_ptr()
-    same = places[0].each == 1.0
+    assert places[0][1].data_ptr() == got.a.data_ptr()
+    same = places[0][0] == 1.0
     assert bool(same.all()) == (spread > 500.0)
     ordinary = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
     leaves = [x.double().requires_grad_() for x in (pair.a, pair.b)]

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.kernels.dense import dense_stats
 from tests.kernels.pair_cases import CASES, make_case
 from tests.kernels.pair_checks import dense_grads, finite, incoming_gradients, leaves_of, stats_asked
 
-from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, largest_gradient
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions

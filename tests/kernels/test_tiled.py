@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.kernels.dense import dense_stats
 from tests.kernels.pair_cases import CASES, HARD, make_case
 from tests.kernels.pair_checks import (
     all_needs,
@@ -17,7 +18,6 @@ from tests.kernels.pair_checks import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.precision import float32_precision, matmul_precision
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.torch_impl import tile_softmax, tiles

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse
+from tests.ring.virtual import run_virtual
 from torch import Tensor
 
 import tilewise as tw
 from tilewise.errors import ConfigError
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.losses.token_stats import WANT
-from tilewise.ring.virtual import run_virtual
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")
 SMOOTH = ("log_prob", "entropy", "logsumexp")

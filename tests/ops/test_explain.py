@@ -3,6 +3,7 @@
 import pytest
 import torch
 from benchmarks.measure import cpu_peak_bytes
+from tests.ring.virtual import run_virtual
 
 import tilewise as tw
 from tilewise.errors import ConfigError
@@ -103,6 +104,41 @@ def test_the_bound_holds(dtype):
     peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
     assert peak <= found.peak_bytes + vectors + 2 * MIB
     assert found.peak_bytes < 4 * n * m, "far below the scores"
+
+
+def measured_ring(n, d, workspace_mib):
+    """Two ranks in one process; see `cpu_peak_bytes`."""
+
+    def step(n, mib):
+        shards = [[torch.randn(n, d, requires_grad=True) for _ in range(2)] for _ in range(2)]
+        options = tw.TileOptions(workspace_mib=mib)
+        return lambda: run_virtual(2, lambda group: ring_gradients(*shards[group.rank()], group, options))
+
+    return step(64, 1), step(n, workspace_mib)
+
+
+def ring_gradients(a, b, group, options):
+    return torch.autograd.grad(tw.clip_loss(a, b, 2.0, group=group, options=options), (a, b))
+
+
+def test_the_bound_holds_over_a_group():
+    n, d, mib = 4096, 256, 2
+    x, y = head(n, n, d)
+    options = tw.TileOptions(workspace_mib=mib)
+
+    def of_one_rank(group):
+        return tw.explain(tw.clip_loss, x, y, 2.0, group=group, options=options) if group.rank() == 0 else None
+
+    (found,) = run_virtual(2, of_one_rank)[0].calls
+    (alone,) = tw.explain(tw.clip_loss, x, y, 2.0, options=options).calls
+    peak = cpu_peak_bytes("tests.ops.test_explain:measured_ring", {"n": n, "d": d, "workspace_mib": mib})
+    assert 2 * alone.peak_bytes < peak <= 2 * found.peak_bytes + 2 * MIB
+
+
+def test_retrieval_is_refused():
+    x, y = head(8, 8, 4)
+    with pytest.raises(ConfigError, match=r"retrieval_ranks reads values.*nothing to explain"):
+        tw.explain(tw.retrieval_ranks, x, y)
 
 
 def test_other_functions_are_refused():

@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from examples import train_lm
 from tests.compare import relative_error
 
+from examples import train_lm
 from reproductions import lm_figures, lm_held_out, lm_pictures, lm_text
 
 ROOT = Path(__file__).parents[2]

@@ -12,14 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from benchmarks.measure import without_huge_pages
-from reproductions.cost_model import Loss, memory_bytes
+from reproductions.cost_model import Loss, backward_bytes, forward_bytes, memory_bytes
 from tests.ring.crew import Crew, crew  # noqa: F401
+from tests.ring.virtual import run_virtual
 from tests.ring.wrapped import Counted, Slow, wrapped
 
 import tilewise as tw
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.ring.schedule import backward_bytes, forward_bytes
-from tilewise.ring.virtual import run_virtual
 
 KEY, STAT, RUNNING = 8, 4, 8  # bytes per column: an int64 key, a float32 vector, a running float64 statistic
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.ring.crew import Crew, Failed, crew  # noqa: F401
+from tests.ring.virtual import run_virtual
 from tests.ring.wrapped import wrapped
 
 from tilewise.errors import DtypeError, GroupError, RangeError
 from tilewise.retrieval import BothRanks, retrieval_ranks, retrieval_ranks_both
-from tilewise.ring.virtual import run_virtual
 
 KINDS = ("item i", "one", "several", "ids", "ids, excluded")
 SPLITS = [([9], [9]), ([5, 8], [5, 8]), ([4, 0, 7], [4, 0, 7]), ([3, 6, 0, 5], [3, 6, 2, 5])]

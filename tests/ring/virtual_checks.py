@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tests.compare import assert_close
 from tests.ring.cases import CASES, Tensors, cut, joined, loss_and_gradients, make_tensors
+from tests.ring.virtual import run_virtual
 
 import tilewise as tw
-from tilewise.ring.virtual import run_virtual
 
 
 def over_virtual_ranks(

@@ -42,10 +42,6 @@ class Counted:
         self.reduced_bytes += values.numel() * values.element_size()
         self.inner.sum_(values)
 
-    def max_(self, values: Tensor) -> None:
-        self.reduced_bytes += values.numel() * values.element_size()
-        self.inner.max_(values)
-
     def refuses(self, device: torch.device) -> str | None:
         return self.inner.refuses(device)
 

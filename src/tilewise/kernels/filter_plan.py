@@ -25,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import FilterPlan, Pair
 from tilewise.options import TileOptions
 
@@ -64,8 +65,7 @@ def mean_row(pair: Pair) -> Tensor:
         total = torch.mm(counts[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
     else:
         total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)
-        for start in range(0, pair.a.shape[0], 4096):
-            rows = slice(start, start + 4096)
+        for rows in slices(pair.a.shape[0], 4096):
             total += counts[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
     return total / pair.a.shape[0]
 
@@ -111,18 +111,14 @@ def too_many(kept: Tensor, pairs: int | Tensor, share: float = 1.0) -> Tensor:
 
     ``pairs`` may be a tensor on the device.
     """
-    most = most_kept(pairs, share) if isinstance(pairs, int) else (kept_share(share) * pairs.double()).long()
+    limit = min(1.0, share * DENSE_SHARE)
+    most = int(limit * pairs) if isinstance(pairs, int) else (limit * pairs.double()).long()
     return (kept.sum() > most).to(torch.int32).view(1)
 
 
-def most_kept(pairs: int, share: float = 1.0) -> int:
+def most_kept(pairs: int) -> int:
     """The largest number of kept pairs for which the filter is used."""
-    return int(kept_share(share) * pairs)
-
-
-def kept_share(share: float) -> float:
-    """share * DENSE_SHARE, at most 1."""
-    return min(1.0, share * DENSE_SHARE)
+    return int(min(1.0, DENSE_SHARE) * pairs)
 
 
 def places_of(order: Tensor, pair: Pair) -> Tensor:
@@ -145,14 +141,6 @@ def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
     mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
     kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
     return FilterPlan(order=order, mass=mass, mean=mean, kept=kept, keep_all=torch.ones_like(kept[:1]))
-
-
-def no_rows(pair: Pair) -> FilterPlan:
-    """The plan of a call whose rows are all ignored: every row drops every tile."""
-    n, m, tiles = pair.a.shape[0], pair.b.shape[0], tile_count(pair.b.shape[0])
-    order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
-    mass, mean = pair.a.new_zeros((tiles, n)), pair.a.new_zeros((tiles, pair.b.shape[1]))
-    return FilterPlan(order=order, mass=mass, mean=mean, kept=order.new_zeros(tiles), keep_all=order.new_zeros(1))
 
 
 def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A device-to-host copy of one number that does not block until its value is needed."""
+"""A device-to-host copy of a few numbers that does not block until their values are needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostScalar:
-    """Asynchronous device-to-host copy of one scalar. Calling it blocks until the copy is done."""
+    """Asynchronous device-to-host copy of one scalar, or a few. Reading it blocks until the copy is done."""
 
     def __init__(self, number: Tensor) -> None:
-        """Start the copy of ``number``, a tensor with one element on any device."""
+        """Start the copy of ``number``, a small tensor on any device."""
         self.host, self.copied = number, None
         if number.is_cuda:
             self.host = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
@@ -20,6 +20,10 @@ class HostScalar:
 
     def __call__(self) -> float:
         """The number."""
+        return self.tensor().item()
+
+    def tensor(self) -> Tensor:
+        """The numbers, on the host."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.host.item()
+        return self.host

@@ -93,12 +93,11 @@ def no_best(length: int, scorer: Scorer) -> Best:
     return Best(score, torch.full((length,), NO_INDEX, device=score.device, dtype=torch.int64))
 
 
-@dataclass(frozen=True)
 class Excluded:
     """Gallery items excluded from the ranking of each query: (n, e), padded with -1, and their spans."""
 
-    index: Tensor
-    spans: list[tuple[int, int]]
+    def __init__(self, index: Tensor, side: int) -> None:
+        self.index, self.spans = index, spans_of(index, side)
 
     def hide_(self, scores: Tensor, rows: slice, side: int, first_col: int) -> None:
         """Set the scores of excluded pairs to -inf, below every finite score."""
@@ -111,11 +110,6 @@ class Excluded:
         # "amin": an item outside is clamped onto a column that another entry may exclude.
         lowest = torch.where(inside, -torch.inf, torch.inf).to(scores.dtype)
         scores.scatter_reduce_(1, local.clamp(0, cols - 1), lowest, "amin")
-
-
-def excluded_of(index: Tensor, side: int) -> Excluded:
-    """Exclusions, (n, e), in the form that the tile loops take."""
-    return Excluded(index, spans_of(index, side))
 
 
 @dataclass(frozen=True)

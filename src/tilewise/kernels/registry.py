@@ -7,24 +7,17 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import BackendError
+from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import Backend, PairShape, PairSpec
-from tilewise.kernels.two_pass_ranks import TwoPassScorer
+from tilewise.kernels.spec import Pair, PairShape, PairSpec, wanted_names
 from tilewise.options import BACKEND_NAMES, TileOptions
 
 log = logging.getLogger("tilewise")
-
-
-class Entry(NamedTuple):
-    """A backend that is imported when it is first used."""
-
-    load: Callable[[], Backend]
-    why_not: Callable[[torch.device, TileOptions], str | None]  # called before the import
 
 
 @functools.cache
@@ -47,7 +40,10 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _why_not_triton(device: torch.device, options: TileOptions) -> str | None:
+def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str | None:
+    """Why the backend is not even imported, or None."""
+    if name != "triton":
+        return None
     if device.type != "cuda":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and options.backend == "triton"
         if not interpreted:
@@ -55,17 +51,14 @@ def _why_not_triton(device: torch.device, options: TileOptions) -> str | None:
     return None if installed("triton") else "the package triton is not installed"
 
 
-# In the order in which "auto" prefers them. The torch backend is last and serves every call.
-_ENTRIES: dict[str, Entry] = {
-    "triton": Entry(_triton, _why_not_triton),
-    "torch": Entry(_torch, lambda device, options: None),
-}
-_AUTO = tuple(_ENTRIES)
+# Backends are imported when they are first used. "auto" prefers the first that can serve a call; torch always can.
+_LOADERS: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
+_AUTO = tuple(_LOADERS)
 
 
 def register_backend(backend: Backend) -> None:
     """Make a backend available as ``TileOptions(backend=backend.name)``. "auto" does not choose it."""
-    _ENTRIES[backend.name] = Entry(lambda: backend, lambda device, options: None)
+    _LOADERS[backend.name] = lambda: backend
     if backend.name not in BACKEND_NAMES:
         BACKEND_NAMES.append(backend.name)
     choose_backend.cache_clear()
@@ -73,20 +66,24 @@ def register_backend(backend: Backend) -> None:
 
 def unregister_backend(name: str) -> None:
     """Undo `register_backend`."""
-    del _ENTRIES[name]
+    del _LOADERS[name]
     BACKEND_NAMES.remove(name)
     choose_backend.cache_clear()
 
 
 def load_backend(name: str) -> Backend:
     """The backend of that name, imported if necessary."""
-    return _ENTRIES[name].load()
+    return _LOADERS[name]()
 
 
 def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
     """Why the backend ``name`` cannot serve this call, or None if it can."""
-    reason = _ENTRIES[name].why_not(shape.device, options)
-    return reason or load_backend(name).why_not(shape, spec, options)
+    if reason := _why_not_load(name, shape.device, options):
+        return reason
+    backend = load_backend(name)
+    if backend.statistics is not None and (missing := set(wanted_names(spec)) - backend.statistics):
+        return f"it does not compute {', '.join(sorted(missing))}"
+    return backend.why_not(shape, spec, options)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,13 +106,13 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
 
 
 def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-    """The scorer for features of this width and type. A backend without ranks uses its `forward`."""
+    """The scorer for features of this width and type."""
     names = _AUTO if options.backend == "auto" else (options.backend,)
     for name in names:
-        reason = _ENTRIES[name].why_not(device, options)
+        reason = _why_not_load(name, device, options)
         backend = None if reason else load_backend(name)
         if backend is not None and not backend.offers_ranks:
-            return TwoPassScorer(backend, device, dtype, options)
+            return _scorer_of_forward(backend, device, width, dtype, options)
         if backend is not None:
             reason = backend.why_no_ranks(device, width, dtype)
             if reason is None:
@@ -125,3 +122,22 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
         f"backend {options.backend!r} cannot rank {dtype} features of width {width} on {device}: {reason}. "
         'Use backend="auto"'
     )
+
+
+def _scorer_of_forward(
+    backend: Backend, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions
+) -> Scorer:
+    """Ranks of a backend that offers none: scores from its `forward`, one gallery item at a time, which is slow.
+
+    The log-sum-exp of a single score is that score.
+    """
+    from tilewise.kernels.torch_impl.ranks import ScoreTile
+
+    def multiply(queries: Tensor, items: Tensor, out: Tensor) -> None:
+        for place in range(items.shape[0]):
+            pair = Pair(a=queries, b=items[place : place + 1], scale=out.new_ones(()))
+            found = backend.forward(pair, PairSpec(row_lse=True), options).row_lse
+            assert found is not None
+            out[:, place] = found
+
+    return ScoreTile(device, width, dtype, options.workspace_bytes, multiply)

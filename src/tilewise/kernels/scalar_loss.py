@@ -10,14 +10,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import HALF_TYPES, Grads, GradStats, Needs, PairShape, PairSpec, Stats, stat_dtype
+from tilewise.kernels.backend import Like
+from tilewise.kernels.spec import (
+    HALF_TYPES,
+    Grads,
+    GradStats,
+    Needs,
+    PairShape,
+    PairSpec,
+    Stats,
+    stat_dtype,
+    wanted_names,
+)
+
+ONE_SIDED = {"row_lse", "row_pos", "num_positives"}, {"row_softplus"}  # statistics of a softmax and a sigmoid loss
+NOT_ONE_SIDED = "one pass is for a softmax or sigmoid loss with one positive per row, and this loss needs more"
 
 
 def is_one_sided(spec: PairSpec) -> bool:
-    """Whether the loss is a sum over rows with at most one positive each, which every one-pass strategy supports."""
-    if spec.col_lse or spec.symmetric or spec.row_sum or spec.token_stats or spec.mask_self or spec.positive != "one":
+    """Whether the loss is a softmax or sigmoid loss with one positive per row, which every `one_pass` supports."""
+    if spec.symmetric or spec.mask_self or spec.positive != "one" or (spec.softplus and spec.softcap):
         return False
-    return spec.row_lse != spec.softplus and not (spec.softplus and spec.softcap)
+    return set(wanted_names(spec)) in ONE_SIDED
 
 
 def loss_of_stats(
@@ -60,7 +74,7 @@ def saved_dtype(features: torch.dtype) -> torch.dtype:
     return torch.float32 if features in HALF_TYPES else features
 
 
-def gradients_like(shape: PairShape, needs: Needs) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def gradients_like(shape: PairShape, needs: Needs) -> list[Like]:
     """Sizes and types of the tensors of `saved_gradients`."""
     stat, saved = stat_dtype(shape.dtype), saved_dtype(shape.dtype)
     sizes = ((shape.rows, shape.width), saved), ((shape.cols, shape.width), saved), ((), stat), ((shape.cols,), stat)
@@ -79,12 +93,3 @@ def gradients_of(saved: Sequence[Tensor | None], needs: Needs, rows: int) -> Gra
     """The gradients that `saved_gradients` saved, of the first ``rows`` rows."""
     a, b, scale, bias = (value if need else None for value, need in zip(saved, needs, strict=True))
     return Grads(a=a if a is None or a.shape[0] == rows else a[:rows], b=b, scale=scale, bias=bias)
-
-
-def no_rows(shape: PairShape, needs: Needs, device: torch.device) -> Grads:
-    """The gradients, all zero, of a loss without rows."""
-    sizes = [
-        torch.zeros(size, dtype=dtype, device=device) if need else None
-        for (size, dtype), need in zip(gradients_like(shape, needs), needs, strict=True)
-    ]
-    return Grads(a=sizes[0], b=sizes[1], scale=sizes[2], bias=sizes[3])

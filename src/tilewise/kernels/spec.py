@@ -1,4 +1,4 @@
-"""The contract between losses and backends: inputs, outputs, and the interface of a backend.
+"""The contract between losses and backends: scores, keys, statistics and gradients. `backend` has the interface.
 
 Scores of one pair of blocks, never stored as a whole:
 
@@ -18,14 +18,13 @@ Axes: n rows of a, m rows of b (the columns of the scores), d features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.kernels.ranks import Scorer
 from tilewise.options import TileOptions
 
 Positive = Literal["none", "one", "many"]
@@ -185,19 +184,12 @@ class Stats:
 
     def rounded(self, dtype: torch.dtype) -> Stats:
         """Numbers in that type; indices unchanged."""
-
-        def in_type(value: Tensor | None) -> Tensor | None:
-            return value if value is None or not value.is_floating_point() else value.to(dtype)
-
-        return Stats(**{field.name: in_type(getattr(self, field.name)) for field in fields(self)})
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        return Stats(**{name: v.to(dtype) if v.is_floating_point() else v for name, v in found.items()})
 
     def rows(self) -> Stats:
         """Only the row statistics."""
         return Stats(**{stat.name: getattr(self, stat.name) for stat in STATISTICS if not stat.of_columns})
-
-    def only(self, names: Sequence[str]) -> Stats:
-        """Only the statistics of these names."""
-        return Stats(**{name: getattr(self, name) for name in names})
 
 
 class Statistic(NamedTuple):
@@ -220,62 +212,20 @@ def _log_sum_of(name: str) -> Callable[[Stats, Stats], Tensor]:
     return lambda one, other: torch.logaddexp(getattr(one, name), getattr(other, name))
 
 
-def _merge_entropy(one: Stats, other: Stats) -> Tensor:
-    assert one.row_lse is not None
-    assert other.row_lse is not None
-    assert one.row_entropy is not None
-    assert other.row_entropy is not None
-    lse = torch.logaddexp(one.row_lse, other.row_lse)
-    return merged_entropy((one.row_lse, one.row_entropy), (other.row_lse, other.row_entropy), lse)
-
-
-def _merge_top(one: Stats, other: Stats) -> tuple[Tensor, Tensor]:
-    assert one.row_top is not None
-    assert other.row_top is not None
-    assert one.row_top_col is not None
-    assert other.row_top_col is not None
-    return merged_top((one.row_top, one.row_top_col), (other.row_top, other.row_top_col))
-
-
-STATISTICS: tuple[Statistic, ...] = (
-    Statistic("row_lse", lambda spec: spec.row_lse, _log_sum_of("row_lse"), saved=True),
-    Statistic("row_pos", lambda spec: spec.has_positive_scores, _sum_of("row_pos"), saved=True),
-    Statistic("row_softplus", lambda spec: spec.softplus, _sum_of("row_softplus")),
-    Statistic("row_sum", lambda spec: spec.row_sum, _sum_of("row_sum")),
-    Statistic("row_entropy", lambda spec: spec.row_entropy, _merge_entropy, saved=True),
-    Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
-    Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
-    Statistic("row_top", lambda spec: spec.row_top, lambda one, other: _merge_top(one, other)[0], gradient=False),
-    Statistic(
-        "row_top_col",
-        lambda spec: spec.row_top,
-        lambda one, other: _merge_top(one, other)[1],
-        integer=True,
-        gradient=False,
-    ),
-)
-GRADIENT_NAMES = tuple(stat.name for stat in STATISTICS if stat.gradient)
-
-
-@functools.lru_cache(maxsize=256)
-def wanted_stats(spec: PairSpec) -> tuple[Statistic, ...]:
-    """The statistics of ``spec``, in the order of the table."""
-    return tuple(stat for stat in STATISTICS if stat.wanted(spec))
-
-
-def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], lse: Tensor) -> Tensor:
-    """The entropy over two blocks, each given as (log-sum-exp, entropy). ``lse`` is the log-sum-exp of both:
+def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and the entropy over two blocks, each given as (log-sum-exp, entropy):
 
     H = w_1 (H_1 + lse - lse_1) + w_2 (H_2 + lse - lse_2),   w_k = exp(lse_k - lse).
 
     No term is negative, so nothing cancels.
     """
+    lse = torch.logaddexp(one[0], other[0])
 
     def share(block_lse: Tensor, entropy: Tensor) -> Tensor:
         above = lse - block_lse
         return torch.where(block_lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above))
 
-    return share(*one) + share(*other)
+    return lse, share(*one) + share(*other)
 
 
 def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -289,16 +239,50 @@ def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
     return torch.maximum(x, y), col
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradStats:
-    """The gradient of the loss with respect to each differentiable statistic; None where there is none."""
+def _part_of(merge: Callable[..., tuple[Tensor, Tensor]], names: tuple[str, str], part: int) -> Callable[..., Tensor]:
+    """One result of a function that merges two statistics together."""
 
-    row_lse: Tensor | None = None
-    row_pos: Tensor | None = None
-    row_softplus: Tensor | None = None
-    row_sum: Tensor | None = None
-    row_entropy: Tensor | None = None
-    col_lse: Tensor | None = None
+    def values(stats: Stats) -> tuple[Tensor, ...]:
+        return tuple(getattr(stats, name) for name in names)
+
+    return lambda one, other: merge(values(one), values(other))[part]
+
+
+ENTROPY, TOP = ("row_lse", "row_entropy"), ("row_top", "row_top_col")
+# A new statistic needs a line here, a flag of `PairSpec` and a field of `Stats`.
+STATISTICS: tuple[Statistic, ...] = (
+    Statistic("row_lse", lambda spec: spec.row_lse, _log_sum_of("row_lse"), saved=True),
+    Statistic("row_pos", lambda spec: spec.has_positive_scores, _sum_of("row_pos"), saved=True),
+    Statistic("row_softplus", lambda spec: spec.softplus, _sum_of("row_softplus")),
+    Statistic("row_sum", lambda spec: spec.row_sum, _sum_of("row_sum")),
+    Statistic("row_entropy", lambda spec: spec.row_entropy, _part_of(merged_entropy, ENTROPY, 1), saved=True),
+    Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
+    Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
+    Statistic("row_top", lambda spec: spec.row_top, _part_of(merged_top, TOP, 0), gradient=False),
+    Statistic("row_top_col", lambda spec: spec.row_top, _part_of(merged_top, TOP, 1), integer=True, gradient=False),
+)
+
+
+@functools.lru_cache(maxsize=256)
+def wanted_stats(spec: PairSpec) -> tuple[Statistic, ...]:
+    """The statistics of ``spec``, in the order of the table."""
+    return tuple(stat for stat in STATISTICS if stat.wanted(spec))
+
+
+@functools.lru_cache(maxsize=256)
+def wanted_names(spec: PairSpec) -> tuple[str, ...]:
+    """The names of `wanted_stats`."""
+    return tuple(stat.name for stat in wanted_stats(spec))
+
+
+@functools.lru_cache(maxsize=256)
+def saved_names(spec: PairSpec) -> tuple[str, ...]:
+    """The names of those that backward needs."""
+    return tuple(stat.name for stat in wanted_stats(spec) if stat.saved)
+
+
+class GradStats(Stats):
+    """The gradient of the loss with respect to each differentiable statistic; None where there is none."""
 
 
 class Needs(NamedTuple):
@@ -318,6 +302,17 @@ class Grads:
     b: Tensor | None = None
     scale: Tensor | None = None
     bias: Tensor | None = None
+
+
+class Backward(NamedTuple):
+    """What the gradients of one pair of blocks are computed from; the arguments of `Backend.backward`."""
+
+    pair: Pair
+    stats: Stats  # those that are saved (see `STATISTICS`), over ALL blocks
+    grad: GradStats
+    needs: Needs
+    spec: PairSpec
+    options: TileOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,141 +357,13 @@ class FilterPlan:
     keep_all: Tensor  # (1,) int32, 1 if backward computes every pair, because that is faster
 
 
-class OnePass(Protocol):
-    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
-
-    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this loss cannot be computed in one pass, or None."""
-
-    def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
-        """Rows whose scores with all columns fit ``memory`` bytes; all rows where no scores are kept."""
-
-    def saved_like(
-        self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Sizes and types of the tensors that `forward` saves; (0,) for one that is not needed."""
-
-    def forward(
-        self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The loss, 0-d, and the tensors to save, with room for ``rows`` rows (at least those of the pair)."""
-
-    def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        pair: Pair,
-        grad_output: Tensor,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        shape: PairShape,
-        *,
-        overwrite: bool = False,
-    ) -> Grads:
-        """The gradients multiplied by ``grad_output``, in the types of the inputs.
-
-        ``shape`` is the one that `saved_like` was called with; it may have more rows than the pair. With ``overwrite``
-        the memory of ``saved`` may become a gradient.
-        """
-
-
-class Filtered(Protocol):
-    """A capability: gradients without the (row, tile) pairs of almost no probability; see `filter_plan`."""
-
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
-        """The statistics, all of them exact, and the plan for backward."""
-
-    def forward_saving(
-        self, pair: Pair, spec: PairSpec, options: TileOptions
-    ) -> tuple[Stats, FilterPlan, object | None]:
-        """`forward`, and the saved object of `Backend.forward_saving`, in case backward computes every pair."""
-
-    def backward(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        *,
-        saved: object | None = None,
-    ) -> Grads | None:
-        """Gradients from the pairs that are kept; None if the exact backward must run instead.
-
-        The memory of ``saved`` may become a gradient, unless the result is None.
-        """
-
-
-class Backend:
-    """A way to compute the statistics and their gradients. `forward` and `backward` are the strategy `two_pass`.
-
-    The other strategies are capabilities. A missing one is None: calls then take `two_pass` of the same backend,
-    and ranks are counted with `forward`.
-    """
-
-    name: str
-    one_pass: OnePass | None = None
-    filtered: Filtered | None = None
-    offers_ranks: bool = False
-
-    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this backend cannot serve the call, or None if it can."""
-        return None
-
-    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
-        """The statistics of ``spec``."""
-        raise NotImplementedError
-
-    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """`forward`, and an object that may save `backward` work if the columns need a gradient, or None."""
-        return self.forward(pair, spec, options), None
-
-    def backward(
-        self,
-        pair: Pair,
-        stats: Stats,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        *,
-        grad_dtype: torch.dtype | None = None,
-        saved: object | None = None,
-    ) -> Grads:
-        """Gradients, given the saved statistics (see `STATISTICS`) over ALL blocks; ``row_pos`` may be missing.
-
-        G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
-               + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
-        dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
-
-        ``grad_dtype`` is the type of the feature gradients, by default that of the features. A ring, which sums the
-        gradients of many blocks, passes float32. ``saved`` is the object of `forward_saving`; it can be used only once.
-        """
-        raise NotImplementedError
-
-    def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
-        """Memory of backward besides inputs, gradients and workspace, such as float32 sums of half-type gradients."""
-        return 0
-
-    def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
-        """With ``offers_ranks``: why `scorer` cannot serve this retrieval, or None."""
-        return None
-
-    def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """With ``offers_ranks``: the scorer of this retrieval, if `why_no_ranks` returns None."""
-        raise NotImplementedError
-
-
 def largest_gradient(grad: GradStats) -> Tensor:
     """The largest absolute value among the gradients of the statistics, as a 0-d tensor; 1 if all are zero.
 
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
     in [-2, 2]: float16 would lose gradients of a mean over a million rows.
     """
-    gradients = [getattr(grad, field.name) for field in fields(grad)]
-    tops = [values.abs().amax() for values in gradients if values is not None and values.numel()]
+    tops = [values.abs().amax() for values in vars(grad).values() if values is not None and values.numel()]
     if not tops:
         return torch.ones(())
     top = torch.stack(tops).amax()

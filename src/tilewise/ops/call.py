@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,12 +108,25 @@ def holds_numbers(features: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(features) in (Tensor, torch.nn.Parameter) and not features.is_meta
 
 
+def plain_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as an operator that a compiler can trace: ``tilewise::name``. Its first argument is a tensor.
+
+    Eager calls of the result run ``function`` itself. Torch's dispatcher would import the compiler, and with it a
+    module of torch that holds the default process group for ever.
+    """
+    torch.library.custom_op(f"tilewise::{name}", function, mutates_args=()).register_fake(fake)
+
+    def call(features: Tensor, *more: Any) -> Any:
+        return (function if holds_numbers(features) else getattr(torch.ops.tilewise, name))(features, *more)
+
+    return call
+
+
 def needs_of(*leaves: Tensor | None) -> Needs:
     """Which of rows, columns, scale and bias require a gradient here."""
     if not torch.is_grad_enabled():
         return Needs(a=False, b=False)
-    a, b, scale, bias = (leaf is not None and leaf.requires_grad for leaf in leaves)
-    return Needs(a, b, scale, bias)
+    return Needs(*[leaf is not None and leaf.requires_grad for leaf in leaves])
 
 
 # (name, type) of each field, as a tuple that a compiler can loop over.

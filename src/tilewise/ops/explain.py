@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tilewise.errors import ConfigError
-from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape
+from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, stat_dtype
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
+from tilewise.ring.exchange import find_exchange
 
 MIB = 2**20
 
@@ -30,7 +31,8 @@ class Decision:
         reason: why this strategy.
         rows, cols, width, dtype, device: of the scores and their features.
         gradient_bytes: the gradients that are returned.
-        accumulator_bytes: float32 sums or saved float32 gradients of half types.
+        accumulator_bytes: float32 sums or saved float32 gradients of half types; over a group also the blocks that
+            travel and the sums over them, for shards of equal size.
         workspace_bytes: ``TileOptions.workspace_mib``; what is used of it depends on the call.
     """
 
@@ -103,7 +105,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         dtype=shape.dtype,
         device=shape.device,
         gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
-        accumulator_bytes=_accumulator_bytes(call, way) if any(needs) else 0,
+        accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
         workspace_bytes=settings.options.workspace_bytes,
     )
     for found in _listeners:
@@ -116,7 +118,7 @@ def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
 
 
 def _accumulator_bytes(call: Call, way: Route) -> int:
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     if way.strategy != "one_pass":
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
     assert way.backend.one_pass is not None
@@ -125,6 +127,21 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
     saved = way.backend.one_pass.saved_like(call.shape, needs, spec, options)
     wide = [(size, dtype) for size, dtype in saved if len(size) == 2 and dtype == torch.float32]
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
+
+
+def _ring_bytes(call: Call) -> int:
+    """Buffers of `rotate_blocks` and float32 sums of gradients, for shards of equal size; 0 without a group."""
+    spec, options, group_name, needs = call.settings[:4]
+    if find_exchange(group_name).world == 1:
+        return 0
+    shape, stat = call.shape, stat_dtype(call.shape.dtype).itemsize
+    rows, cols = shape.rows * shape.width, shape.cols * shape.width
+    if spec.same_rows:  # only vectors travel
+        return stat * rows * needs.a
+    travelling = stat if options.ring_gradients == "float32" else shape.dtype.itemsize
+    columns = needs.a if spec.symmetric else needs.b
+    sums = 2 * rows * needs.a + cols * columns  # of all blocks, and those of one block
+    return 2 * cols * (shape.dtype.itemsize + travelling * columns) + stat * sums
 
 
 @contextlib.contextmanager
@@ -151,12 +168,18 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     >>> found.calls[0].backend, found.calls[0].strategy
     ('torch', 'two_pass')
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+    name = getattr(loss, "__name__", type(loss).__name__)
     with _listening() as found, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        loss(*fake_args, **fake_kwargs)
+        try:
+            loss(*fake_args, **fake_kwargs)
+        except DataDependentOutputException as error:
+            raise ConfigError(
+                f"explain is for losses of tilewise, whose strategy depends on no value, and {name} reads values "
+                "of its tensors. Retrieval has only one strategy, so there is nothing to explain"
+            ) from error
     if not found:
-        name = getattr(loss, "__name__", type(loss).__name__)
         raise ConfigError(f"explain is for losses of tilewise, and {name} called none of its operators")
     return Explanation(tuple(found))

@@ -17,14 +17,7 @@ from tilewise.kernels.spec import FilterPlan
 class FilterReport:
     """What the filter dropped from the calls inside `record_filtering`. Reading it synchronizes with the device.
 
-    The report holds the plan of each call: one number for each row and tile.
-
-    Args:
-        kept_share: for each call, the share of its (row, tile) pairs that backward computes.
-        mean_dropped, largest_dropped: for each call, the probability mass that a row drops, on average and at most.
-        dense: for each call, whether so many pairs are kept that backward computes all of them, and drops nothing.
-            ``kept_share`` is 1 where a sample of the rows showed that, and for calls that are too small for the filter
-            to pay on a GPU.
+    Each property has one value for each call. The report holds the plans: one number for each row and tile.
     """
 
     _plans: list[tuple[FilterPlan, Tensor, float]] = dataclasses.field(default_factory=list)
@@ -38,12 +31,15 @@ class FilterReport:
 
     @property
     def kept_share(self) -> list[float]:
-        """The share of the (row, tile) pairs of rows with a positive."""
+        """The share of the (row, tile) pairs, of rows with a positive, that backward computes.
+
+        It is 1 where a sample of the rows needed nearly all of them, and where a call is too small for the filter.
+        """
         return [int(plan.kept.sum()) / max(1, int(valid.sum()) * plan.mass.shape[0]) for plan, valid, _ in self._plans]
 
     @property
     def dense(self) -> list[bool]:
-        """Whether backward computes all pairs."""
+        """Whether so many pairs are kept that backward computes all of them, and drops nothing."""
         return [bool(plan.keep_all) for plan, _, _ in self._plans]
 
     @property
@@ -53,7 +49,7 @@ class FilterReport:
 
     @property
     def largest_dropped(self) -> list[float]:
-        """And at most."""
+        """The probability mass that a row drops, at most."""
         return [dropped.max().item() if dropped.numel() else 0.0 for dropped in self._dropped()]
 
     def _dropped(self) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """Scores of given pairs, in O(n d): a row with its own column, or with its own K columns.
 
-Eager calls do not go through torch's dispatcher: it would import the compiler.
-
 Axes: n rows, m columns, d features, k columns that belong to one row.
 """
 
@@ -12,17 +10,17 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
 from tilewise.ops.autograd import no_second_derivative
-from tilewise.ops.call import holds_numbers
+from tilewise.ops.call import holds_numbers, plain_operator
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 CHUNK_ELEMENTS = 2**23  # 32 MiB of float32 at a time
 
 
 def _chunks(rows: int, width: int) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(width, 1))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return slices(rows, max(1, CHUNK_ELEMENTS // max(width, 1)))
 
 
 def positive_shift(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor | None:
@@ -33,11 +31,11 @@ def positive_shift(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = N
     """
     if a.dtype in HALF_TYPES:
         return None
-    compute = _row_products if holds_numbers(a) else torch.ops.tilewise.row_products
-    return scale.detach() * compute(a.detach(), b.detach(), index)
+    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index)
+    return shift
 
 
-def _row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
+def _find_row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
     out = a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
     if b.shape[0] == 0:  # a rank's shard of the columns may be empty
         return out.zero_()
@@ -47,12 +45,9 @@ def _row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
     return out
 
 
-_row_products_op = torch.library.custom_op("tilewise::row_products", _row_products, mutates_args=())
-
-
-@_row_products_op.register_fake
-def _(a, b, index):  # type: ignore[no-untyped-def]
-    return a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
+_row_products = plain_operator(
+    "row_products", _find_row_products, lambda a, b, index: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
+)
 
 
 def own_scores(a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
@@ -89,20 +84,6 @@ def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[T
     return grad_a, grad_own
 
 
-_own_scores_op = torch.library.custom_op("tilewise::own_scores", _own_scores, mutates_args=())
-_own_grads_op = torch.library.custom_op("tilewise::own_grads", _own_grads, mutates_args=())
-
-
-@_own_scores_op.register_fake
-def _(a, own, keep):  # type: ignore[no-untyped-def]
-    return a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-
-
-@_own_grads_op.register_fake
-def _(a, own, keep, grad):  # type: ignore[no-untyped-def]
-    return torch.empty_like(a), torch.empty_like(own)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -117,8 +98,12 @@ def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, No
     return grad_a if needs_a else None, grad_own if needs_own else None, None
 
 
-_own_scores_op.register_autograd(_pull_back, setup_context=_save)
-_own_grads_op.register_autograd(no_second_derivative, setup_context=lambda ctx, inputs, output: None)
+plain_operator("own_scores", _own_scores, lambda a, own, _: a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype)))
+plain_operator("own_grads", _own_grads, lambda a, own, *_: (torch.empty_like(a), torch.empty_like(own)))
+torch.library.register_autograd("tilewise::own_scores", _pull_back, setup_context=_save)
+torch.library.register_autograd(
+    "tilewise::own_grads", no_second_derivative, setup_context=lambda ctx, inputs, output: None
+)
 
 
 class _OwnScores(torch.autograd.Function):

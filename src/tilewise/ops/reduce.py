@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.kernels.spec import RowWeights, stat_dtype
 from tilewise.ops.call import holds_numbers
-from tilewise.ops.distributed.collectives import reduce_over_group
+from tilewise.ops.distributed.collectives import row_weight
 
 
 def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
@@ -22,7 +22,8 @@ def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
     if reduction == "none":
         return loss_n
     if group_name:
-        return reduce_over_group(loss_n, reduction, group_name)
+        loss: Tensor = row_weight(loss_n.detach(), reduction, group_name) * loss_n.sum()
+        return loss
     return loss_n.sum() if reduction == "sum" else loss_n.mean()
 
 

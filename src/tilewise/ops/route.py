@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tilewise.kernels.backend import Backend
 from tilewise.kernels.filter_plan import SMALLEST_TOLERANCE, tile_count, tile_width
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import HALF_TYPES, Backend, Needs, PairShape, PairSpec
+from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
 from tilewise.options import TileOptions
 
 Strategy = Literal["two_pass", "one_pass", "filtered"]
@@ -34,8 +35,7 @@ SMALLEST_GPU_BLOCK = 2048
 LARGEST_SMALL_BATCH = 16384
 # The filter on a GPU: below so many multiply-adds its launches cost more than it saves.
 WORTH_FILTERING = 2**40
-
-
+FILTERED = {"row_lse", "row_pos", "num_positives"}  # the statistics that the filter computes
 TOO_SMALL = "the call is too small for the filter to pay"
 
 
@@ -47,7 +47,15 @@ class Route(NamedTuple):
     backend: Backend
 
 
-def route(
+def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
+    """The strategy of a call; ``how`` are the keywords of `_route`."""
+    plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
+    choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
+    return choose(shape, spec, options, needs, **how)
+
+
+@functools.lru_cache(maxsize=1024)
+def _route(
     shape: PairShape,
     spec: PairSpec,
     options: TileOptions,
@@ -67,22 +75,6 @@ def route(
         over_group: whether the columns are sharded over a process group.
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
-    plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
-    choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
-    return choose(shape, spec, options, needs, scalar, uniform, over_group, capturing)
-
-
-@functools.lru_cache(maxsize=1024)
-def _route(
-    shape: PairShape,
-    spec: PairSpec,
-    options: TileOptions,
-    needs: Needs,
-    scalar: bool,
-    uniform: bool,
-    over_group: bool,
-    capturing: bool,
-) -> Route:
     plain = type(shape.rows) is int
     backend = (choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options)
     if over_group:
@@ -112,11 +104,9 @@ def _why_not_filtered(
         return "the tolerance is too small for float32"
     if spec.row_sum:
         return "a weighted sum of all scores (label smoothing) needs every entry"
-    wanted = spec.row_lse and spec.positive == "one"
-    more = spec.col_lse or spec.softplus or spec.token_stats
-    more = more or spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
-    if not wanted or more or not shape.has_row_key:
-        return "the filter is for log-sum-exps of rows with one positive each"
+    more = spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
+    if set(wanted_names(spec)) != FILTERED or spec.positive != "one" or more or not shape.has_row_key:
+        return "the filter is for softmax losses with one positive per row, given by an index"
     if shape.empty or shape.cols < 2 * tile_width(shape.cols):
         return "there are too few columns to choose from"
     if shape.rows * tile_count(shape.cols) * shape.dtype.itemsize > options.workspace_bytes / 2:

@@ -7,12 +7,13 @@ the products take much longer than that. Otherwise the rows stay, with weight ze
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import STATISTICS, Grads, GradStats, Pair, PairSpec, Stats
+from tilewise.kernels.spec import STATISTICS, Grads, Pair, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
 USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks must decide alike
@@ -20,7 +21,7 @@ USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks 
 # number of tokens have the same shapes, for which launches are recorded.
 WHOLE_TILES = 128
 ROW_NAMES = tuple(stat.name for stat in STATISTICS if not stat.of_columns)
-ROW_GRADIENTS = tuple(stat.name for stat in STATISTICS if stat.gradient and not stat.of_columns)
+AnyStats = TypeVar("AnyStats", bound=Stats)
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
@@ -56,15 +57,11 @@ class KeptRows:
             row_shift=self._pick(pair.row_shift),
         )
 
-    def of_stats(self, stats: Stats) -> Stats:
-        """Statistics of only these rows."""
+    def pick(self, stats: AnyStats) -> AnyStats:
+        """Statistics, or their gradients, of only these rows."""
         return dataclasses.replace(stats, **{name: self._pick(getattr(stats, name)) for name in ROW_NAMES})
 
-    def of_grad(self, grad: GradStats) -> GradStats:
-        """Gradients of the statistics of only these rows."""
-        return dataclasses.replace(grad, **{name: self._pick(getattr(grad, name)) for name in ROW_GRADIENTS})
-
-    def widen_stats(self, stats: Stats) -> Stats:
+    def widen(self, stats: Stats) -> Stats:
         """Back to all rows, zeros elsewhere."""
         return dataclasses.replace(stats, **{name: self._widen(getattr(stats, name)) for name in ROW_NAMES})
 
@@ -82,14 +79,14 @@ class KeptRows:
 
 
 def kept_rows(key: Tensor, step: int) -> KeptRows | None:
-    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``.
+    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``, at least one.
 
-    None when all rows stay. With a step above 1 at least ``step`` rows stay.
+    None when all rows stay.
     """
     ignored, rows = key < 0, key.shape[0]
     count = HostScalar(ignored.sum(dtype=torch.int32))
-    if step == 1:
-        return KeptRows((~ignored).nonzero().squeeze(1), rows) if count() else None
+    if step == 1 and not count():
+        return None
     # Launched before the host waits for the count: the device sorts while the host continues.
     order = ignored.view(torch.uint8).argsort(stable=True)
     kept = max(-(-(rows - int(count())) // step), 1) * step

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.backend import Backend, OnePass
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.scalar_loss import no_rows
-from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, Stats, wanted_stats
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, Stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import TOO_SMALL, Route, is_capturing, route
@@ -27,6 +27,7 @@ class Found(NamedTuple):
     plan: FilterPlan | None = None  # None where every pair is computed
     rows: KeptRows | None = None
     saved: object | None = None  # from the backend; used once
+    backend: Backend | None = None  # that of `two_pass`
 
     def without_tensors(self) -> Found:
         """The part that `save_for_backward` cannot hold."""
@@ -57,10 +58,9 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
     )
 
 
-def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
-    """Statistics by `two_pass` or `filtered`."""
-    spec, options, group_name, needs, _ = call.settings
-    pair = call.pair()
+def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
+    """Statistics by `two_pass` or `filtered`; ``pair`` is that of the call."""
+    spec, options, group_name, needs = call.settings[:4]
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
         fewer = pair if rows is None else rows.of_pair(pair)
@@ -71,37 +71,33 @@ def find_stats(call: Call, way: Route, *, eager: bool) -> Found:
         elif way.strategy == "filtered":
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
-            found = _two_pass(fewer, call, save=eager)
+            backend = way.backend if rows is None else choose_backend(fewer.shape, spec, options)
+            found = _two_pass(backend, fewer, call, save=eager)
             if is_recording() and way.reason.endswith(TOO_SMALL):
                 assert pair.row_key is not None
                 record(plans.keep_everything(pair), pair.row_key >= 0, options.filter_tolerance)
-        stats = found.stats if rows is None else rows.widen_stats(found.stats)
-        return found._replace(stats=stats, rows=rows)
+        return found if rows is None else found._replace(stats=rows.widen(found.stats), rows=rows)
 
 
-def _two_pass(pair: Pair, call: Call, *, save: bool) -> Found:
-    spec, options, _, needs, _ = call.settings
-    backend = choose_backend(pair.shape, spec, options)
+def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
+    spec, options, _, needs = call.settings[:4]
     if save and needs.b and not needs.bias:
         stats, saved = backend.forward_saving(pair, spec, options)
-        return Found(stats, saved=saved)
-    return Found(backend.forward(pair, spec, options))
+        return Found(stats, saved=saved, backend=backend)
+    return Found(backend.forward(pair, spec, options), backend=backend)
 
 
 def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
-    spec, options, _, needs, _ = call.settings
+    spec, options, _, needs = call.settings[:4]
     assert pair.row_key is not None
     plan: FilterPlan | None
-    if fewer.a.shape[0] == 0:
-        plan = plans.no_rows(pair)
-        empty = fewer.a.new_zeros(0, dtype=pair.stat_dtype)
-        found = Found(Stats(row_lse=empty, row_pos=empty, num_positives=empty), plan)
-    elif route(fewer.shape, spec, options, needs).strategy != "filtered":
-        found = _two_pass(fewer, call, save=eager)
+    way = route(fewer.shape, spec, options, needs)
+    if way.strategy != "filtered":
+        found = _two_pass(way.backend, fewer, call, save=eager)
         plan = plans.keep_everything(pair) if not eager or is_recording() else None
     else:
-        chosen = choose_backend(fewer.shape, spec, options).filtered
+        chosen = way.backend.filtered
         assert chosen is not None
         if eager and needs.b and not needs.bias:
             stats, plan, saved = chosen.forward_saving(fewer, spec, options)
@@ -118,9 +114,9 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     return found if eager else found._replace(plan=plan)
 
 
-def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, rows_known: bool) -> Grads:
+def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool) -> Grads:
     """Gradients by `two_pass` or `filtered`. Unless ``rows_known``, it is looked up again which rows count."""
-    spec, options, group_name, _, _ = call.settings
+    spec, options, group_name = call.settings[:3]
     pair = call.pair()
     with without_autocast(pair.a):
         if found.plan is not None:
@@ -132,13 +128,13 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, r
         rows = found.rows if rows_known else KeptRows.find(pair, spec)
         stats = found.stats
         if rows is not None:
-            pair, stats, grad = rows.of_pair(pair), rows.of_stats(stats), rows.of_grad(grad)
+            pair, stats, grad = rows.of_pair(pair), rows.pick(stats), rows.pick(grad)
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_backward
 
-            grads = ring_backward(pair, stats, grad, needs, spec, options, group_name)
+            grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name)
         else:
-            backend = choose_backend(pair.shape, spec, options)
+            backend = found.backend or choose_backend(pair.shape, spec, options)
             grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
         return grads if rows is None else rows.widen_grads(grads)
 
@@ -146,20 +142,15 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, *, r
 class OnePassFound(NamedTuple):
     """The result of `one_pass` in forward."""
 
-    way: Route
-    loss: Tensor | None
+    one_pass: OnePass
     pair: Pair  # of the rows that count
     saved: Sequence[Tensor | None]  # backward may overwrite it
     rows: KeptRows | None
 
-    def without_loss(self) -> OnePassFound:
-        """For backward: its node may not hold the output, which holds the node."""
-        return self._replace(loss=None)
 
-
-def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
-    """A scalar loss and its gradients by `one_pass`. Eager calls save only the rows that count."""
-    spec, options, _, needs, _ = call.settings
+def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFound]:
+    """A scalar loss, and what its backward needs, by `one_pass`. Eager calls save only the rows that count."""
+    spec, options, _, needs = call.settings[:4]
     pair, weights, one_pass = call.pair(), call.weights(), way.backend.one_pass
     assert one_pass is not None
     with without_autocast(pair.a):
@@ -167,36 +158,24 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> OnePassFound:
         fewer = pair if rows is None else rows.of_pair(pair)
         if rows is not None:
             weights = weights.rows(rows.index)
-        if fewer.a.shape[0] == 0:
-            like = [] if eager else one_pass.saved_like(call.shape, needs, spec, options)
-            nothing = tuple(pair.a.new_zeros(size, dtype=dtype) for size, dtype in like)
-            return OnePassFound(way, torch.zeros_like(pair.scale), fewer, nothing, rows)
         room = fewer.a.shape[0] if eager else pair.a.shape[0]
         loss, saved = one_pass.forward(fewer, weights, needs, spec, options, room)
-        return OnePassFound(way, loss, fewer, saved, rows)
+        return loss, OnePassFound(one_pass, fewer, saved, rows)
 
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
-    spec, options, _, needs, _ = call.settings
-    one_pass, pair, rows = found.way.backend.one_pass, found.pair, found.rows
-    assert one_pass is not None
+    spec, options, _, needs = call.settings[:4]
+    one_pass, pair, saved, rows = found
     with without_autocast(pair.a):
         shape = pair.shape if eager else call.shape
-        if shape.rows == 0 or pair.a.shape[0] == 0:
-            grads = no_rows(pair.shape, needs, pair.a.device)
-        else:
-            grads = one_pass.backward(found.saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
+        grads = one_pass.backward(saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
         return grads if rows is None else rows.widen_grads(grads)
 
 
-def found_again(call: Call, way: Route, returned: Sequence[Tensor]) -> OnePassFound:
-    """What `find_loss` found, from the tensors that a registered operator returned."""
-    pair = call.pair()
+def found_again(call: Call, way: Route, saved: Sequence[Tensor]) -> OnePassFound:
+    """What `find_loss` found, from the tensors that a registered operator saved."""
+    pair, one_pass = call.pair(), way.backend.one_pass
+    assert one_pass is not None
     rows = KeptRows.find(pair, call.settings.spec)
-    return OnePassFound(way, returned[0], pair if rows is None else rows.of_pair(pair), returned[1:], rows)
-
-
-def saved_names(call: Call) -> tuple[str, ...]:
-    """The statistics that backward needs."""
-    return tuple(stat.name for stat in wanted_stats(call.settings.spec) if stat.saved)
+    return OnePassFound(one_pass, pair if rows is None else rows.of_pair(pair), saved, rows)

@@ -5,18 +5,23 @@ Axes: n queries, m gallery items, d features, p right answers per query, e exclu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise._check import check_options, group_name
 from tilewise.errors import ShapeError
 from tilewise.kernels import ranks as kernel
-from tilewise.ops.distributed.ring_loop import Field, RingLoop, choose_scorer
+from tilewise.kernels.registry import choose_scorer
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index, check_not_excluded
+from tilewise.retrieval.progress import Progress, reporter
+from tilewise.ring.agree import agree, propagate_errors
+from tilewise.ring.blocks import Field, Merge, Tensors, Work, rotate_blocks
+from tilewise.ring.exchange import Exchange, find_exchange
+from tilewise.ring.schedule import Shards
 
 
 class BothRanks(NamedTuple):
@@ -40,7 +45,8 @@ class RankingCall:
     flat: bool  # the ranks of queries are (n,)
     ids: tuple[Tensor, Tensor] | None
     exclude: Tensor | None  # (n, e)
-    ring: RingLoop
+    exchange: Exchange
+    shards: Shards
     options: TileOptions
     both: bool
 
@@ -51,14 +57,17 @@ class RankingCall:
         gallery: Tensor,
         answers: tuple[Tensor | None, Tensor | None, Tensor | None],
         exclude: Tensor | None,
-        ring: RingLoop,
-        options: TileOptions,
+        group: Any | None,
+        options: TileOptions | None,
+        *,
         both: bool,
     ) -> RankingCall:
         """Check the arguments on all ranks. If one rank raises an error, all ranks do."""
+        options = check_options(options)
+        exchange = find_exchange(group_name(group))
         positives, query_ids, gallery_ids = answers
-        with ring.propagate_errors():
-            check_features(queries, gallery, over_group=ring.exchange.world > 1)
+        with propagate_errors(exchange):
+            check_features(queries, gallery, over_group=exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None
             n, m = queries.shape[0], gallery.shape[0]
@@ -72,50 +81,49 @@ class RankingCall:
             "answers": "item i" if own else "positives" if ids is None else "ids",
             "width": queries.shape[1],
             "type": str(queries.dtype).removeprefix("torch."),
-            "device": queries.device.type,
             "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         }
-        ring.meet(n, m, queries.device, settings)
-        with ring.propagate_errors():
+        shards = agree(exchange, n, m, settings, queries.device)
+        with propagate_errors(exchange):
             if own:
-                positives = torch.arange(n, device=queries.device) + ring.col_start
-            index = None if positives is None else check_index("positives", positives, queries, ring.all_cols)
-            out = None if exclude is None else check_index("exclude", exclude, queries, ring.all_cols)
+                positives = torch.arange(n, device=queries.device) + shards.col_start(shards.rank)
+            index = None if positives is None else check_index("positives", positives, queries, shards.all_cols)
+            out = None if exclude is None else check_index("exclude", exclude, queries, shards.all_cols)
             if index is not None and out is not None:
                 check_not_excluded(index, out)
-        ring.meet(n, m, queries.device, {"call": "ranking, with indices that are in range"})
+        agree(exchange, n, m, {"call": "ranking, with indices that are in range"})
         flat = positives is None or positives.dim() == 1
-        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, ring, options, both)
+        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, exchange, shards, options, both)
 
     @property
     def pairs(self) -> int:
         """The number of scores to compute: each pair once, or twice with ids."""
-        return self.queries.shape[0] * self.ring.all_cols * (1 if self.ids is None else 2)
+        return self.queries.shape[0] * self.shards.all_cols * (1 if self.ids is None else 2)
 
-    def arithmetic(self) -> Any:
-        """A context without gradients and autocast, with the precision of the options."""
-        return kernel.rank_arithmetic(self.queries.device, self.options.precision)
-
-    def run(self, advance: kernel.Advance | None) -> BothRanks:
+    def run(self, progress: bool | Progress) -> BothRanks:
         """Run both steps and return the ranks."""
+        device = self.queries.device
+        with kernel.rank_arithmetic(device, self.options.precision), reporter(progress, self.pairs, device) as advance:
+            return self._run(advance)
+
+    def _run(self, advance: kernel.Advance | None) -> BothRanks:
         queries = self.queries
         scorer = choose_scorer(queries.device, queries.shape[1], queries.dtype, self.options)
-        excluded = None if self.exclude is None else kernel.excluded_of(self.exclude, scorer.side)
+        excluded = None if self.exclude is None else kernel.Excluded(self.exclude, scorer.side)
         rows, best = self.answers(scorer, excluded, advance)
         block = {"gallery": self.gallery}
         if best is not None:
             block.update(score=best.score, index=best.index)
         counts = torch.zeros(len(rows), queries.shape[0], device=queries.device, dtype=torch.int64)
 
-        def count(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        def count(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
             cols = _answers_of_best(kernel.Best(block["score"], block["index"]), scorer) if self.both else None
-            pairs = kernel.Block(queries, block["gallery"], self.ring.row_start, first, excluded, advance)
-            row_counts, col_counts = scorer.count_better(pairs, rows, cols)
+            row_counts, col_counts = scorer.count_better(self._block(owner, block, excluded, advance), rows, cols)
             counts.add_(row_counts)
             return None if col_counts is None else {"count": col_counts}
 
         accumulators = [Field("count", torch.int64)] if self.both else []
-        home = self.ring.visit(block, count, accumulators=accumulators, merge=_add)
+        home = self._visit(block, count, accumulators, lambda held, added: held["count"].add_(added["count"]))
         index = torch.stack([answers.index for answers in rows]) if rows else counts
         ranks = torch.where(index < 0, -1, counts).T.contiguous()
         back = self.gallery.new_zeros(0, dtype=torch.int64)
@@ -127,13 +135,12 @@ class RankingCall:
         self, scorer: kernel.Scorer, excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> tuple[list[kernel.Answers], kernel.Best | None]:
         """The right answers of the queries, with their scores, and with ``both`` those of the gallery items."""
-        n, ring = self.queries.shape[0], self.ring
-        mine = kernel.no_best(n, scorer)
+        mine, first_row = kernel.no_best(self.queries.shape[0], scorer), self.shards.row_start
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
 
-        def find(first: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
-            pairs = kernel.Block(self.queries, block["gallery"], ring.row_start, first, excluded, advance)
+        def find(owner: int, block: dict[str, Tensor]) -> dict[str, Tensor] | None:
+            pairs = self._block(owner, block, excluded, advance)
             best = kernel.no_best(pairs.items.shape[0], scorer) if self.both else None
             if self.ids is not None:
                 scorer.find_best(pairs, self.ids[0], block["ids"], mine, best)
@@ -141,28 +148,32 @@ class RankingCall:
                 for which, score in zip(index, scores, strict=True):
                     scorer.pair_scores(pairs, which, score)
                     if best is not None:
-                        _merge_back(best, which - first, score, ring.row_start)
+                        _merge_back(best, which - pairs.col_offset, score, first_row)
             return None if best is None else {"score": best.score, "index": best.index}
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
         if self.own:  # all answers are in this rank's own block
-            found = find(ring.col_start, block) or {}
+            found = find(self.shards.rank, block) or {}
         else:
             accumulators = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
-            found = ring.visit(block, find, accumulators=accumulators, merge=_keep_best)
+            found = self._visit(block, find, accumulators, lambda held, added: kernel.Best(**held).merge_(**added))
         rows = [kernel.answers_of(which, score, scorer.side) for which, score in zip(index, scores, strict=True)]
         if self.ids is not None:
             rows = [_answers_of_best(mine, scorer)]
         # Clones: the results are views of a larger buffer, which can then be freed.
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
+    def _visit(self, block: Tensors, work: Work, accumulators: list[Field], merge: Merge) -> dict[str, Tensor]:
+        """``work`` on the gallery block of every rank."""
+        exchange, cols = self.exchange, self.shards.cols
+        return rotate_blocks(exchange, cols, block, work, accumulators=accumulators, merge=merge)
 
-def _add(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
-    held["count"].add_(added["count"])
-
-
-def _keep_best(held: dict[str, Tensor], added: Mapping[str, Tensor]) -> None:
-    kernel.Best(held["score"], held["index"]).merge_(added["score"], added["index"])
+    def _block(
+        self, owner: int, block: dict[str, Tensor], excluded: kernel.Excluded | None, advance: kernel.Advance | None
+    ) -> kernel.Block:
+        """All queries of this rank and the gallery items of one rank."""
+        first = self.shards.col_start(owner)
+        return kernel.Block(self.queries, block["gallery"], self.shards.row_start, first, excluded, advance)
 
 
 def _answers_of_best(best: kernel.Best, scorer: kernel.Scorer) -> kernel.Answers:

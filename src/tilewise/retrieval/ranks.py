@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise._check import check_integers, check_options, check_tensor, group_name
+from tilewise._check import check_integers, check_tensor
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
-from tilewise.ops.distributed.ring_loop import RingLoop
 from tilewise.options import TileOptions
 from tilewise.retrieval.call import BothRanks, RankingCall
-from tilewise.retrieval.progress import Progress, reporter
+from tilewise.retrieval.progress import Progress
 
 
 def retrieval_ranks(
@@ -83,7 +82,8 @@ def retrieval_ranks(
     tensor([-1,  0,  0])
     """
     answers = (positives, query_ids, gallery_ids)
-    return _ranks(queries, gallery, answers, exclude, progress, group, options, both=False).query_to_gallery
+    call = RankingCall.of(queries, gallery, answers, exclude, group, options, both=False)
+    return call.run(progress).query_to_gallery
 
 
 def retrieval_ranks_both(
@@ -115,7 +115,7 @@ def retrieval_ranks_both(
     (tensor([0, 1, 0, 1]), tensor([0, 0]))
     """
     answers = (positives, query_ids, gallery_ids)
-    return _ranks(queries, gallery, answers, exclude, progress, group, options, both=True)
+    return RankingCall.of(queries, gallery, answers, exclude, group, options, both=True).run(progress)
 
 
 def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
@@ -147,20 +147,3 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
         )
     first = torch.where(best < 0, kernel.NO_INDEX, best)[found].amin(dim=1)
     return {k: (first < k).sum().item() / first.shape[0] for k in ks}
-
-
-def _ranks(
-    queries: Tensor,
-    gallery: Tensor,
-    answers: tuple[Tensor | None, Tensor | None, Tensor | None],
-    exclude: Tensor | None,
-    progress: bool | Progress,
-    group: Any | None,
-    options: TileOptions | None,
-    *,
-    both: bool,
-) -> BothRanks:
-    options = check_options(options)
-    call = RankingCall.of(queries, gallery, answers, exclude, RingLoop(group_name(group)), options, both)
-    with call.arithmetic(), reporter(progress, call.pairs, call.queries.device) as advance:
-        return call.run(advance)

@@ -8,30 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 from collections.abc import Iterator, Mapping
+
+import torch
 
 from tilewise.errors import GroupError, TilewiseError
 from tilewise.ring.exchange import Exchange
-from tilewise.ring.shards import Shards
+from tilewise.ring.schedule import Shards
 
 TEXT_WORDS = 128  # int64 words: the length, then up to 1,016 bytes of description
+PACKED = f"<{TEXT_WORDS - 1}q"
 
 
-def agree(exchange: Exchange, rows: int, cols: int, call: Mapping[str, object]) -> Shards:
+def agree(
+    exchange: Exchange, rows: int, cols: int, call: Mapping[str, object], device: torch.device | None = None
+) -> Shards:
     """Exchange the shard sizes of all ranks, and raise `GroupError` if the ranks describe different calls.
 
     Args:
         exchange: the group.
         rows, cols: sizes of this rank's shard. They may differ between ranks.
         call: names and values that must be equal on every rank.
+        device: that of the tensors that will be sent, if any. All ranks raise `GroupError` if the group cannot.
     """
-    text = {name: str(value) for name, value in call.items()}
     if exchange.world == 1:
         return Shards(exchange.rank, (rows,), (cols,))
+    text = {name: str(value) for name, value in call.items()}
+    refusal = None if device is None else exchange.refuses(device)
+    if device is not None:
+        text["device"] = device.type if refusal is None else "one that cannot travel"
     found = exchange.gather([rows, cols, *to_words(json.dumps(text))])
     calls = [json.loads(from_words(numbers[2:])) for numbers in found]
     if any(other != text for other in calls):
         raise GroupError(disagreement(calls))
+    if refusal is not None:
+        raise GroupError(f"tensors on {device} cannot travel through this group: {refusal}")
     return Shards(exchange.rank, tuple(numbers[0] for numbers in found), tuple(numbers[1] for numbers in found))
 
 
@@ -102,12 +114,9 @@ def to_words(text: str) -> list[int]:
     """
     data = text.encode()
     assert len(data) <= 8 * (TEXT_WORDS - 1), text
-    padded = data.ljust(8 * (TEXT_WORDS - 1), b"\0")
-    words = [int.from_bytes(padded[k : k + 8], "little", signed=True) for k in range(0, len(padded), 8)]
-    return [len(data), *words]
+    return [len(data), *struct.unpack(PACKED, data.ljust(8 * (TEXT_WORDS - 1), b"\0"))]
 
 
 def from_words(words: list[int]) -> str:
     """Decode the result of `to_words`."""
-    data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[1:])
-    return data[: words[0]].decode()
+    return struct.pack(PACKED, *words[1:])[: words[0]].decode()

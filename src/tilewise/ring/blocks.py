@@ -24,6 +24,7 @@ from tilewise.ring.schedule import held_block
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
+Work = Callable[[int, dict[str, Tensor]], Tensors | None]  # (owner, tensors of its block) -> values to add
 Merge = Callable[[dict[str, Tensor], Tensors], object]  # (accumulators, changed in place; values to add)
 
 
@@ -89,7 +90,7 @@ def rotate_blocks(
     exchange: Exchange,
     sizes: Sequence[int],
     payload: Tensors,
-    work: Callable[[int, dict[str, Tensor]], Tensors | None],
+    work: Work,
     *,
     accumulators: Sequence[Field] = (),
     merge: Merge | None = None,
@@ -137,8 +138,8 @@ def rotate_blocks(
         if sum_layout:
             accumulated = sum_layout.unpack(sums[step % 2], sizes[owner])
             guard.run(_accumulate, accumulated, added, merge if step > 0 else None)
-            if guard.failure is not None:
-                _invalidate(accumulated)
+            for value in accumulated.values() if guard.failure is not None else ():
+                value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
         current = spare[step % 2]
     own = sums[world % 2]
     if sum_layout:
@@ -174,18 +175,8 @@ class Guard:
 
 def _accumulate(accumulated: dict[str, Tensor], added: Tensors | None, merge: Merge | None) -> None:
     """Merge this rank's values into the accumulators. Without ``merge``, initialize the accumulators."""
-    if merge is not None:
-        if added is not None:
-            merge(accumulated, added)
-        return
-    for name, value in accumulated.items():
-        if added is None:
-            value.zero_()
-        else:
-            value.copy_(added[name])
-
-
-def _invalidate(accumulated: dict[str, Tensor]) -> None:
-    """Fill with NaN, or with the smallest integer for integer types."""
-    for value in accumulated.values():
-        value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
+    if merge is None:
+        for name, value in accumulated.items():
+            value.zero_() if added is None else value.copy_(added[name])
+    elif added is not None:
+        merge(accumulated, added)

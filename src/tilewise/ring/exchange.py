@@ -27,53 +27,28 @@ class Pending(Protocol):
         """Block until received buffers can be read and sent buffers can be written (on CUDA: by the current stream)."""
 
 
-class Exchange(Protocol):
-    """A ring of ranks, as one rank uses it."""
-
-    rank: int
-    world: int
-
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """All-gather integers."""
-
-    def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Start sending flat buffers to the next rank and receiving buffers from the previous rank."""
-
-    def sum_(self, values: Tensor) -> None:
-        """All-reduce in place: sum."""
-
-    def max_(self, values: Tensor) -> None:
-        """All-reduce in place: maximum."""
-
-    def refuses(self, device: torch.device) -> str | None:
-        """Reason why tensors on this device cannot be sent, or None."""
-
-
-class SingleExchange:
-    """Exchange of one process without a group."""
+class Exchange:
+    """A ring of ranks, as one rank uses it. This one is a single process without a group, which sends nothing."""
 
     rank, world = 0, 1
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of this process."""
+        """All-gather integers."""
         return [list(numbers)]
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        """Never called: with one rank, no block is sent."""
+        """Start sending flat buffers to the next rank and receiving buffers from the previous rank."""
         raise AssertionError("a ring of one rank sends nothing")
 
     def sum_(self, values: Tensor) -> None:
-        """Nothing to do for one rank."""
-
-    def max_(self, values: Tensor) -> None:
-        """Nothing to do for one rank."""
+        """All-reduce in place: sum."""
 
     def refuses(self, device: torch.device) -> str | None:
-        """None: nothing is sent."""
+        """Reason why tensors on this device cannot be sent, or None."""
         return None
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """Exchange over a process group: NCCL on GPUs, gloo on CPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -110,11 +85,6 @@ class GroupExchange:
         """All-reduce in place: sum."""
         with self._group_errors("all-reduce a sum"):
             dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
-
-    def max_(self, values: Tensor) -> None:
-        """All-reduce in place: maximum."""
-        with self._group_errors("all-reduce a maximum"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def refuses(self, device: torch.device) -> str | None:
         """Gloo sends CPU tensors, NCCL sends CUDA tensors."""
@@ -179,12 +149,11 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
-VIRTUAL = "virtual-"  # prefix of the names of virtual groups
 _registered: dict[str, Exchange] = {}
 
 
 def register_exchange(name: str, exchange: Exchange) -> None:
-    """Use this exchange for the group of this name. For virtual ranks, and for tests that count or delay transfers."""
+    """Use this exchange for the group of this name: for tests, such as ranks that are threads of one process."""
     _registered[name] = exchange
 
 
@@ -194,13 +163,11 @@ def forget_exchange(name: str) -> None:
 
 
 def find_exchange(group_name: str) -> Exchange:
-    """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it."""
+    """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it; "" for none."""
+    if not group_name:
+        return Exchange()
     if group_name in _registered:
         return _registered[group_name]
-    if group_name.startswith(VIRTUAL):
-        raise GroupError(
-            f"the virtual group {group_name!r} no longer exists. Use a virtual group only inside of run_virtual"
-        )
     if not dist.is_available() or not dist.is_initialized():
         raise GroupError(
             f"no process group {group_name!r}: torch.distributed is not initialized in this process. Call "

@@ -1,12 +1,12 @@
-"""Arithmetic of the ring: which rank holds which block at which step, and how many bytes are sent.
+"""Arithmetic of the ring: the shards of all ranks, and which rank holds which block at which step.
 
 Blocks of columns move to the next rank after each step and return to their owner after ``world`` hops. Nothing here
 needs a process group.
-
-Axes: m columns of one rank, d features, W ranks (``world``).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 def held_block(rank: int, step: int, world: int) -> int:
@@ -28,57 +28,34 @@ def previous_rank(rank: int, world: int) -> int:
     return (rank - 1) % world
 
 
-def starts(sizes: list[int]) -> list[int]:
-    """Global index of the first element of each shard.
+@dataclass(frozen=True)
+class Shards:
+    """Row and column counts of every rank. Shards may be unequal or empty.
 
-    >>> starts([3, 0, 5])
-    [0, 3, 3]
+    >>> shards = Shards(rank=1, rows=(2, 3), cols=(4, 3))
+    >>> shards.row_start, shards.col_start(1), shards.all_rows, shards.all_cols
+    (2, 4, 5, 7)
     """
-    found, total = [], 0
-    for size in sizes:
-        found.append(total)
-        total += size
-    return found
 
+    rank: int
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
 
-def payload_hops(world: int) -> int:
-    """Hops of a block's read-only tensors. The last rank does not send them on."""
-    return world - 1
+    @property
+    def all_rows(self) -> int:
+        """Total rows of all ranks."""
+        return sum(self.rows)
 
+    @property
+    def all_cols(self) -> int:
+        """Total columns of all ranks."""
+        return sum(self.cols)
 
-def accumulator_hops(world: int) -> int:
-    """Hops of the tensors that every rank adds to (column statistics, gradients). They return to the owner."""
-    return world if world > 1 else 0
+    @property
+    def row_start(self) -> int:
+        """Global index of this rank's first row."""
+        return sum(self.rows[: self.rank])
 
-
-def forward_bytes(
-    world: int,
-    cols: int,
-    width: int,
-    feature_bytes: int,
-    *,
-    vectors: int = 0,
-    accumulators: int = 0,
-) -> int:
-    """Bytes that a rank sends in forward, with equal shards.
-
-    ``(W - 1) m (d * feature_bytes + vectors) + W m accumulators``. ``vectors`` counts the bytes per column of ids,
-    shifts and biases. ``accumulators`` counts the bytes per column of the running column statistics.
-
-    >>> forward_bytes(4, 1000, 512, 2) == 3 * 1000 * 512 * 2
-    True
-    """
-    accumulated = accumulator_hops(world) * accumulators
-    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
-
-
-def backward_bytes(
-    world: int, cols: int, width: int, feature_bytes: int, gradient_bytes: int, *, vectors: int = 0
-) -> int:
-    """Bytes that a rank sends in backward, with equal shards: ``(W - 1) m (d f + vectors) + W m d g``.
-
-    >>> backward_bytes(4, 1000, 512, 2, 4) == 3 * 1000 * 512 * 2 + 4 * 1000 * 512 * 4
-    True
-    """
-    accumulated = accumulator_hops(world) * width * gradient_bytes
-    return cols * (payload_hops(world) * (width * feature_bytes + vectors) + accumulated)
+    def col_start(self, owner: int) -> int:
+        """Global index of the first column of a rank's block."""
+        return sum(self.cols[:owner])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import HALF_TYPES, Backward, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.torch_impl.one_pass import TorchOnePass
@@ -25,20 +28,9 @@ class TorchBackend(Backend):
         """The statistics of ``spec``, tile by tile."""
         return two_pass.forward(pair, spec, options)
 
-    def backward(
-        self,
-        pair: Pair,
-        stats: Stats,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        *,
-        grad_dtype: torch.dtype | None = None,
-        saved: object | None = None,
-    ) -> Grads:
-        """Gradients, tile by tile. The scores are computed a second time; ``saved`` is always None."""
-        return two_pass.backward(pair, stats, grad, needs, spec, options, grad_dtype or pair.a.dtype)
+    def backward(self, *args: Any, grad_dtype: torch.dtype | None = None, **more: Any) -> Grads:
+        """Gradients, tile by tile. The scores are computed a second time; nothing is saved."""
+        return two_pass.backward(Backward(*args), grad_dtype)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
         """For half types, the gradients of columns (and of symmetric rows) are summed in float32."""

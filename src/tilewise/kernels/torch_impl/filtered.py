@@ -6,23 +6,15 @@ Axes: n rows of a, m rows of b, d features; r, c the current rows and columns, t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.filter_plan import (
-    choose,
-    columns_of_tiles,
-    order_columns,
-    places_of,
-    row_steps,
-    tile_count,
-    tile_width,
-)
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.slices import slices
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.tile_softmax import SideWeights
 from tilewise.kernels.torch_impl.tiles import TileScores
@@ -49,25 +41,15 @@ class TorchFilter:
         """`forward`. The third result is always None."""
         return *self.forward(pair, spec, options), None
 
-    def backward(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        *,
-        saved: object | None = None,
-    ) -> Grads | None:
+    def backward(self, pair: Pair, stats: Stats, plan: FilterPlan, *args: Any, **more: Any) -> Grads | None:
         """Gradients, tile by tile, from the rows that keep the tile."""
+        job = Backward(pair, stats, *args)
         if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if int(plan.keep_all):
             return None
-        with matmul_precision(options.precision), torch.no_grad():
-            return _Backward(pair, stats, plan, grad, needs, spec, options).run()
+        with matmul_precision(job.options.precision), torch.no_grad():
+            return _Backward(job, plan).run()
 
 
 def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Tensor, bool]:
@@ -82,7 +64,7 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
         column_bytes = 4 * pair.stat_dtype.itemsize  # scores in both orders, and their exponentials
         rows = plans.sample_size(n, m, column_bytes, options)
     if rows == 0:
-        return order_columns(pair), False
+        return plans.order_columns(pair), False
     assert pair.row_key is not None
     chosen = plans.sample_of(n, rows)
     scores, sample = TileScores(pair, spec), pair.a[chosen].clone()
@@ -92,7 +74,7 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     for j in range(0, m, step := max(1, PROBED_NUMBERS // pair.b.shape[1])):
         torch.mm(scores.operand(pair.b[j : j + step]), sample_dr, out=x_mr[j : j + step])
     order = plans.order_by(x_mr[:, 0], pair)
-    width, tiles = tile_width(m), tile_count(m)
+    width, tiles = plans.tile_width(m), plans.tile_count(m)
     bias = None if pair.bias is None else pair.bias[order.long(), None]
     x_mr = scores.finish_(x_mr.index_select(0, order).mul_(scores.scale), bias)
     x_mr = torch.nn.functional.pad(x_mr, (0, 0, 0, tiles * width - m), value=-torch.inf)
@@ -101,8 +83,8 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     part_tr = x_mr.view(tiles, width, rows).sum(1).log_()
     few = dataclasses.replace(pair, row_key=pair.row_key[chosen])
     assert few.row_key is not None
-    tolerance = options.filter_tolerance
-    mass = choose(part_tr, part_tr.logsumexp(0), places_of(order, few), few.row_key >= 0, tolerance, width)[:, 1:]
+    lse, place, valid = part_tr.logsumexp(0), plans.places_of(order, few), few.row_key >= 0
+    mass = plans.choose(part_tr, lse, place, valid, options.filter_tolerance, width)[:, 1:]
     return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
 
 
@@ -112,11 +94,11 @@ class _Forward:
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, order: Tensor) -> None:
         self.pair, self.spec, self.options = pair, spec, options
         self.n, self.m = pair.a.shape[0], pair.b.shape[0]
-        self.width, self.tiles = tile_width(self.m), tile_count(self.m)
+        self.width, self.tiles = plans.tile_width(self.m), plans.tile_count(self.m)
         self.scores = TileScores(pair, spec)
         self.order = order
-        self.place = places_of(self.order, pair)
-        self.count = columns_of_tiles(self.order, pair.bias)
+        self.place = plans.places_of(self.order, pair)
+        self.count = plans.columns_of_tiles(self.order, pair.bias)
         self.bounded = two_pass.is_bounded(pair, spec)
 
     def run(self) -> tuple[Stats, FilterPlan]:
@@ -126,12 +108,10 @@ class _Forward:
         mass = pair.a.new_empty((self.tiles, self.n))
         mean = pair.a.new_empty((self.tiles, pair.b.shape[1]))
         lse, pos = (torch.empty(self.n, dtype=torch.float64, device=pair.a.device) for _ in range(2))
-        for start in range(0, self.n, step := row_steps(self.n, self.tiles, self.options)):
-            i = slice(start, min(start + step, self.n))
+        for i in slices(self.n, plans.row_steps(self.n, self.tiles, self.options)):
             part_tr = self._rows(i, lse, pos, mean)
-            for start_r in range(i.start, i.stop, CHOOSE_ROWS):
-                r = slice(start_r, min(start_r + CHOOSE_ROWS, i.stop))
-                mass[:, r] = choose(
+            for r in slices(i.stop, CHOOSE_ROWS, i.start):
+                mass[:, r] = plans.choose(
                     part_tr[:, r.start - i.start : r.stop - i.start],
                     lse[r].to(part_tr.dtype),
                     self.place[r],
@@ -155,8 +135,7 @@ class _Forward:
             b_cd = self.scores.operand(pair.b.index_select(0, cols))
             bias = None if pair.bias is None else pair.bias[cols]
             mean[t] = self._means(b_cd, cols, t).to(mean.dtype)
-            for start in range(i.start, i.stop, ROWS):
-                r = slice(start, min(start + ROWS, i.stop))
+            for r in slices(i.stop, ROWS, i.start):
                 x_rc = self.scores.finish_(self.scores.scaled_product(self.scores.scaled(pair.a[r]), b_cd), bias)
                 shift = lse.new_zeros(1) if pair.row_shift is None else pair.row_shift[r].double()
                 place = (self.place[r] - t.start * self.width)[:, None]
@@ -169,13 +148,11 @@ class _Forward:
                 lse[r] = torch.logaddexp(lse[r], log_rt.logsumexp(1))
         return part_tr
 
-    def _chunks(self) -> Iterator[slice]:
+    def _chunks(self) -> list[slice]:
         """Ranges of tiles whose columns and scores fit half the workspace."""
         item = self.scores.compute_dtype.itemsize
         column = 2 * self.pair.b.shape[1] * item + 3 * min(ROWS, self.n) * item
-        step = max(1, min(self.options.workspace_bytes // 2, 2**26) // (column * self.width))
-        for start in range(0, self.tiles, step):
-            yield slice(start, min(start + step, self.tiles))
+        return slices(self.tiles, max(1, min(self.options.workspace_bytes // 2, 2**26) // (column * self.width)))
 
     def _tile_sums(self, x_rc: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
         """A shift for each row and tile, and the sum of exp(x - shift): (r, t) each. Scores are overwritten."""
@@ -195,28 +172,18 @@ class _Forward:
         b_cd = b_cd.to(self.scores.compute_dtype)
         if self.pair.bias is not None:
             b_cd = torch.where((self.pair.bias[cols] > -torch.inf)[:, None], b_cd, 0.0)
-        tile = torch.arange(b_cd.shape[0], device=b_cd.device) // self.width
-        total = b_cd.new_zeros((t.stop - t.start, b_cd.shape[1]))
-        whole = b_cd.shape[0] // self.width
-        total[:whole] = b_cd[: whole * self.width].view(whole, self.width, b_cd.shape[1]).sum(1)
-        if whole < total.shape[0]:
-            total[whole] = b_cd[tile == whole].sum(0)
+        tiles, missing = t.stop - t.start, (t.stop - t.start) * self.width - b_cd.shape[0]
+        if missing:  # in the last tile
+            b_cd = torch.nn.functional.pad(b_cd, (0, 0, 0, missing))
+        total = b_cd.view(tiles, self.width, b_cd.shape[1]).sum(1)
         return total / self.count[t, None].to(total.dtype)
 
 
 class _Backward:
     """For each tile: exact gradients of the rows that keep it, and the tile's mean for the other rows."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-    ) -> None:
+    def __init__(self, job: Backward, plan: FilterPlan) -> None:
+        pair, stats, grad, needs, spec, options = job
         self.pair, self.plan, self.needs, self.options, self.spec = pair, plan, needs, options, spec
         self.scores = TileScores(pair, spec)
         compute, n = self.scores.compute_dtype, pair.a.shape[0]
@@ -227,7 +194,7 @@ class _Backward:
         grad_lse = nothing if grad.row_lse is None else grad.row_lse
         self.weights = SideWeights(stats.row_lse, pair.row_shift, grad_lse / self.size)
         self.grad_pos = ((nothing if grad.row_pos is None else grad.row_pos) / self.size).to(compute)
-        self.count = columns_of_tiles(plan.order, pair.bias).to(compute)
+        self.count = plans.columns_of_tiles(plan.order, pair.bias).to(compute)
         need_a = needs.a or (needs.scale and not needs.b)
         self.a = pair.a.new_zeros(pair.a.shape, dtype=compute) if need_a else None
         self.b = pair.a.new_empty(pair.b.shape) if needs.b else None
@@ -236,7 +203,7 @@ class _Backward:
 
     def run(self) -> Grads:
         """The gradients of all tiles."""
-        pair, width, m = self.pair, tile_width(self.pair.b.shape[0]), self.pair.b.shape[0]
+        pair, width, m = self.pair, plans.tile_width(self.pair.b.shape[0]), self.pair.b.shape[0]
         factor = pair.scale * self.size
         counts = self.plan.kept.tolist()
         for t in self._chunks():
@@ -262,12 +229,11 @@ class _Backward:
                     self.b[cols] = total_cd.mul_(factor.to(total_cd.dtype)).to(self.b.dtype)
         return self._grads(factor)
 
-    def _chunks(self) -> Iterator[slice]:
+    def _chunks(self) -> list[slice]:
         """Ranges of tiles whose dropped masses are converted together."""
         tiles, n = self.plan.mass.shape
-        step = max(1, min(self.options.workspace_bytes // 16, 2**24) // (4 * max(n, self.pair.a.shape[1])))
-        for start in range(0, tiles, step):
-            yield slice(start, min(start + step, tiles))
+        numbers = min(self.options.workspace_bytes // 16, 2**24) // 4
+        return slices(tiles, max(1, numbers // max(n, self.pair.a.shape[1])))
 
     def _dropped(self, t: slice) -> Tensor:
         """The dropped masses multiplied by the gradient of the log-sum-exp: (t, n)."""
@@ -289,15 +255,13 @@ class _Backward:
         """dA_i += the mass that row i drops in each tile * the tile's mean column."""
         assert self.a is not None
         mean_td = self.plan.mean[t].to(dropped_tn.dtype)
-        for start in range(0, self.a.shape[0], 4 * ROWS):
-            r = slice(start, start + 4 * ROWS)
+        for r in slices(self.a.shape[0], 4 * ROWS):
             self.a[r].addmm_(dropped_tn[:, r].T, mean_td)
 
     def _share(self, dropped_tn: Tensor, t: slice) -> Tensor:
         """The gradient of each column of a tile from the rows that drop the tile: (t, d)."""
         total = dropped_tn.new_zeros((dropped_tn.shape[0], self.pair.a.shape[1]))
-        for start in range(0, dropped_tn.shape[1], 4 * ROWS):
-            r = slice(start, start + 4 * ROWS)
+        for r in slices(dropped_tn.shape[1], 4 * ROWS):
             total.addmm_(dropped_tn[:, r], self._rows(r, total.dtype))
         return total / self.count[t, None]
 
@@ -328,8 +292,7 @@ class _Backward:
     def _grads(self, factor: Tensor) -> Grads:
         pair, stat = self.pair, self.pair.stat_dtype
         if self.needs.scale and self.a is not None:
-            for start in range(0, self.a.shape[0], 4 * ROWS):
-                r = slice(start, start + 4 * ROWS)
+            for r in slices(self.a.shape[0], 4 * ROWS):
                 self.scale += (self.a[r] * self._rows(r, self.a.dtype)).sum(dtype=torch.float64)
         return Grads(
             a=self.a.mul_(factor.to(self.a.dtype)).to(pair.a.dtype) if self.a is not None and self.needs.a else None,

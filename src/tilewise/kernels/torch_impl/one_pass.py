@@ -14,20 +14,13 @@ Axes: n rows of a, m rows of b, d features; r rows of one block; i, j slices of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tilewise.kernels import scalar_loss
+from tilewise.kernels.backend import Like, Saved
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.scalar_loss import (
-    gradients_like,
-    gradients_of,
-    is_one_sided,
-    loss_of_stats,
-    saved_dtype,
-    saved_gradients,
-)
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
     HALF_TYPES,
     Grads,
@@ -63,8 +56,8 @@ class TorchOnePass:
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """See `OnePass`. The loss must be one of rows with one positive, and the workspace hold the scores of a row."""
-        if not is_one_sided(spec):
-            return "it serves only losses of rows with one positive each"
+        if not scalar_loss.is_one_sided(spec):
+            return scalar_loss.NOT_ONE_SIDED
         if self.rows_that_fit(shape, spec, options.workspace_bytes) < 1:
             return "the workspace does not hold the scores of one row"
         return None
@@ -73,35 +66,24 @@ class TorchOnePass:
         """See `OnePass`. A sigmoid stores no scores."""
         return shape.rows if spec.softplus else block_rows(shape, spec, memory)
 
-    def saved_like(
-        self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
         """See `OnePass`."""
-        return gradients_like(shape, needs)
+        return scalar_loss.gradients_like(shape, needs)
 
     def forward(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, Saved]:
         """The loss and its gradients, block by block of rows."""
         fit = self.rows_that_fit(pair.shape, spec, options.workspace_bytes)
         with matmul_precision(options.precision), torch.no_grad():
             loss, grads = _Blocks(pair, weights, needs, spec, options, fit).run()
-        return loss, saved_gradients(grads, rows)
+        return loss, scalar_loss.saved_gradients(grads, rows)
 
     def backward(
-        self,
-        saved: Sequence[Tensor | None],
-        pair: Pair,
-        grad_output: Tensor,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        shape: PairShape,
-        *,
-        overwrite: bool = False,
+        self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
     ) -> Grads:
         """The saved gradients multiplied by ``grad_output``."""
-        grads = gradients_of(saved, needs, pair.a.shape[0])
+        grads = scalar_loss.gradients_of(saved, needs, pair.a.shape[0])
         return Grads(
             a=None if grads.a is None else multiplied(grads.a, grad_output, pair.a.dtype, overwrite),
             b=None if grads.b is None else multiplied(grads.b, grad_output, pair.b.dtype, overwrite),
@@ -117,8 +99,7 @@ def multiplied(grad: Tensor, grad_output: Tensor, dtype: torch.dtype, overwrite:
         return grad
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
     # The factor has 2 dimensions, because a 0-d factor would first be rounded to the type of a half gradient.
-    for start in range(0, grad.shape[0], MULTIPLY_ROWS):
-        rows = slice(start, start + MULTIPLY_ROWS)
+    for rows in slices(grad.shape[0], MULTIPLY_ROWS):
         out[rows] = grad[rows] * grad_output.reshape(1, 1)
     return out
 
@@ -136,7 +117,7 @@ class _Blocks:
             self.tiles.rows, self.tiles.cols = rows, max(pair.b.shape[0], 1)
         # G is divided by the largest weight, so that it stays near 1. `GradSums` multiplies it back.
         self.size = largest_gradient(GradStats(row_lse=self.weight, row_pos=self.square)).to(pair.a.device)
-        self.sums = GradSums(self.tiles, needs, self.size, saved_dtype(pair.a.dtype))
+        self.sums = GradSums(self.tiles, needs, self.size, scalar_loss.saved_dtype(pair.a.dtype))
         self.loss = pair.a.new_zeros((), dtype=torch.float64)
         self.bounded = not spec.softplus and is_bounded(pair, spec)
         self.num_positives = self.tiles.keys.num_positives()
@@ -165,7 +146,7 @@ class _Blocks:
         shift = 0.0 if pair.row_shift is None else pair.row_shift[i].double()
         stats = Stats(row_lse=lse - shift, row_pos=pos, num_positives=self.num_positives[i])
         square = None if self.square is None else self.square[i]
-        loss, grad = loss_of_stats(self.weight[i], square, stats, shift, self.spec)
+        loss, grad = scalar_loss.loss_of_stats(self.weight[i], square, stats, shift, self.spec)
         self.loss += loss
         assert grad.row_lse is not None
         assert grad.row_pos is not None

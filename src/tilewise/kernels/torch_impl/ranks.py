@@ -8,13 +8,14 @@ full; the extra scores are discarded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
 from tilewise.kernels.ranks import Answers, Best, Block, ends_of
+from tilewise.kernels.slices import slices
 from tilewise.kernels.torch_impl.tiles import product_types
 
 LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
@@ -50,9 +51,20 @@ def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_by
 
 
 class ScoreTile:
-    """A `Scorer` that allocates the buffers of one tile once per call."""
+    """A `Scorer` that allocates the buffers of one tile once per call.
 
-    def __init__(self, device: torch.device, width: int, dtype: torch.dtype, workspace_bytes: int):
+    ``multiply(queries, items, out)`` replaces the matrix product by scores of another backend.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        width: int,
+        dtype: torch.dtype,
+        workspace_bytes: int,
+        multiply: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.multiply = multiply
         self.side = tile_side(device, width, dtype, workspace_bytes)
         feature, score = product_types(device, dtype)
         self.device, self.dtype = device, score
@@ -62,19 +74,12 @@ class ScoreTile:
         self.scores, self.better, self.ties, self.before = squares
         self.ones = torch.ones(self.side, device=device, dtype=score)
         self.places = torch.arange(self.side, device=device, dtype=score)  # exact, since a side is below 2**24
-        self.scratch_bytes = scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
-
-    def ranges(self, length: int) -> list[slice]:
-        """Slices that divide `length` rows into tiles."""
-        return [slice(first, min(first + self.side, length)) for first in range(0, length, self.side)]
-
-    def load(self, buffer: Tensor, features: Tensor) -> None:
-        """Copy features into a buffer. Old values behind the end remain; their scores are discarded."""
-        buffer[: features.shape[0]].copy_(features)
 
     def product(self, rows: int, cols: int) -> Tensor:
-        """Scores of the loaded queries and gallery items: (rows, cols), a view of the tile's buffer."""
-        if self.queries.dtype == self.scores.dtype:
+        """Scores of the queries and items in the buffers: (rows, cols). Old values behind the end are discarded."""
+        if self.multiply is not None:
+            self.multiply(self.queries, self.gallery[:cols], self.scores[:, :cols])
+        elif self.queries.dtype == self.scores.dtype:
             torch.mm(self.queries, self.gallery.T, out=self.scores)
         else:
             torch.mm(self.queries, self.gallery.T, out_dtype=self.scores.dtype, out=self.scores)
@@ -86,11 +91,10 @@ class ScoreTile:
         The items are gathered in the order of their queries. A full tile is multiplied and only its diagonal is used,
         so that the arithmetic is that of every other tile. This costs s products per pair instead of one.
         """
-        for rows in self.ranges(block.queries.shape[0] if block.items.shape[0] else 0):
+        for rows in slices(block.queries.shape[0] if block.items.shape[0] else 0, self.side):
             items, inside = block.answering(index, rows)
-            self.load(self.queries, block.queries[rows])
-            self.load(self.gallery, items)
             count = rows.stop - rows.start
+            self.queries[:count], self.gallery[:count] = block.queries[rows], items
             scores = self.product(count, count).diagonal()
             into[rows] = torch.where(inside, scores, into[rows])
 
@@ -102,9 +106,9 @@ class ScoreTile:
         With ids in ascending order this pass is nearly free.
         """
         row_ends, col_ends = ends_of(row_ids, row_ids, self.side), ends_of(col_ids, col_ids, self.side)
-        for cols, (low, high) in zip(self.ranges(block.items.shape[0]), col_ends, strict=True):
-            self.load(self.gallery, block.items[cols])
-            for rows, (first, last) in zip(self.ranges(block.queries.shape[0]), row_ends, strict=True):
+        for cols, (low, high) in zip(slices(block.items.shape[0], self.side), col_ends, strict=True):
+            self.gallery[: cols.stop - cols.start] = block.items[cols]
+            for rows, (first, last) in zip(slices(block.queries.shape[0], self.side), row_ends, strict=True):
                 if last < low or high < first:
                     continue
                 scores = self._scores(block, rows, cols)
@@ -127,9 +131,9 @@ class ScoreTile:
         n, c = block.queries.shape[0], block.items.shape[0]
         row_counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int64)
         col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int64)
-        for j in self.ranges(c):
-            self.load(self.gallery, block.items[j])
-            for i in self.ranges(n):
+        for j in slices(c, self.side):
+            self.gallery[: j.stop - j.start] = block.items[j]
+            for i in slices(n, self.side):
                 scores = self._scores(block, i, j)
                 for counts, answers in zip(row_counts, rows, strict=True):
                     counts[i] += self._count_along_columns(scores, answers, i, block.col_offset + j.start)
@@ -140,8 +144,9 @@ class ScoreTile:
 
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
         """Scores of these queries and the loaded items; -inf for an excluded pair."""
-        self.load(self.queries, block.queries[rows])
-        scores = self.product(rows.stop - rows.start, cols.stop - cols.start)
+        count = rows.stop - rows.start
+        self.queries[:count] = block.queries[rows]
+        scores = self.product(count, cols.stop - cols.start)
         if block.excluded is not None:
             block.excluded.hide_(scores, rows, self.side, block.col_offset + cols.start)
         return scores

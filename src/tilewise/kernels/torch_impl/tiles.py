@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import HALF_TYPES, Pair, PairSpec
 from tilewise.kernels.torch_impl.tile_keys import TileKeys
 from tilewise.options import TileOptions
@@ -98,10 +99,9 @@ class Tiles(TileScores):
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Rows in the outer loop, columns in the inner one. Symmetric: only tiles on and above the diagonal."""
         n, m = self.pair.a.shape[0], self.pair.b.shape[0]
-        for start in range(0, n, self.rows):
-            first = start if self.spec.symmetric else 0
-            for col in range(first, m, self.cols):
-                yield slice(start, min(start + self.rows, n)), slice(col, min(col + self.cols, m))
+        for i in slices(n, self.rows):
+            for j in slices(m, self.cols, i.start if self.spec.symmetric else 0):
+                yield i, j
 
     def a_block(self, i: slice) -> Tensor:
         """Rows of a, in the type of the operands."""
@@ -152,8 +152,8 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
         return math.inf
     norms = [
         max(
-            torch.linalg.vector_norm(x[k : k + 4096], dim=1, dtype=pair.stat_dtype).max().item()
-            for k in range(0, x.shape[0], 4096)
+            torch.linalg.vector_norm(x[rows], dim=1, dtype=pair.stat_dtype).max().item()
+            for rows in slices(x.shape[0], 4096)
         )
         for x in ((pair.a,) if spec.symmetric else (pair.a, pair.b))
     ]

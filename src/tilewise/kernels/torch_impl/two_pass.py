@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
+    Backward,
     Grads,
     GradStats,
     Needs,
     Pair,
     PairSpec,
+    Statistic,
     Stats,
     largest_gradient,
     merged_entropy,
     merged_top,
+    wanted_stats,
 )
 from tilewise.kernels.torch_impl.tile_softmax import (
     SAFE_SCORE,
@@ -38,29 +42,22 @@ from tilewise.options import TileOptions
 def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """The statistics of ``spec``, tile by tile."""
     with matmul_precision(options.precision), torch.no_grad():
-        running = _RunningStats(pair, spec)
         tiles = Tiles(pair, spec, options)
+        running = _RunningStats(tiles)
         for i, j in tiles:
-            running.add(tiles, i, j)
-        return running.stats(tiles)
+            running.add(i, j)
+        return running.stats()
 
 
-def backward(
-    pair: Pair,
-    stats: Stats,
-    grad: GradStats,
-    needs: Needs,
-    spec: PairSpec,
-    options: TileOptions,
-    grad_dtype: torch.dtype,
-) -> Grads:
+def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:
     """Gradients, tile by tile. The scores are computed a second time."""
+    pair, stats, grad, needs, spec, options = job
     with matmul_precision(options.precision), torch.no_grad():
         tiles = Tiles(pair, spec, options)
         # G is divided by the largest gradient of a statistic, so that it stays near 1. `GradSums` multiplies it back.
         size = largest_gradient(grad).to(pair.a.device)
         weights = _TileWeights(pair, stats, grad, size, spec)
-        sums = GradSums(tiles, needs, size, grad_dtype)
+        sums = GradSums(tiles, needs, size, grad_dtype or pair.a.dtype)
         for i, j in tiles:
             sums.add(weights.gradient(tiles, i, j), i, j)
         return sums.grads()
@@ -72,86 +69,69 @@ def is_bounded(pair: Pair, spec: PairSpec) -> bool:
 
 
 class _RunningStats:
-    """Statistics of the tiles added so far, float64."""
+    """Statistics of the tiles added so far, without the shifts, float64."""
 
-    def __init__(self, pair: Pair, spec: PairSpec) -> None:
-        self.pair, self.spec = pair, spec
-        n, m = pair.a.shape[0], pair.b.shape[0]
-
-        def vector(wanted: bool, size: int, fill: float) -> Tensor | None:
-            return pair.a.new_full((size,), fill, dtype=torch.float64) if wanted else None
-
-        self.row_lse = vector(spec.row_lse, n, -torch.inf)
-        self.col_lse = vector(spec.col_lse, m, -torch.inf)
-        self.row_pos = vector(spec.has_positive_scores, n, 0.0)
-        self.row_softplus = vector(spec.softplus, n, 0.0)
-        self.row_sum = vector(spec.row_sum, n, 0.0)
+    def __init__(self, tiles: Tiles) -> None:
+        self.tiles, self.pair, self.spec = tiles, tiles.pair, tiles.spec
+        pair, spec, low = self.pair, self.spec, -torch.inf
         assert not spec.token_stats or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
-        self.row_entropy = vector(spec.row_entropy, n, 0.0)
-        self.row_top = vector(spec.row_top, n, -torch.inf)
-        self.row_top_col = pair.a.new_full((n,), pair.col_start, dtype=torch.int64) if spec.row_top else None
+        first = {"row_lse": low, "col_lse": low, "row_top": low, "row_top_col": pair.col_start}  # 0 for the others
+
+        def vector(stat: Statistic) -> Tensor:
+            size, dtype = pair.b.shape[0] if stat.of_columns else pair.a.shape[0], torch.float64
+            return pair.a.new_full((size,), first.get(stat.name, 0.0), dtype=torch.int64 if stat.integer else dtype)
+
+        counted = "num_positives"  # from the keys, at the end
+        self.now = Stats(**{stat.name: vector(stat) for stat in wanted_stats(spec) if stat.name != counted})
         self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_entropy and is_bounded(pair, spec)
 
-    def add(self, tiles: Tiles, i: slice, j: slice) -> None:
+    def add(self, i: slice, j: slice) -> None:
         """Add the tile of the rows i and the columns j."""
+        tiles, now = self.tiles, self.now
         x_rc = tiles.scores(i, j)
         scratch = tiles.scratch(x_rc)
-        if self.row_pos is not None:
+        if now.row_pos is not None:
             row, mirror = tiles.keys.positive_sums(x_rc, i, j, scratch)
-            self.row_pos[i] += row
+            now.row_pos[i] += row
             if mirror is not None:
-                self.row_pos[j] += mirror
-        if self.row_sum is not None:
+                now.row_pos[j] += mirror
+        if now.row_sum is not None:
             assert self.pair.col_weight is not None
-            self.row_sum[i] += x_rc @ self.pair.col_weight[j].to(x_rc.dtype)
-        if self.row_softplus is not None:
+            now.row_sum[i] += x_rc @ self.pair.col_weight[j].to(x_rc.dtype)
+        if now.row_softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
-            self.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)
-        if self.row_top is not None and self.row_top_col is not None and x_rc.shape[1]:
+            now.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)
+        if now.row_top is not None and now.row_top_col is not None and x_rc.shape[1]:
             top = x_rc.max(1)  # the first of equal scores
             tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
-            self.row_top[i], self.row_top_col[i] = merged_top((self.row_top[i], self.row_top_col[i]), tile)
-        if self.row_entropy is not None and self.row_lse is not None:
-            running, tile = (self.row_lse[i], self.row_entropy[i]), tile_entropies(x_rc, scratch)
-            lse = torch.logaddexp(running[0], tile[0])
-            self.row_entropy[i] = merged_entropy(running, tile, lse)
-            self.row_lse[i] = lse
-        elif self.row_lse is not None or self.col_lse is not None:
+            now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
+        if now.row_entropy is not None and now.row_lse is not None:
+            running, tile = (now.row_lse[i], now.row_entropy[i]), tile_entropies(x_rc, scratch)
+            now.row_lse[i], now.row_entropy[i] = merged_entropy(running, tile)
+        elif now.row_lse is not None or now.col_lse is not None:
             self._add_exponentials(x_rc, scratch, i, j)
 
     def _add_exponentials(self, x_rc: Tensor, scratch: Tensor, i: slice, j: slice) -> None:
-        mirrored = self.spec.symmetric and i != j
-        row, col = tile_log_sums(
-            x_rc, scratch, rows=self.spec.row_lse, cols=self.spec.col_lse or mirrored, bounded=self.bounded
-        )
-        if self.row_lse is not None:
-            self.row_lse[i] = torch.logaddexp(self.row_lse[i], row)
+        spec, row_lse, col_lse = self.spec, self.now.row_lse, self.now.col_lse
+        mirrored = spec.symmetric and i != j
+        row, col = tile_log_sums(x_rc, scratch, rows=spec.row_lse, cols=spec.col_lse or mirrored, bounded=self.bounded)
+        if row_lse is not None:
+            row_lse[i] = torch.logaddexp(row_lse[i], row)
             if mirrored:
-                self.row_lse[j] = torch.logaddexp(self.row_lse[j], col)
-        if self.col_lse is not None:
-            self.col_lse[j] = torch.logaddexp(self.col_lse[j], col)
+                row_lse[j] = torch.logaddexp(row_lse[j], col)
+        if col_lse is not None:
+            col_lse[j] = torch.logaddexp(col_lse[j], col)
 
-    def stats(self, tiles: Tiles) -> Stats:
+    def stats(self) -> Stats:
         """The wanted statistics, relative to the shifts, in `stat_dtype`; log-sum-exps in float64."""
-
-        def wide(vector: Tensor | None, shift: Tensor | None) -> Tensor | None:
-            return vector if vector is None or shift is None else vector - shift
-
-        def out(vector: Tensor | None, shift: Tensor | None = None) -> Tensor | None:
-            vector = wide(vector, shift)
-            return None if vector is None else vector.to(self.pair.stat_dtype)
-
-        return Stats(
-            row_lse=wide(self.row_lse, self.pair.row_shift),
-            row_pos=out(self.row_pos),
-            num_positives=None if self.row_pos is None else tiles.keys.num_positives(),
-            row_softplus=out(self.row_softplus),
-            row_sum=out(self.row_sum),
-            row_entropy=out(self.row_entropy),
-            row_top=out(self.row_top, self.pair.row_shift),
-            row_top_col=self.row_top_col,
-            col_lse=wide(self.col_lse, self.pair.col_shift),
-        )
+        pair, found = self.pair, {name: value for name, value in vars(self.now).items() if value is not None}
+        for name, shift in (("row_lse", pair.row_shift), ("row_top", pair.row_shift), ("col_lse", pair.col_shift)):
+            if name in found and shift is not None:
+                found[name] = found[name] - shift
+        if self.spec.has_positive_scores:
+            found["num_positives"] = self.tiles.keys.num_positives()
+        exact = ("row_lse", "col_lse", "row_top_col")
+        return Stats(**{name: v if name in exact else v.to(pair.stat_dtype) for name, v in found.items()})
 
 
 class _TileWeights:
@@ -267,7 +247,6 @@ class GradSums:
 def _dot(total: Tensor, features: Tensor) -> Tensor:
     """Sum of products of two (n, d) tensors, float64, a block of rows at a time."""
     out = total.new_zeros((), dtype=torch.float64)
-    for start in range(0, total.shape[0], 4096):
-        rows = slice(start, start + 4096)
+    for rows in slices(total.shape[0], 4096):
         out += (total[rows] * features[rows].to(total.dtype)).sum(dtype=torch.float64)
     return out

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Backend, Grads, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import HALF_TYPES, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
@@ -18,6 +19,7 @@ from tilewise.options import TileOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
+TOKEN_STATS = {"row_entropy", "row_top", "row_top_col"}
 
 
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -40,6 +42,7 @@ class TritonBackend(Backend):
     one_pass = TritonOnePass()
     filtered = TritonFilter()
     offers_ranks = True
+    statistics = frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"}) | TOKEN_STATS
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """The first reason why these kernels cannot serve the call, or None."""
@@ -59,11 +62,11 @@ class TritonBackend(Backend):
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
-        return two_pass.forward(pair, spec, options)
+        return two_pass.forward(pair, spec, options)[0]
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
         """The same, and the exponentials of some columns."""
-        return two_pass.forward_saving(pair, spec, options)
+        return two_pass.forward(pair, spec, options, save=True)
 
     def backward(self, *args: Any, **more: Any) -> Grads:
         """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes a gradient."""

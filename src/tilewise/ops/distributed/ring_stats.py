@@ -16,21 +16,21 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.errors import GroupError
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.spec import Backward, Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, rotate_blocks
 from tilewise.ring.exchange import Exchange, find_exchange
-from tilewise.ring.shards import Shards
+from tilewise.ring.schedule import Shards
 
-PAYLOAD = ("bias", "col_key", "col_skip", "col_shift", "col_weight")  # beside the features, in `Pair`
+PAYLOAD = ("b", "bias", "col_key", "col_skip", "col_shift", "col_weight")  # the fields of `Pair` that travel
 LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
 ROWS = ("row_key", "row_skip", "row_shift")
 TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
@@ -51,7 +51,8 @@ def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: s
         nonlocal total
         part, how = _meet(pair, spec, shards, owner, block)
         if owner != shards.rank and 0 in (part.a.shape[0], part.b.shape[0]):
-            return {name: _nothing(part) for name in of_columns} or None
+            nothing = torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
+            return dict.fromkeys(of_columns, nothing) or None  # the log of a sum over no rows
         stats = choose_backend(part.shape, how, options).forward(part, how, options)
         # In float64, so that the number of blocks costs no accuracy; these are vectors.
         total = total.merge(stats.rows().rounded(torch.float64))
@@ -62,32 +63,27 @@ def ring_forward(pair: Pair, spec: PairSpec, options: TileOptions, group_name: s
     return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
 
 
-def ring_backward(
-    pair: Pair,
-    stats: Stats,
-    grad: GradStats,
-    needs: Needs,
-    spec: PairSpec,
-    options: TileOptions,
-    group_name: str,
-) -> Grads:
-    """Gradients of this rank's rows over all columns, and of its columns over all rows.
+def ring_backward(job: Backward, group_name: str) -> Grads:
+    """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
     """
     exchange = find_exchange(group_name)
-    grad = _fill(grad, spec, pair)
+    pair, stats, grad, needs, spec, options = job = job._replace(grad=_fill(job.grad, job.spec, job.pair))
     if exchange.world == 1:
-        return choose_backend(pair.shape, spec, options).backward(pair, stats, grad, needs, spec, options)
+        return choose_backend(pair.shape, spec, options).backward(*job)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
-        return summed_backward(exchange, pair, stats, grad, needs, spec, options)
-    sums, of_columns = _RowSums(pair), _column_stats(spec)
+        return summed_backward(exchange, job._replace(pair=pair))
+    of_columns = _column_stats(spec)
+    grad_a: Tensor | None = None  # those of the rows and of the scale stay here
+    scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
     cols_wanted = needs.a if spec.symmetric else needs.b
     travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+        nonlocal grad_a
         part, how = _meet(pair, spec, shards, owner, block)
         if 0 in (part.a.shape[0], part.b.shape[0]):
             return None
@@ -96,7 +92,10 @@ def ring_backward(
         wanted = needs if how.symmetric else needs._replace(b=cols_wanted)
         backend = choose_backend(part.shape, how, options)
         grads = backend.backward(part, known, coming, wanted, how, options, grad_dtype=pair.stat_dtype)
-        sums.add(grads)
+        if grads.a is not None:
+            grad_a = grads.a if grad_a is None else grad_a.add_(grads.a)
+        if grads.scale is not None:
+            scale.add_(grads.scale)
         owed = {"grad": grads.b, "bias": grads.bias}
         return None if how.symmetric else {name: value for name, value in owed.items() if value is not None}
 
@@ -106,44 +105,20 @@ def ring_backward(
     for name in of_columns:
         payload |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
     home = rotate_blocks(exchange, shards.cols, payload, work, accumulators=accumulators, merge=_merge_sum)
-    return sums.finish(needs, spec, home)
-
-
-class _RowSums:
-    """Gradients that stay: those of the rows, and of the scale."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        self.a: Tensor | None = None
-        self.scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
-
-    def add(self, grads: Grads) -> None:
-        """Those of one more block. The first one's memory is taken over."""
-        if grads.a is not None:
-            self.a = grads.a if self.a is None else self.a.add_(grads.a)
-        if grads.scale is not None:
-            self.scale += grads.scale
-
-    def finish(self, needs: Needs, spec: PairSpec, home: dict[str, Tensor]) -> Grads:
-        """All gradients, in the types of their inputs."""
-        pair = self.pair
-        grad_a, grad_b = self.a, home.get("grad")
-        if grad_a is None and needs.a:
-            grad_a = torch.zeros(pair.a.shape, dtype=pair.stat_dtype, device=pair.a.device)
-        if spec.symmetric and grad_a is not None and grad_b is not None:
-            grad_a, grad_b = grad_a.add_(grad_b), None
-        return Grads(
-            a=None if grad_a is None else grad_a.to(pair.a.dtype),
-            b=None if grad_b is None else grad_b.to(pair.b.dtype),
-            scale=self.scale.to(pair.stat_dtype) if needs.scale else None,
-            # A view into a buffer that also held other accumulators; an operator's output owns its memory.
-            bias=home["bias"].clone() if needs.bias else None,
-        )
+    grad_b = home.get("grad")
+    if grad_a is None and needs.a:
+        grad_a = torch.zeros(pair.a.shape, dtype=pair.stat_dtype, device=pair.a.device)
+    if spec.symmetric and grad_a is not None and grad_b is not None:
+        grad_a, grad_b = grad_a.add_(grad_b), None
+    # The bias is a view into a buffer that also held other accumulators; an operator's output owns its memory.
+    return Grads(
+        a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home["bias"].clone() if needs.bias else None
+    )
 
 
 def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: TileOptions, needs: Needs) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
-    present = [name for name in (*ROWS, *PAYLOAD) if getattr(pair, name) is not None]
+    present = [name for name in (*ROWS, *PAYLOAD[1:]) if getattr(pair, name) is not None]
     asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
     call = {
         "call": f"{phase} of a loss",
@@ -152,17 +127,13 @@ def _agree(exchange: Exchange, phase: str, pair: Pair, spec: PairSpec, options: 
         "loss": " ".join(f"{name}={value}" for name, value in asked.items()) or "none",
         "keys": " ".join(present) or "none",
         "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
-        "device": pair.a.device.type if exchange.refuses(pair.a.device) is None else "one that cannot travel",
         "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
     }
     if spec.same_rows:
         call["rows"] = pair.a.shape[0]
         if pair.row_key is not None and pair.row_key.device.type == "cpu":  # elsewhere, looking would wait
             call[TARGETS] = f"checksum {zlib.crc32(pair.row_key.numpy().tobytes()):08x}"
-    shards = agree(exchange, pair.a.shape[0], pair.b.shape[0], call)
-    if reason := exchange.refuses(pair.a.device):
-        raise GroupError(f"features on {pair.a.device} cannot travel through this group: {reason}")
-    return shards
+    return agree(exchange, pair.a.shape[0], pair.b.shape[0], call, pair.a.device)
 
 
 def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
@@ -179,24 +150,15 @@ def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
 
 def _payload(pair: Pair) -> dict[str, Tensor]:
     """What a block of columns carries."""
-    named = {"features": pair.b, **{name: getattr(pair, name) for name in PAYLOAD}}
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: getattr(pair, name) for name in PAYLOAD if getattr(pair, name) is not None}
 
 
 def _meet(pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]) -> tuple[Pair, PairSpec]:
     """This rank's rows with one block of columns. Only with its own block can the scores be symmetric."""
     if owner == shards.rank:
         return pair, spec
-    part = dataclasses.replace(
-        pair,
-        b=block["features"],
-        col_start=shards.col_start(owner),
-        bias=block.get("bias"),
-        col_key=block.get("col_key"),
-        col_skip=block.get("col_skip"),
-        col_shift=block.get("col_shift"),
-        col_weight=block.get("col_weight"),
-    )
+    columns: dict[str, Any] = {name: block.get(name) for name in PAYLOAD}
+    part = dataclasses.replace(pair, col_start=shards.col_start(owner), **columns)
     return part, dataclasses.replace(spec, symmetric=False)
 
 
@@ -212,11 +174,6 @@ def _fill(grad: GradStats, spec: PairSpec, pair: Pair) -> GradStats:
         if (stat.of_columns or stat.name == "row_softplus") and getattr(grad, stat.name) is None
     }
     return dataclasses.replace(grad, **missing)
-
-
-def _nothing(part: Pair) -> Tensor:
-    """The log of a sum over no rows."""
-    return torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
 
 
 def _column_stats(spec: PairSpec) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import functools
 import torch
 
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_names, wanted_stats
 from tilewise.options import TileOptions
 from tilewise.ring.blocks import Guard
 from tilewise.ring.exchange import Exchange
@@ -22,7 +22,7 @@ def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: Tile
     """Row statistics over the shards of all ranks, bitwise the same on every rank."""
     guard = Guard()  # the other ranks wait for this rank's statistics: if it fails, they get NaN
     local = guard.run(lambda: choose_backend(pair.shape, spec, options).forward(pair, spec, options))
-    names = [stat.name for stat in wanted_stats(spec)]
+    names = wanted_names(spec)
     # One all-reduce: every rank adds its statistics to its own row of zeros.
     shape = exchange.world, len(names), pair.a.shape[0]
     gathered = torch.zeros(shape, dtype=torch.float64, device=pair.a.device)
@@ -51,20 +51,13 @@ def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
     return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
 
 
-def summed_backward(
-    exchange: Exchange,
-    pair: Pair,
-    stats: Stats,
-    grad: GradStats,
-    needs: Needs,
-    spec: PairSpec,
-    options: TileOptions,
-) -> Grads:
+def summed_backward(exchange: Exchange, job: Backward) -> Grads:
     """This rank's shard with the statistics of all; what belongs to the rows is added up over the ranks."""
+    pair, needs = job.pair, job.needs
 
     def work() -> Grads:
-        backend = choose_backend(pair.shape, spec, options)
-        return backend.backward(pair, stats, grad, needs, spec, options, grad_dtype=pair.stat_dtype)
+        backend = choose_backend(pair.shape, job.spec, job.options)
+        return backend.backward(*job, grad_dtype=pair.stat_dtype)
 
     guard = Guard()  # the other ranks wait for this rank's gradients: if it fails, they get NaN
     grads = guard.run(work)
@@ -77,9 +70,4 @@ def summed_backward(
     if scale is not None:
         exchange.sum_(scale)
     guard.check()
-    return Grads(
-        a=None if grads.a is None else grads.a.to(pair.a.dtype),
-        b=None if grads.b is None else grads.b.to(pair.b.dtype),
-        scale=None if scale is None else scale.to(pair.stat_dtype),
-        bias=grads.bias,
-    )
+    return dataclasses.replace(grads, scale=scale)

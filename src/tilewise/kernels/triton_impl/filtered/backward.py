@@ -11,57 +11,34 @@ import triton
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.filter_plan import columns_of_tiles, tile_count
-from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.filter_plan import columns_of_tiles
+from tilewise.kernels.host_scalar import HostScalar
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, largest_gradient
 from tilewise.kernels.triton_impl.filtered import kernels
-from tilewise.kernels.triton_impl.filtered.forward import units
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, vector
+from tilewise.kernels.triton_impl.filtered.forward import FilterCall
+from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.options import TileOptions
 
 LIST_BLOCK = 1024
 
 
-class FilterBackward:
+class FilterBackward(FilterCall):
     """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
 
-    def __init__(
-        self,
-        pair: Pair,
-        stats: Stats,
-        plan: FilterPlan,
-        grad: GradStats,
-        needs: Needs,
-        spec: PairSpec,
-        options: TileOptions,
-        saved: SavedColumns | None = None,
-    ) -> None:
-        self.pair, self.plan, self.grad, self.needs, self.saved = pair, plan, grad, needs, saved
-        self.spec, self.options, self.stats = spec, options, stats
-        self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
-        self.width, self.tiles, self.device = plans.tile_width(self.m), tile_count(self.m), pair.a.device
-        self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
-
-    def run(self) -> Grads | None:
+    def run(
+        self, stats: Stats, plan: FilterPlan, grad: GradStats, needs: Needs, saved: SavedColumns | None = None
+    ) -> Grads | None:
         """The gradients, or None if too many pairs are kept."""
-        kept, keep_all = self.plan.kept, self.plan.keep_all
-        if kept.is_cuda:
-            host = torch.empty(self.tiles + 1, dtype=kept.dtype, device="cpu", pin_memory=True)
-            host[: self.tiles].copy_(kept, non_blocking=True)
-            host[self.tiles :].copy_(keep_all, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+        self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
+        self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
+        found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
         # All that does not depend on the number of pairs is launched or prepared before the host waits.
         self._start()
-        self._prepare()
-        if kept.is_cuda:
-            copied.synchronize()
-            kept, keep_all = host[: self.tiles], host[self.tiles :]
-        counts = kept.tolist()
-        if keep_all.item() or sum(counts) > self.most_pairs:
+        self._kernels()
+        *counts, keep_all = found.tensor().tolist()
+        if keep_all or sum(counts) > self.most_pairs:
             return None
         if self.saved is not None:
             self.saved.buffer = None
@@ -69,86 +46,56 @@ class FilterBackward:
         return self._finish()
 
     def _start(self) -> None:
-        """The dropped pairs: tile means for the rows, a share of each tile for the columns."""
-        pair, scale = self.pair, self.pair.scale
-        self.call = Call.of(pair, self.spec, self.options)
-        nothing = None
-        if self.grad.row_lse is None or self.grad.row_pos is None:
-            nothing = scale.new_zeros(self.n)
-        self.grad_row = vector(nothing if self.grad.row_lse is None else self.grad.row_lse)
-        self.grad_pos = vector(nothing if self.grad.row_pos is None else self.grad.row_pos)
-        self.size = torch.ones_like(scale)
-        if pair.a.dtype == torch.float16:  # G must stay near 1 in float16
-            self.size = largest_gradient(self.grad).to(scale)
-        self.inside, self.outside = 1.0 / self.size, scale * self.size
-        self.count = columns_of_tiles(self.plan.order, pair.bias)
-        # In float16 the tolerance is multiplied last: masses of a millionth would lose their digits.
-        tolerance, half = self.options.filter_tolerance, pair.a.dtype == torch.float16
-        dropped = self._dropped(self.inside if half else self.inside * tolerance)
-        new = scale.new_empty
-        self.total: Tensor | None = None
-        self.share: Tensor | None = None
-        self.bias_share: Tensor | None = None
-        if self.need_a:
-            self.total = new((self.n, self.d))
-            product(self.total, dropped.T, self.plan.mean, True)
-            if half:
-                self.total *= tolerance
-        if self.need_b:
-            self.share = new((self.tiles, self.d))
-            product(self.share, dropped, self.call.a, True)
-            if half:
-                self.share *= tolerance
-        if self.needs.bias:
-            self.bias_share = dropped.sum(1, dtype=torch.float32) * (tolerance if half else 1.0)
-
-    def _dropped(self, factor: Tensor) -> Tensor:
-        """The dropped masses times the gradient of the log-sum-exp and the factor: (T, n)."""
-        out = torch.empty_like(self.plan.mass)
-        drop = self.call.prepare(kernels.drop_kernel)
-        drop.put({"mass": self.plan.mass, "grad_row": self.grad_row, "factor": factor, "count": self.count, "out": out})
-        drop.put({"row_shift": vector(self.pair.row_shift), "row_lse": vector(self.stats.row_lse), "n": self.n})
-        drop.put({"tolerance": self.options.filter_tolerance, "softcap": self.spec.softcap, "BLOCK": LIST_BLOCK})
-        drop.put({"SCORE": self.call.score_bits}).launch(self.tiles * cdiv(self.n, LIST_BLOCK))
-        return out
-
-    def _prepare(self) -> None:
-        """The list of kept pairs, and their kernels with all arguments except the pairs."""
-        pair, call, plan, item = self.pair, self.call, self.plan, self.pair.a.element_size()
-        self.sizes = sizes = pair_sizes(self.device, pair.a.dtype)
+        """The list of kept pairs, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
+        pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
+        self.sizes = pair_sizes(self.device, pair.a.dtype)
+        step = self.sizes.rows
         self.most_pairs = plans.most_kept(self.tiles * self.n)
-        most_blocks = self.tiles + self.most_pairs // sizes.rows
-        starts, firsts = (torch.zeros(self.tiles + 1, dtype=torch.int32, device=self.device) for _ in range(2))
-        torch.cumsum(plan.kept, 0, dtype=torch.int32, out=starts[1:])
-        torch.cumsum((plan.kept + (sizes.rows - 1)) // sizes.rows, 0, dtype=torch.int32, out=firsts[1:])
-        self.rows = torch.empty(max(1, self.most_pairs), dtype=torch.int32, device=self.device)
-        table = torch.empty(3 * most_blocks, dtype=torch.int32, device=self.device)
-        listing = call.prepare(kernels.list_kernel)
-        listing.put({"mass": plan.mass, "starts": starts, "firsts": firsts, "rows": self.rows, "table": table})
-        listing.put({"n": self.n, "room": self.most_pairs, "blocks": most_blocks, "R": sizes.rows, "BLOCK": LIST_BLOCK})
-        listing.launch(self.tiles)
-        bias, shape = vector(pair.bias), {"D": self.d, "W": self.width, "UNIT": 16 // item, "R": sizes.rows}
-        score = call.prepare(kernels.pair_kernel, sizes.warps, sizes.stages).put(shape)
-        score.put({"a": call.a, "b": call.b, "order": plan.order, "rows": self.rows, "table": table})
-        score.put({"scale": pair.scale, "factor": self.inside, "bias": bias, "softcap": self.spec.softcap})
-        score.put({"row_key": vector(pair.row_key), "row_shift": vector(pair.row_shift)})
-        score.put({"row_lse": vector(self.stats.row_lse), "grad_row": self.grad_row, "grad_pos": self.grad_pos})
-        score.put({"m": self.m, "col_start": pair.col_start, "blocks": most_blocks})
-        score.put({"a_units": units(call.a), "b_units": units(call.b), "K": sizes.depth})
-        self.score = score.put({"SCORE": call.score_bits, "EXACT": call.exact})
+        most_blocks = self.tiles + self.most_pairs // step
+        self.rows = kept.new_empty(max(1, self.most_pairs))
+        starts, firsts = kept.new_zeros(self.tiles + 1), kept.new_zeros(self.tiles + 1)
+        torch.cumsum(kept, 0, dtype=torch.int32, out=starts[1:])
+        torch.cumsum((kept + (step - 1)) // step, 0, dtype=torch.int32, out=firsts[1:])
+        grad_row, grad_pos = (
+            scale.new_zeros(self.n) if grad is None else grad for grad in (self.grad.row_lse, self.grad.row_pos)
+        )
+        # G must stay near 1 in float16, and the tolerance is multiplied last: masses of a millionth would lose their digits.
+        half, tolerance = pair.a.dtype == torch.float16, self.options.filter_tolerance
+        self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
+        early, late = (1.0, tolerance) if half else (tolerance, 1.0)
+        self.inside, self.outside = 1.0 / self.size, scale * self.size
+        self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
+        self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
+        self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
+        dropped = torch.empty_like(plan.mass)
+        listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
+        listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
+        self.total = self._product(self.need_a, dropped.T, plan.mean, late)
+        self.share = self._product(self.need_b, dropped, self.call.a, late)
+        self.bias_share = dropped.sum(1, dtype=torch.float32) * late if self.needs.bias else None
+
+    def _product(self, needed: bool, left: Tensor, right: Tensor, factor: float) -> Tensor | None:
+        """factor * left @ right in float32, if needed."""
+        if not needed:
+            return None
+        out = self.pair.scale.new_empty((left.shape[0], self.d))
+        product(out, left, right, True)
+        return out if factor == 1.0 else out.mul_(factor)
+
+    def _kernels(self) -> None:
+        """The kernels of the kept pairs with all arguments except the pairs."""
+        pair, sizes = self.pair, self.sizes
+        self.score = self.prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
         if self.need_b:
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
-        column = call.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages).put(shape)
-        column.put({"a": call.a, "order": plan.order, "rows": self.rows, "starts": starts, "share": self.share})
-        column.put({"count": self.count, "bias": bias, "bias_share": self.bias_share, "factor": self.outside})
-        column.put({"bias_factor": self.size, "out": self.out, "bias_out": self.bias_out, "m": self.m})
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
-        self.column = column.put({"a_units": units(call.a), "K": self.features, "EXACT": call.exact})
+        column = self.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages, out=self.out, K=self.features)
+        column.put({"factor": self.outside, "share": self.share})
+        self.column = column.put({"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out})
         self.added = min(1024, triton.next_power_of_2(self.d))
-        add = call.prepare(kernels.add_rows_kernel)
-        self.add = add.put({"total": self.total, "n": self.n, "D": self.d, "K": self.added})
+        self.add = self.prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:
@@ -185,7 +132,7 @@ class FilterBackward:
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
-            finish(self.call.prepare(finish_kernel), self.total, self.call.a, self.outside, out, dots)
+            finish(self.call, self.total, self.call.a, self.outside, out, dots)
         return Grads(
             a=out,
             b=self.out if self.needs.b else None,

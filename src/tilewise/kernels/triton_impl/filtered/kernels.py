@@ -1,13 +1,8 @@
 """Kernels of the filter, which drops pairs that carry almost no probability. `filter_plan` has the equations.
 
-    forward    gather_kernel   a chunk of the columns in their new order, and the mean of each tile
-               mass_kernel     the log-sum-exp of each row in each tile: one product
-               choose_kernel   the row's log-sum-exp, and which tiles it drops
-    backward   drop_kernel     the dropped masses times the gradient of the log-sum-exp
-               list_kernel     the rows that keep each tile, in blocks
-               pair_kernel     G of a block of them, and the block's share of the row gradients, pair by pair
-               column_kernel   the gradient of a tile's columns
-               add_rows_kernel the shares of a row, added in the order of the tiles
+Forward gathers a chunk of the columns in their new order, computes the mass of each row in each tile, and chooses what
+rows drop. Backward lists the kept pairs, computes their G and their share of the row gradients, pair by pair, and then
+the gradients of the columns.
 
 Every number is computed by one program, so that sums have one order. Scores are in units of log2. Strides are in units of
 16 bytes, UNIT numbers each, so that the compiler knows the alignment of rows and prefetches them.
@@ -21,7 +16,8 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import BIAS, SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, scored_tile, tile_place
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 
 
 @kernel(optional=("bias", "skip_if"), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
@@ -54,8 +50,7 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
 @triton.jit
 def log_sum(x):
     """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added."""
-    top = tl.max(x, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
+    safe = finite(tl.max(x, 1))
     return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
 
 
@@ -108,13 +103,6 @@ def log_masses(part, t, row, tiles, n, lse, own):
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
-@kernel(dynamic=("m",))
-def places_kernel(order, place, m, BLOCK: tl.constexpr):
-    """Where in the order each column is."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(place + tl.load(order + at, mask=at < m, other=0), at, mask=at < m)
-
-
 @kernel(
     optional=("skip_if",),
     dynamic=("tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
@@ -138,10 +126,7 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
         t = start + tl.arange(0, T)
         ok = (t < seen)[:, None] & ok_row[None, :]
         v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf"))
-        higher = tl.maximum(high, tl.max(v, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(v - safe[None, :]), 0)
-        high = higher
+        high, total = raised(high, total, v, 0)
     lse = high + tl.log2(total)
     tl.store(row_lse + first_row + row, lse * LN2, mask=ok_row & (seen > 0))
 
@@ -174,42 +159,36 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
         tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
 
 
-@kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n"))
-def drop_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, out, tolerance, n, SCORE: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """out = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where a pair is kept."""
-    blocks = tl.cdiv(n, BLOCK)
-    tile = tl.program_id(0) // blocks
-    row = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    ok = row < n
-    at = tile.to(tl.int64) * n + row
-    share = tl.load(mass + at, mask=ok, other=0.0).to(tl.float32)
-    value = share * tl.load(grad_row + row, mask=ok, other=0.0) * tl.load(factor)
-    if SOFTCAP & SCORE:
-        # The derivative of the soft cap at the score of the tile's mean exponential.
-        x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
-        if row_shift is not None:
-            x += tl.load(row_shift + row, mask=ok, other=0.0)
-        value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
-    # A row that drops nothing may have 0 * inf.
-    tl.store(out + at, tl.where(share > 0.0, value, 0.0).to(out.dtype.element_ty), mask=ok)
+@kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n", "room", "blocks"))
+def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, starts, firsts, dropped, rows, table,
+                tolerance, n, room, blocks, SCORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """For each tile t: ``dropped``, and the rows that keep it.
 
-
-@kernel(dynamic=("n", "room", "blocks"))
-def list_kernel(mass, starts, firsts, rows, table, n, room, blocks, R: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows that keep tile t, in order, from rows[starts[t]] on, and its blocks of R of them, from firsts[t] on.
-
-    The list has memory for ``room`` pairs and ``blocks`` blocks. If more are kept, all pairs are computed without a list.
+    dropped = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where a pair is kept. The rows that
+    keep the tile are listed in order from rows[starts[t]] on, and its blocks of R of them from table[firsts[t]] on. The
+    list has memory for ``room`` pairs and ``blocks`` blocks. If more are kept, all pairs are computed without a list.
     """
     tile = tl.program_id(0)
     start, stop = tl.load(starts + tile), tl.load(starts + tile + 1)
+    f = tl.load(factor)
     at = start
     for first in range(0, n, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        keep = tl.load(mass + tile.to(tl.int64) * n + row, mask=row < n, other=0.0) < 0.0
-        place = at + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(rows + place, row, mask=keep & (place < room))
-        at += tl.sum(keep.to(tl.int32), 0)
+        ok, here = row < n, tile.to(tl.int64) * n + row
+        share = tl.load(mass + here, mask=ok, other=0.0).to(tl.float32)
+        value = share * tl.load(grad_row + row, mask=ok, other=0.0) * f
+        if SOFTCAP & SCORE:
+            # The derivative of the soft cap at the score of the tile's mean exponential.
+            x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
+            if row_shift is not None:
+                x += tl.load(row_shift + row, mask=ok, other=0.0)
+            value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
+        # A row that drops nothing may have 0 * inf.
+        tl.store(dropped + here, tl.where(share > 0.0, value, 0.0).to(dropped.dtype.element_ty), mask=ok)
+        keep = (share < 0.0).to(tl.int32)
+        place = at + tl.cumsum(keep, 0) - 1
+        tl.store(rows + place, row, mask=(keep != 0) & (place < room))
+        at += tl.sum(keep, 0)
     block, last = tl.load(firsts + tile), tl.load(firsts + tile + 1)
     for first in range(block, last, BLOCK):
         index = first + tl.arange(0, BLOCK)
@@ -253,18 +232,13 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
     x = score_tile(
         acc, row, tl.where(ok_col, col, m), 0, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0
     )
-    level = tl.load(row_lse + row)
-    level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
     f = outer_factor(factor)
-    from_shift = x
-    if row_shift is not None:
-        from_shift = x - (tl.load(row_shift + row) * LOG2E)[:, None]
-    value = (tl.load(grad_row + row) * f)[:, None] * tl.exp2(from_shift - level[:, None])
+    level, start, coming = side(row_lse, row_shift, grad_row, row, ok, f)
+    value = coming[:, None] * tl.exp2((x - start[:, None]) - level[:, None])
     hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
     value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
-        ratio = x * (1.0 / (softcap * LOG2E))
-        value = value * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
+        value = value * cap_slope(x, softcap)
     value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
     if g is not None:
         entry = (pair - first_g).to(tl.int64)[:, None] * W + tl.arange(0, W)[None, :]
@@ -278,10 +252,7 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
             tl.store(to + at[None, :], product, mask=ok[:, None] & (at < D)[None, :])
 
 
-@kernel(
-    optional=("bias", "bias_share", "bias_out"),
-    dynamic=("m", "first_tile", "first_g", "a_units"),
-)
+@kernel(optional=("bias", "bias_share", "bias_out"), dynamic=("m", "first_tile", "first_g", "a_units"))
 def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, order, rows, starts, out, bias_out,
                   m, first_tile, first_g, a_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip

@@ -4,12 +4,10 @@ What a call allocates above inputs and gradients, with w the workspace: forward,
 columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
 (w / 8, or that of one tile), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
 
-A large call probes a sample of its rows first (at most w / 2, in memory that is needed later anyway, or before it is): how
-many pairs would they keep? The answer, `keep_all`, stays on the device. The kernels of both cases are launched, those of
-the filter and those of the exact loss (`two_pass`) with the exponentials that it saves; the kernels of one case return at
-once. The host learns which at the start of backward, where it needs the number of kept pairs anyway. The saved
-exponentials lie in the memory of the columns' gradient in both cases; where the exact kernels did not run, they are marked
-as needing repair.
+A large call probes a sample of its rows first (at most w / 2, freed before the masses): how many pairs would they keep?
+The answer, `keep_all`, stays on the device. The kernels of both cases are launched, those of the filter and those of the
+exact loss (`two_pass`), which also saves exponentials; the kernels of one case return at once. The host learns which at
+the start of backward, where it needs the number of kept pairs anyway.
 """
 
 from __future__ import annotations
@@ -62,4 +60,4 @@ class TritonFilter:
         if saved is not None and saved.probed_exact is not None and saved.probed_exact():
             return None
         with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            return FilterBackward(pair, stats, plan, grad, needs, spec, options, saved).run()
+            return FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved)

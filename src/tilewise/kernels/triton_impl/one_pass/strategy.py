@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.scalar_loss import gradients_like, gradients_of, is_one_sided, saved_gradients
+from tilewise.kernels.scalar_loss import NOT_ONE_SIDED, gradients_like, gradients_of, is_one_sided, saved_gradients
 from tilewise.kernels.spec import Grads, Needs, Pair, PairShape, PairSpec, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, launch_settings, on_device, tensors_of, unit_of
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
@@ -45,7 +45,7 @@ class TritonOnePass:
         if spec == BOTH_DIRECTIONS and not shape.has_skips:
             return None if shape.rows == shape.cols else "both directions need as many rows as columns"
         if not is_one_sided(spec):
-            return "the loss is not one of rows with one positive each"
+            return NOT_ONE_SIDED
         if not spec.softplus and shape.dtype == torch.float16:
             return "exponentials without their sum leave the range of float16"
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +12,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, unit_of, vector
-from tilewise.kernels.triton_impl.launch.prepared import Prepared
+from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import Factors, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 FINISH_ROWS = 16
 ONE_MACRO = 16384  # rows or columns
 SPAN_BLOCK = 1024
+ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most one in a row
 
 
 def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOptions) -> tuple[int, int]:
@@ -70,7 +71,7 @@ class Backward:
         self.row_step, self.col_step = self._macro()
         rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
         self.saved = saved if rows_only and self.row_step >= self.n else None
-        self.factors: Factors | None = None
+        self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
         if self.pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
             inside, outside = factors
@@ -81,18 +82,20 @@ class Backward:
             self.outside: Tensor | None = outside
         else:
             self.inside, self.outside = scale, None
-        row_in = vector(grad.row_softplus if self.spec.softplus else grad.row_lse)
-        row_lse = vector(stats.row_lse)
-        grad_pos = vector(grad.row_pos)
-        call.by_row |= {"row_lse": row_lse, "grad_row": row_in, "grad_pos": grad_pos, "grad_sum": vector(grad.row_sum)}
-        call.by_row |= {"row_entropy": vector(stats.row_entropy), "grad_entropy": vector(grad.row_entropy)}
-        call.by_col |= {
-            "col_lse": row_lse if sym else vector(stats.col_lse),
-            "grad_col": row_in if sym else vector(grad.col_lse),
-            "grad_pos_col": grad_pos if sym else None,
+        call.by_row |= {
+            "row_lse": vector(stats.row_lse),
+            "row_entropy": vector(stats.row_entropy),
+            "grad_row": vector(grad.row_softplus if self.spec.softplus else grad.row_lse),
+            "grad_pos": vector(grad.row_pos),
+            "grad_sum": vector(grad.row_sum),
+            "grad_entropy": vector(grad.row_entropy),
         }
+        if sym:  # a column is a row too
+            as_column = {"col_lse": "row_lse", "grad_col": "grad_row", "grad_pos_col": "grad_pos"}
+            call.by_col |= {name: call.by_row[of_row] for name, of_row in as_column.items()}
+        else:
+            call.by_col |= {"col_lse": vector(stats.col_lse), "grad_col": vector(grad.col_lse)}
         self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
-        self.both = grad.row_lse is not None and call.by_col["grad_col"] is not None
         self.terms = bit_sum(
             (bit.ROWS, grad.row_lse is not None),
             (bit.COLS, call.by_col["grad_col"] is not None),
@@ -103,10 +106,8 @@ class Backward:
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
-        self.span = self._span()
-        if self.span is not None:
-            self._shares(self.span)
-        if call.positive in (bit.DIAGONAL.value, bit.ONE.value):
+        self.span = self._span() if grad.row_lse is not None and call.by_col["grad_col"] is not None else None
+        if call.positive in ONE_POSITIVE:
             own = vector(stats.row_pos)
             if own is None:
                 own = call.empty(self.n)
@@ -118,26 +119,19 @@ class Backward:
     def _macro(self) -> tuple[int, int]:
         return macro_tile(self.pair.shape, self.spec, self.sizes, self.call.options)
 
-    def _span(self) -> Tensor | None:
-        """The span of the log-sum-exps and the largest of them, where both directions share an exponential."""
-        call = self.call
-        if not self.both:
-            return None
-        out = call.empty(2)
-        values = {"n": self.n, "m": self.m, "out": out, "BLOCK": SPAN_BLOCK}
-        call.prepare(kernels.span_kernel, warps=8).offer(call.by_row).offer(call.by_col).put(values).launch(1)
-        return out
-
-    def _shares(self, span: Tensor) -> None:
-        """u of each row and v of each column."""
+    def _span(self) -> Tensor:
+        """The span of the log-sum-exps and the largest of them; u of each row and v of each column."""
         call, sym = self.call, self.spec.symmetric
-        u = call.empty(self.n)
+        span, u = call.empty(2), call.empty(self.n)
         v = u if sym else call.empty(self.m)
-        values: dict[str, Any] = {"row_share": u, "col_share": v, "factor": self.inside, "span": span}
-        values |= {"n": self.n, "m": 0 if sym else self.m, "BLOCK": SPAN_BLOCK}
-        programs = cdiv(self.n, SPAN_BLOCK) + (0 if sym else cdiv(self.m, SPAN_BLOCK))
-        call.prepare(kernels.share_kernel).offer(call.by_row).offer(call.by_col).put(values).launch(programs)
+        values: dict[str, Any] = {"span": span, "row_share": u, "col_share": v, "factor": self.inside}
+        values |= {"n": self.n, "m": self.m, "BLOCK": SPAN_BLOCK} | call.by_row | call.by_col
+        call.prepare(kernels.span_kernel, warps=8).offer(values).launch(1)
+        cols = 0 if sym else self.m
+        programs = cdiv(self.n, SPAN_BLOCK) + cdiv(cols, SPAN_BLOCK)
+        call.prepare(kernels.share_kernel).offer(values).put({"m": cols}).launch(programs)
         call.by_row["row_share"], call.by_col["col_share"] = u, v
+        return span
 
     def run(self) -> Grads:
         """All macro-tiles; with symmetric scores those on and above the diagonal."""
@@ -149,45 +143,39 @@ class Backward:
         g_all = None if self.saved is None else self.saved.g(self.n, width)
         if g_all is None:
             g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
-        dot_a, dot_b = self.needs.scale and self.need_a, self.needs.scale and not self.need_a
-        grad_a = Sum(self, self.n, whole=sym, once=not sym and len(col_pieces) == 1, dot=dot_a) if self.need_a else None
-        out_b = None if self.saved is None else self.saved.memory
-        once_b = len(row_pieces) == 1
-        grad_b = Sum(self, self.m, whole=True, once=once_b, dot=dot_b, out=out_b) if self.need_b else None
+        once = not sym and len(col_pieces) == 1
+        dot_a = self.needs.scale and self.need_a
+        grad_a = Sum(self, self.n, whole=sym, once=once, dot=dot_a) if self.need_a else None
+        grad_b = None
+        if self.need_b:
+            memory = None if self.saved is None else self.saved.memory
+            dot_b = self.needs.scale and not self.need_a
+            grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
         bias = Bias(self) if self.needs.bias else None
-        views: dict[tuple[int, int], tuple[Tensor, Tensor, TensorDescriptor]] = {}
         if self.saved is not None:
             # The memory of the row gradients is not written before all columns are done.
             spare = None if grad_a is None or grad_a.total is None else grad_a.out
-            self.factors = Factors.of(call, self.saved, self.inside, spare)
+            self.factors = self.saved.factors(call, self.inside, spare)
         for i in row_pieces:
             for j in col_pieces:
                 if sym and j.start < i.start:
                     continue
-                shape = i.stop - i.start, j.stop - j.start
+                g, a = g_all[: i.stop - i.start, : j.stop - j.start], call.rows(i, self.sizes)["a"]
                 ready = None if self.saved is None else self.saved.chunk(j)
-                if ready is not None or shape not in views:
-                    g = g_all[: shape[0], : shape[1]] if ready is None else ready
-                    views[shape] = g, g.T, tile_descriptor(g, self.sizes)
-                g, g_t, desc = views[shape]
-                a = call.rows(i, self.sizes)["a"]
-                if ready is not None:
-                    del views[shape]
-                    assert self.factors is not None
-                    a = self.factors.scaled
-                self._gradient(g, desc, i, j, bias)
+                if ready is not None and self.factors is not None:
+                    g, a = ready, self.factors[1]
+                self._gradient(g, tile_descriptor(g, self.sizes), i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
-                        grad_a.add(j, g_t, a)
+                        grad_a.add(j, g.T, a)
                     if self.factors is not None and j.stop == others_from:
-                        grad_a.times(i, self.factors.each)
+                        grad_a.times(i, self.factors[0])
                 if grad_b is not None:
-                    grad_b.add(j, g_t, a)
+                    grad_b.add(j, g.T, a)
             if grad_a is not None and not sym:
                 grad_a.finish(i, call.a)
-        del g_all, g, g_t, desc
-        views.clear()
+        del g_all, g, ready
         if self.saved is not None:
             self.saved.buffer = self.factors = None
         call.prepared.clear()  # their arguments hold G too
@@ -195,15 +183,11 @@ class Backward:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:
             grad_b.finish(slice(0, self.m), call.b)
-        source = grad_a if grad_a is not None else grad_b
-        grad_scale = None
-        if self.needs.scale:
-            assert source is not None
-            grad_scale = self._take_out(torch.cat(source.dots) if len(source.dots) > 1 else source.dots[0])
+        dots = [dot for side in (grad_a, grad_b) if side is not None for dot in side.dots]
         return Grads(
             a=grad_a.out if grad_a is not None and self.needs.a else None,
             b=None if grad_b is None else grad_b.out,
-            scale=grad_scale,
+            scale=self._take_out(torch.cat(dots) if len(dots) > 1 else dots[0]) if self.needs.scale else None,
             bias=None if bias is None else bias.finish(),
         )
 
@@ -217,29 +201,20 @@ class Backward:
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         """G of the macro-tile (i, j)."""
-        call = self.call
-        part = None if bias is None else bias.part(i, j)
+        call, span, row_factor = self.call, self.span, None
+        if self.saved is not None and self.factors is not None and j.start < self.saved.end:
+            row_factor = self.factors[0]
+            span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
-        span, row_factor = self.span, None
-        if self.saved is not None and self.factors is not None:
-            row_factor = self.factors.ones
-            if j.start < self.saved.end:
-                row_factor = self.factors.each
-                span = self.saved.needs_repair  # a span that is wide only where a repair is needed
+        more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
         for wide in (False, True) if self.span is not None else (True,):
-            more = {"g_desc": desc, "span": span, "bias_part": part, "WIDE": wide}
-            call.run(kernels.gradient_kernel, i, j, self.sizes, **more, **shared)
-        if self._meets(i, j):
+            call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
+        # On the diagonal it is known which macro-tiles have positives.
+        if call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j)):
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if bias is not None:
             bias.add(j)
-
-    def _meets(self, i: slice, j: slice) -> bool:
-        """Whether an only positive may lie in the macro-tile; on the diagonal that is known."""
-        if self.call.positive == bit.DIAGONAL.value:
-            return self.call.meets_itself(i, j)
-        return self.call.positive == bit.ONE.value
 
 
 class Bias:
@@ -272,10 +247,8 @@ class Bias:
     def _add_positives(self) -> None:
         """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
         parent, call = self.parent, self.parent.call
-        if call.positive not in (bit.DIAGONAL.value, bit.ONE.value):
-            return
         incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if incoming is None:
+        if incoming is None or call.positive not in ONE_POSITIVE:
             return
         share = incoming * (-self.factor if parent.spec.softplus else self.factor)
         if parent.spec.softcap:
@@ -330,17 +303,18 @@ class Sum:
         """total[i] += left @ right."""
         first = i.start not in self.started
         self.started.add(i.start)
-        target = self._held(i)
-        product(target, left, right, first)
-        if self.parent.call.recording is not None:
-            self.parent.call.recording.multiplied(product, target, left, right, first)
+        self._do(product, i, left, right, first)
 
     def times(self, i: slice, each: Tensor) -> None:
         """total[i] *= each, a number for every row."""
+        self._do(rows_times, i, each, each, True)
+
+    def _do(self, run: Callable[[Tensor, Tensor, Tensor, bool], None], i: slice, *operands: Any) -> None:
+        """Run it on the sums of the rows i; recorded, if the call is."""
         target = self._held(i)
-        rows_times(target, each, each, True)
+        run(target, *operands)
         if self.parent.call.recording is not None:
-            self.parent.call.recording.multiplied(rows_times, target, each, each, True)
+            self.parent.call.recording.multiplied(run, target, *operands)
 
     def _held(self, i: slice) -> Tensor:
         """Where the rows i are added up."""
@@ -357,10 +331,9 @@ class Sum:
         if not write and not dot:
             return
         rows = i.stop - i.start
-        source = self.out[i] if self.total is None else self.total[:rows]
         dots = parent.call.empty(cdiv(rows, FINISH_ROWS)) if dot else None
         out = self.out[i] if write else None
-        finish(parent.call.prepare(kernels.finish_kernel), source, features[i], parent.outside, out, dots)
+        finish(parent.call, self._held(i), features[i], parent.outside, out, dots)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:
@@ -368,16 +341,14 @@ class Sum:
 
 
 def finish(
-    prepared: Prepared, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
+    call: Call, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
 ) -> None:
     """Launch `finish_kernel`: out = factor * total, and parts of the sum of total * features."""
     rows, d = total.shape
-    strides = total.stride(0), total.stride(0) if out is None else out.stride(0), features.stride(0)
-    values: dict[str, Any] = {"total": total, "features": None if dots is None else features, "factor": factor}
-    values |= {"out": out, "dots": dots, "rows": rows, "D": d, "UNIT": unit_of(*strides)}
-    values |= dict(zip(("stride", "out_stride", "feature_stride"), strides, strict=True))
+    values: dict[str, Any] = {"total": total, "factor": factor, "out": out, "dots": dots, "rows": rows, "D": d}
+    values |= {"features": None if dots is None else features, "stride": features.stride(0)}
     values |= {"BLOCK": FINISH_ROWS, "WIDTH": min(256, triton.next_power_of_2(d))}
-    prepared.put(values).launch(cdiv(rows, FINISH_ROWS))
+    call.prepare(kernels.finish_kernel).put(values).launch(cdiv(rows, FINISH_ROWS))
 
 
 def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:

@@ -30,12 +30,13 @@ from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
     NO_SHARE,
-    in_units,
     positives,
+    row_stride,
     scored_tile,
     store_tile,
     tile_place,
 )
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
@@ -49,10 +50,7 @@ def side(lse, shift, grad, at, ok, factor):
     """Log-sum-exp in units of log2 (+inf for an empty sum), its shift, and its gradient times ``factor``."""
     level = tl.load(lse + at, mask=ok, other=float("inf"))
     level = tl.where(level == float("-inf"), float("inf"), level) * LOG2E
-    start = tl.zeros_like(level)
-    if shift is not None:
-        start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
-    return level, start, tl.load(grad + at, mask=ok, other=0.0) * factor
+    return level, shifts(shift, at, ok), tl.load(grad + at, mask=ok, other=0.0) * factor
 
 
 @triton.jit
@@ -83,55 +81,10 @@ def sigmoid(x):
 
 
 @triton.jit
-def gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse, row_entropy,
-                  row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead,
-                  TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """G of one tile, float32, without an only positive. x is the score less t; u and v are the shares."""
-    ok_rows, ok_cols = rows < n, cols < m
-    if SOFTPLUS & TERMS:
-        g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
-    elif ENTROPY & TERMS:
-        row_level, row_from, coming, value = entropy_side(
-            row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
-        )
-        below = (x - row_from[:, None]) - row_level[:, None]
-        g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
-    elif (ROWS & TERMS) and (COLS & TERMS):
-        if WIDE:
-            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-            col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
-            g = row_in[:, None] * tl.exp2((x - row_from[:, None]) - row_level[:, None])
-            g += col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-        else:
-            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
-            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
-            g = tl.exp2(x) * (u[:, None] + v[None, :])
-    elif ROWS & TERMS:
-        row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
-        if row_shift is not None:
-            x_row = x - row_from[:, None]
-        else:
-            x_row = x
-        g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
-    elif COLS & TERMS:
-        col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
-        g = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
-    else:
-        g = x * 0.0
-        g = tl.where(g == g, g, 0.0)
-    if (MANY == POSITIVE) and (grad_pos is not None):
-        hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-        value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
-        if MIRROR & TERMS:
-            value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
-        g = tl.where(hit, g + value, g)  # g + where(..) would move the tile through shared memory
-    if ROW_SUM & TERMS:
-        weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
-        g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
-    if SOFTCAP & SCORE:
-        ratio = (x + t) * (1.0 / (softcap * LOG2E))
-        g = g * tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
-    return g
+def cap_slope(x, softcap):
+    """The derivative of the soft cap at the capped scores x, in units of log2; 0 where a score is -inf."""
+    ratio = x * (1.0 / (softcap * LOG2E))
+    return tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
 
 
 @kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
@@ -164,13 +117,50 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t)  # fmt: skip
-        g = gradient_tile(x, t, rows, cols, n, m, f, row_key, col_key, row_shift, col_shift, col_weight, row_lse, col_lse,
-                          row_entropy, row_share, col_share, grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, softcap, first, ahead, TERMS, SCORE, POSITIVE, WIDE)  # fmt: skip
+        ok_rows, ok_cols = rows < n, cols < m
+        g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
+        if SOFTPLUS & TERMS:
+            g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]
+        elif (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
+            u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
+            v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
+            g = tl.exp2(x) * (u[:, None] + v[None, :])
+        elif ENTROPY & TERMS:
+            row_level, row_from, coming, value = entropy_side(
+                row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
+            )
+            below = (x - row_from[:, None]) - row_level[:, None]
+            g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
+        elif ROWS & TERMS:
+            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
+            if row_shift is not None:
+                x_row = x - row_from[:, None]
+            else:
+                x_row = x
+            g = row_in[:, None] * tl.exp2(x_row - row_level[:, None])
+        if (COLS & TERMS) and (WIDE or not (ROWS & TERMS)):
+            col_level, col_from, col_in = side(col_lse, col_shift, grad_col, cols, ok_cols, f)
+            down = col_in[None, :] * tl.exp2((x - col_from[None, :]) - col_level[None, :])
+            if ROWS & TERMS:
+                g += down
+            else:
+                g = down
+        if (MANY == POSITIVE) and (grad_pos is not None):
+            hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
+            value = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+            if MIRROR & TERMS:
+                value = value + (tl.load(grad_pos_col + cols, mask=ok_cols, other=0.0) * f)[None, :]
+            g = tl.where(hit, g + value, g)  # g + where(..) would move the tile through shared memory
+        if ROW_SUM & TERMS:
+            weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
+            g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
+        if SOFTCAP & SCORE:
+            g = g * cap_slope(x + t, softcap)
         if BIAS_TOTAL & TERMS:
-            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
+            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=ok_rows)
         if BIAS_COLS & TERMS:
-            inside = tl.where((rows < n)[:, None], g, 0.0)
-            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=cols < m)
+            inside = tl.where(ok_rows[:, None], g, 0.0)
+            tl.store(bias_part + tile_row * m + cols, tl.sum(inside, 0), mask=ok_cols)
         store_tile(g_desc, tile_row * R, tile_col * C, g)
 
 
@@ -191,13 +181,13 @@ def extremes(values, shift, size, BLOCK: tl.constexpr):
 
 
 @kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))
-def span_kernel(row_shift, col_shift, row_lse, col_lse, out, n, m, BLOCK: tl.constexpr):
+def span_kernel(row_shift, col_shift, row_lse, col_lse, span, n, m, BLOCK: tl.constexpr):
     """How far apart the log-sum-exps of all rows and columns are, and t, the largest; in units of log2."""
     row_high, row_low = extremes(row_lse, row_shift, n, BLOCK)
     col_high, col_low = extremes(col_lse, col_shift, m, BLOCK)
     high = tl.maximum(row_high, col_high)
-    tl.store(out, (high - tl.minimum(row_low, col_low)) * LOG2E)
-    tl.store(out + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
+    tl.store(span, (high - tl.minimum(row_low, col_low)) * LOG2E)
+    tl.store(span + 1, tl.where(high == float("-inf"), 0.0, high) * LOG2E)
 
 
 @kernel(optional=("row_shift", "col_shift"), dynamic=("n", "m"))
@@ -216,28 +206,29 @@ def share_kernel(row_shift, col_shift, row_lse, col_lse, span, grad_row, grad_co
         tl.store(col_share + at, coming * tl.exp2((t - start) - level), mask=at < m)
 
 
-@kernel(optional=("features", "factor", "out", "dots"), dynamic=("rows", "stride", "out_stride", "feature_stride"))
-def finish_kernel(total, features, factor, out, dots, rows, stride, out_stride, feature_stride,
-                  D: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+@kernel(optional=("features", "factor", "out", "dots"), dynamic=("rows", "stride"))
+def finish_kernel(
+    total, features, factor, out, dots, rows, stride, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
     """out = factor * total in the type of out, and for each program the sum of total * features in ``dots``.
 
-    A missing ``factor`` is 1. UNIT divides all strides.
+    A missing ``factor`` is 1. ``stride`` is that of the features.
     """
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     f = 1.0
     if factor is not None:
         f = tl.load(factor)
     dot = tl.zeros((BLOCK, WIDTH), tl.float32)
     for k in range(0, D, WIDTH):
-        col = k + tl.arange(0, WIDTH)
-        ok = (row < rows)[:, None] & (col < D)[None, :]
-        value = tl.load(total + row[:, None] * in_units(stride, UNIT) + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        col = (k + tl.arange(0, WIDTH))[None, :]
+        ok = (row < rows) & (col < D)
+        value = tl.load(total + row * D + col, mask=ok, other=0.0).to(tl.float32)
         if dots is not None:
-            place = features + row[:, None] * in_units(feature_stride, UNIT) + col[None, :]
-            dot += value * tl.load(place, mask=ok, other=0.0).to(tl.float32)
+            dot += value * tl.load(features + row * row_stride(features, stride) + col, mask=ok, other=0.0).to(
+                tl.float32
+            )
         if out is not None:
-            place = out + row[:, None] * in_units(out_stride, UNIT) + col[None, :]
-            tl.store(place, (value * f).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + row * D + col, (value * f).to(out.dtype.element_ty), mask=ok)
     if dots is not None:
         tl.store(dots + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))
 

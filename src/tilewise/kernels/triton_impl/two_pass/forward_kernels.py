@@ -10,37 +10,46 @@ The maximum of a tile costs a tenth of the time. An estimate is as good, since s
 float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is too far from a row for that, the tile sets
 ``needs_repair``. `repair_kernel` then computes that strip again with the maximum of each row and column. It writes
 logarithms instead of sums and marks them with t = +inf.
+
+Entropies and largest scores need the maximum t_i of each row of a tile. With them it is the shift of the row, nothing
+needs repair, and parts are logarithms, also marked with t = +inf:
+
+    S_i = sum_j exp(x_ij - t_i) >= 1        entropy_i = log S_i + sum_j exp(x_ij - t_i) (t_i - x_ij) / S_i
+
+A further statistic of rows takes a line in `forward_kernel`, which stores its part of a tile, and one in `merge_kernel`.
 """
 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.bits import COLS, MANY, MIRROR, ROW_SUM, ROWS
+from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, TOP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LARGEST_SUM,
     LN2,
     LOG2E,
+    NO_SHARE,
     SMALLEST_SUM,
+    any_here,
     near_sums,
     positives,
     scored_tile,
     store_tile,
     tile_place,
 )
+from tilewise.kernels.triton_impl.two_pass.softplus_kernels import softplus_product, softplus_sum
 
 BELOW_PEAK = tl.constexpr(90.0)  # other scores may be 2**30 times the largest of the sample before they overflow
+MANY_PARTS = tl.constexpr(64)  # that `merge_kernel` reads at once
+NO_COLUMN = tl.constexpr(2.0**24)  # a macro-tile has fewer columns, so float32 holds their indices
 
 
 @triton.jit
 def untrusted(total):
-    """Whether sums are too small or too large to be exact; NaN is neither."""
-    return (total < SMALLEST_SUM) | (total > LARGEST_SUM)
+    """Whether sums are too small or too large to be exact, or NaN.
 
-
-@triton.jit
-def untrusted_column(total):
-    """The same, or NaN: a row past the end adds 0 times its exponential, which may be infinite."""
+    A row past the end adds 0 times its exponential, which may be infinite, to the sums of columns.
+    """
     return ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)) == 0
 
 
@@ -55,24 +64,48 @@ def estimated_top(peaks, count):
     return tl.where((top > -1e30) & (top < 1e30), top, 0.0)
 
 
+@triton.jit
+def shifts(shift, at, ok):
+    """The shifts of rows or columns in units of log2; 0 without shifts."""
+    start = tl.zeros_like(at).to(tl.float32)
+    if shift is not None:
+        start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
+    return start
+
+
+@triton.jit
+def finite(top):
+    """A maximum that can be subtracted: 0 for that of no scores, -inf."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def raised(high, total, x, axis: tl.constexpr):
+    """A running log-sum-exp, high + log2(total), with the scores x along an axis added."""
+    higher = tl.maximum(high, tl.max(x, axis))
+    safe = finite(higher)
+    return higher, total * tl.exp2(high - safe) + tl.sum(tl.exp2(x - tl.expand_dims(safe, axis)), axis)
+
+
 @kernel(
-    optional=(*SCORE_KEYS, "row_shift", "col_shift", "col_weight", "row_part", "col_part", "pos_part", "pos_col_part")
-    + ("sum_part", "peaks", "e_desc", "only_if"),
+    optional=(*SCORE_KEYS, "row_shift", "col_shift", "col_weight", "peaks", "only_if", "col_part", "e_desc"),
     dynamic=(*TILE_NUMBERS, "peak_count"),
 )
 def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
                    peaks, peak_count, only_if,  # a sample of scores; a flag, see below
-                   row_part, col_part, pos_part, pos_col_part, sum_part, tops, e_desc, needs_repair,  # outputs
+                   row_part, col_part, tops, e_desc, needs_repair,  # outputs
                    n, m, first, ahead,
-                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, SAVE: tl.constexpr,
+                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
                    PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """One macro-tile of n x m scores; row_part is (column tiles, n), col_part (strips, m).
+    """One macro-tile of n x m scores; row_part is (statistics, column tiles, n), col_part (statistics, strips, m).
+
+    The sums of exponentials or softplus come first among the statistics; the others follow in the order of this code.
 
     A program computes the STRIP tiles of a strip from top to bottom, and adds up their columns before threads exchange
-    anything. With SAVE it also stores the exponentials, relative to the largest score of the sample. If ``only_if`` is
-    0, it computes nothing.
+    anything. With ``e_desc`` it also stores the exponentials, relative to the largest score of the sample. If ``only_if``
+    is 0, it computes nothing.
     """
     strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
     steps = tl.cdiv(strips * col_tiles - tl.program_id(0), PROGRAMS) * STRIP
@@ -91,35 +124,59 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
+        totals = row_part + tile_col * n
+        at = totals  # parts of the next statistic
+        if (ROWS + SOFTPLUS) & STATS:
+            at += col_tiles * n
+        if SOFTPLUS & STATS:
+            y = x
+            if POSITIVE != 0:
+                if any_here(rows, n, m, row_key, first, ahead, tile_row * R, tile_col * C, R, C, POSITIVE):
+                    y = tl.where(positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE), -x, x)
+            total = softplus_product(y)
+            tl.store(totals + rows, total, mask=ok_rows)
+            tl.store(needs_repair + rows * 0, 1, mask=ok_rows & (total == float("inf")))
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
-            shift = tl.zeros((R,), tl.float32)
-            if row_shift is not None:
-                shift = tl.load(row_shift + rows, mask=ok_rows, other=0.0) * LOG2E
-            found = tl.sum(tl.where(hit, x - shift[:, None], 0.0), 1)
-            tl.store(pos_part + tile_col * n + rows, found * LN2, mask=ok_rows)
+            found = tl.sum(tl.where(hit, x - shifts(row_shift, rows, ok_rows)[:, None], 0.0), 1)
+            tl.store(at + rows, found * LN2, mask=ok_rows)
+            at += col_tiles * n
             if MIRROR & STATS:
-                shift_col = tl.zeros((C,), tl.float32)
-                if col_shift is not None:
-                    shift_col = tl.load(col_shift + cols, mask=ok_cols, other=0.0) * LOG2E
-                found = tl.sum(tl.where(hit, x - shift_col[None, :], 0.0), 0)
-                tl.store(pos_col_part + tile_row * m + cols, found * LN2, mask=ok_cols)
+                found = tl.sum(tl.where(hit, x - shifts(col_shift, cols, ok_cols)[None, :], 0.0), 0)
+                tl.store(col_part + (strips + strip) * m + cols, found * LN2, mask=ok_cols)
         if ROW_SUM & STATS:
             weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
             weighted = tl.sum(tl.where(ok_cols[None, :], x * weight[None, :], 0.0), 1)
-            tl.store(sum_part + tile_col * n + rows, weighted * LN2, mask=ok_rows)
-        if (ROWS + COLS) & STATS:
+            tl.store(at + rows, weighted * LN2, mask=ok_rows)
+            at += col_tiles * n
+        if (ENTROPY + TOP) & STATS:
+            high = tl.max(x, 1)
+            if TOP & STATS:
+                place = tl.min(tl.where(x == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
+                tl.store(at + rows, high, mask=ok_rows)
+                tl.store(at + col_tiles * n + rows, place, mask=ok_rows)
+                at += 2 * col_tiles * n
+            safe = finite(high)
+            below = x - safe[:, None]
+            e = tl.exp2(below)
+            total = tl.sum(e, 1)
+            # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.
+            tl.store(totals + rows, (safe - shifts(row_shift, rows, ok_rows)) + tl.log2(total), mask=ok_rows)
+            if ENTROPY & STATS:
+                gap = tl.sum(e * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
+                tl.store(at + rows, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total), mask=ok_rows)
+            tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
+        elif (ROWS + COLS) & STATS:
             if peaks is None:
-                top = tl.max(tl.max(x, 1), 0)
-                top = tl.where(top == float("-inf"), 0.0, top)
+                top = finite(tl.max(tl.max(x, 1), 0))
             if not BELOW:
                 x = x - top
             e = tl.exp2(x)
             if ROWS & STATS:
                 total = tl.sum(e, 1)
-                tl.store(row_part + tile_col * n + rows, total, mask=ok_rows)
+                tl.store(totals + rows, total, mask=ok_rows)
                 tl.store(needs_repair + rows * 0, 1, mask=ok_rows & untrusted(total))
-            if SAVE:
+            if e_desc is not None:
                 store_tile(e_desc, tile_row * R, tile_col * C, e * 2.0**-BELOW_PEAK)
             if COLS & STATS:
                 here = near_sums(e * ok_rows.to(tl.float32)[:, None])  # one multiply-add with the additions
@@ -128,21 +185,13 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 else:
                     near = tl.where(step % STRIP == 0, here, near + here)
                 if step % STRIP == STRIP - 1:
-                    below = tl.sum(near, 0)
-                    tl.store(col_part + strip * m + cols, below, mask=ok_cols)
-                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted_column(below))
+                    down = tl.sum(near, 0)
+                    tl.store(col_part + strip * m + cols, down, mask=ok_cols)
+                    tl.store(needs_repair + cols * 0, 1, mask=ok_cols & untrusted(down))
             tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
 
 
-@triton.jit
-def raised(high, total, x, axis: tl.constexpr):
-    """A running log-sum-exp, high + log2(total), with the scores x along an axis added."""
-    higher = tl.maximum(high, tl.max(x, axis))
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, total * tl.exp2(high - safe) + tl.sum(tl.exp2(x - tl.expand_dims(safe, axis)), axis)
-
-
-@kernel(optional=(*SCORE_KEYS, "row_part", "col_part"), dynamic=TILE_NUMBERS)
+@kernel(optional=(*SCORE_KEYS, "col_part"), dynamic=TILE_NUMBERS)
 def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                   row_key, col_key, row_skip, col_skip,  # keys
                   row_part, col_part, tops, needs_repair,  # in and out
@@ -150,7 +199,10 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
                   PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Compute strips with untrusted sums again, with the maximum of each row and column. Mostly there are none."""
+    """Compute strips with untrusted sums again. Mostly there are none.
+
+    Exponentials get the maximum of each row and column, softplus a logarithm for each score.
+    """
     strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
     STRIP_GROUP: tl.constexpr = max(1, GROUP // STRIP)
     s = tl.load(scale)
@@ -160,19 +212,25 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         cols = tile_col * C + tl.arange(0, C)
         ok_cols = cols < m
         again = 0
-        if ROWS & STATS:
+        if (ROWS + SOFTPLUS) & STATS:
             of_strip = strip * STRIP * R + tl.arange(0, STRIP * R)
             across = tl.load(row_part + tile_col * n + of_strip, mask=of_strip < n, other=1.0)
-            again = tl.max(untrusted(across).to(tl.int32), 0)
+            wrong = across == float("inf") if SOFTPLUS & STATS else untrusted(across)
+            again = tl.max(wrong.to(tl.int32), 0)
         high, below = tl.full((C,), float("-inf"), tl.float32), tl.zeros((C,), tl.float32)
         if COLS & STATS:
             down = tl.load(col_part + strip * m + cols, mask=ok_cols, other=1.0)
-            again = tl.maximum(again, tl.max(untrusted_column(down).to(tl.int32), 0))
+            again = tl.maximum(again, tl.max(untrusted(down).to(tl.int32), 0))
         for step in range(0, tl.where(again != 0, STRIP, 0)):
             tile_row = strip * STRIP + step
             rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                         n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
             ok_rows = rows < n
+            if SOFTPLUS & STATS:
+                y = x
+                if POSITIVE != 0:
+                    y = tl.where(positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE), -x, x)
+                tl.store(row_part + tile_col * n + rows, softplus_sum(y), mask=ok_rows)
             if ROWS & STATS:
                 top, total = raised(tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.float32), x, 1)
                 tl.store(row_part + tile_col * n + rows, top + tl.log2(total), mask=ok_rows)
@@ -183,64 +241,132 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
 
 
 @triton.jit
-def fold(part, tops, top_step, shift, out, at, ok, size, parts,
-         FIRST: tl.constexpr, LOG: tl.constexpr, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Fold (parts, size) into out, in order: a log-sum-exp, of sums relative to their top, or a plain sum."""
-    start = tl.zeros((BLOCK,), tl.float32)
-    high = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    if LOG:
-        if shift is not None:
-            start = tl.load(shift + at, mask=ok, other=0.0) * LOG2E
-        if not FIRST:
-            high = tl.load(out + at, mask=ok, other=float("-inf")) * LOG2E
-        total = tl.where(high == float("-inf"), 0.0, 1.0)
-    elif not FIRST:
+def fold_sum(part, out, at, ok, size, parts, FIRST: tl.constexpr):
+    """out = the sum of (parts, size), added to out unless these parts are the first."""
+    total = tl.zeros(at.shape, tl.float32)
+    if not FIRST:
         total = tl.load(out + at, mask=ok, other=0.0)
     for first in range(0, parts, MANY_PARTS):
         p = first + tl.arange(0, MANY_PARTS)
         here = (p < parts)[:, None] & ok[None, :]
-        value = tl.load(part + p.to(tl.int64)[:, None] * size + at[None, :], mask=here, other=0.0)
-        if LOG:
-            top = tl.load(tops + p * top_step, mask=p < parts, other=0.0)[:, None]
-            value = tl.where(top == float("inf"), value - start[None, :], tl.log2(value) + (top - start[None, :]))
-            value = tl.where(here, value, float("-inf"))
-            higher = tl.maximum(high, tl.max(value, 0))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(high - safe) + tl.sum(tl.exp2(value - safe[None, :]), 0)
-            # NaN in a part must survive the maximum.
-            lost = tl.max((value != value).to(tl.int32), 0) > 0
-            high = tl.where(lost, float("nan"), higher)
-        else:
-            total += tl.sum(value, 0)
-    if LOG:
-        total = (high + tl.log2(total)) * LN2
+        total += tl.sum(tl.load(part + p.to(tl.int64)[:, None] * size + at[None, :], mask=here, other=0.0), 0)
     tl.store(out + at, total, mask=ok)
 
 
+@triton.jit
+def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, size, parts, FIRST: tl.constexpr):
+    """out = the log-sum-exp of sums relative to their tops, or of logarithms, if a top is +inf. The entropy, if given:
+
+    entropy = sum_p w_p (entropy_p + lse - lse_p),   w_p = exp(lse_p - lse)
+    """
+    start = shifts(shift, at, ok)
+    high = tl.full(at.shape, float("-inf"), tl.float32)
+    gap = tl.zeros(at.shape, tl.float32)  # of the entropy: sum of 2**(lse_p - high) (entropy_p + high - lse_p)
+    if not FIRST:
+        high = tl.load(out + at, mask=ok, other=float("-inf")) * LOG2E
+        if entropy is not None:
+            gap = tl.load(entropy + at, mask=ok, other=0.0) * LOG2E
+    total = tl.where(high == float("-inf"), 0.0, 1.0)
+    for first in range(0, parts, MANY_PARTS):
+        p = first + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        where = p.to(tl.int64)[:, None] * size + at[None, :]
+        value = tl.load(part + where, mask=here, other=0.0)
+        top = tl.load(tops + p * top_step, mask=p < parts, other=0.0)[:, None]
+        value = tl.where(top == float("inf"), value - start[None, :], tl.log2(value) + (top - start[None, :]))
+        value = tl.where(here, value, float("-inf"))
+        higher = tl.maximum(high, tl.max(value, 0))
+        safe = finite(higher)
+        share, kept = tl.exp2(value - safe[None, :]), tl.exp2(high - safe)
+        if entropy is not None:
+            each = tl.load(entropy_part + where, mask=here, other=0.0)
+            each += tl.where(value == float("-inf"), 0.0, safe[None, :] - value)
+            rise = tl.where(high == float("-inf"), 0.0, safe - high)
+            gap = kept * (gap + rise * total) + tl.sum(share * each, 0)
+        total = total * kept + tl.sum(share, 0)
+        # NaN in a part must survive the maximum.
+        lost = tl.max((value != value).to(tl.int32), 0) > 0
+        high = tl.where(lost, float("nan"), higher)
+    tl.store(out + at, (high + tl.log2(total)) * LN2, mask=ok)
+    if entropy is not None:
+        tl.store(entropy + at, tl.where(total == 0.0, 0.0, gap / total + tl.log2(total)) * LN2, mask=ok)
+
+
+@triton.jit
+def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """The largest of (parts, size) and its column, whose index in the macro-tile is in the parts that follow.
+
+    Up to the LAST parts the score includes the row's shift, so that equal scores stay equal.
+    """
+    best = tl.full(at.shape, float("-inf"), tl.float32)
+    place = tl.full(at.shape, 2**31 - 1, tl.int64)
+    if not FIRST:
+        best = tl.load(top + at, mask=ok, other=0.0)
+        place = tl.load(top_col + at, mask=ok, other=0)
+    for begin in range(0, parts, MANY_PARTS):
+        p = begin + tl.arange(0, MANY_PARTS)
+        here = (p < parts)[:, None] & ok[None, :]
+        where = part + p.to(tl.int64)[:, None] * size + at[None, :]
+        score = tl.load(where, mask=here, other=float("-inf"))
+        column = tl.load(where + parts * size, mask=here, other=NO_COLUMN)
+        high = tl.max(score, 0)
+        # NaN equals nothing and finds no column; any column will do.
+        column = tl.min(tl.where(score == high[None, :], column, NO_COLUMN - 1.0), 0).to(tl.int64) + first
+        place = tl.where(high > best, column, tl.where(high == best, tl.minimum(place, column), place))
+        best = tl.maximum(best, high)
+    if LAST:
+        best = (best - shifts(shift, at, ok)) * LN2
+    tl.store(top + at, best, mask=ok)
+    tl.store(top_col + at, place, mask=ok)
+
+
 @kernel(
-    optional=("row_part", "row_shift", "row_out", "col_part", "col_shift", "col_out", "only_if"),
-    dynamic=("n", "row_parts", "m", "col_parts"),
+    optional=("row_shift", "col_part", "col_shift", "only_if", "row_lse", "row_softplus", "row_pos", "row_sum")
+    + ("row_top", "row_top_col", "row_entropy", "col_lse", "col_pos"),
+    dynamic=("n", "row_parts", "m", "col_parts", "first"),
 )
-def merge_kernel(row_part, row_shift, col_part, col_shift, tops, only_if, row_out, col_out, n, row_parts, m, col_parts,
-                 ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                 STRIP: tl.constexpr, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
+                 row_lse, row_softplus, row_pos, row_sum, row_top, row_top_col, row_entropy, col_lse, col_pos,  # in and out
+                 n, row_parts, m, col_parts, first,
+                 STATS: tl.constexpr, POSITIVE: tl.constexpr,
+                 ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                 STRIP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold the parts of the rows, and after them those of the columns, into the running statistics.
 
-    If ``only_if`` is 0, there are no parts. It is given only where no columns are summed.
+    ROW_FIRST, COL_FIRST: these rows or columns have no statistics yet. LAST: these columns are the last of the rows. If
+    ``only_if`` is 0, there are no parts. It is given only where no columns are summed.
     """
     program = tl.program_id(0)
     if only_if is not None:
         n = tl.where(tl.load(only_if) != 0, n, 0)
-    row_blocks = tl.cdiv(n, BLOCK) if row_part is not None else 0
+    row_blocks = tl.cdiv(n, BLOCK)
     # BLOCK divides R and C, so the rows of a program lie in one row of tiles.
-    if row_part is not None:
-        if program < row_blocks:
-            at = program * BLOCK + tl.arange(0, BLOCK)
-            mine = tops + (program * BLOCK // R) * row_parts
-            fold(row_part, mine, 1, row_shift, row_out, at, at < n, n, row_parts, ROW_FIRST, LOG, MANY_PARTS, BLOCK)
-    if col_part is not None:
-        if program >= row_blocks:
-            begin = (program - row_blocks) * BLOCK
-            at, mine, step = begin + tl.arange(0, BLOCK), tops + begin // C, row_parts * STRIP
-            fold(col_part, mine, step, col_shift, col_out, at, at < m, m, col_parts, COL_FIRST, LOG, MANY_PARTS, BLOCK)
+    if program < row_blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        ok = at < n
+        part, size = row_part, row_parts * n
+        if (ROWS + SOFTPLUS) & STATS:
+            part += size
+        if SOFTPLUS & STATS:
+            fold_sum(row_part, row_softplus, at, ok, n, row_parts, ROW_FIRST)
+        if MANY == POSITIVE:
+            fold_sum(part, row_pos, at, ok, n, row_parts, ROW_FIRST)
+            part += size
+        if ROW_SUM & STATS:
+            fold_sum(part, row_sum, at, ok, n, row_parts, ROW_FIRST)
+            part += size
+        if TOP & STATS:
+            fold_top(part, row_shift, row_top, row_top_col, at, ok, n, row_parts, first, ROW_FIRST, LAST)
+            part += 2 * size
+        if ROWS & STATS:
+            mine, shift = tops + (program * BLOCK // R) * row_parts, row_shift
+            if (ENTROPY + TOP) & STATS:  # subtracted already
+                shift = None
+            fold_log(row_part, mine, 1, shift, row_lse, part, row_entropy, at, ok, n, row_parts, ROW_FIRST)
+    elif col_part is not None:
+        begin = (program - row_blocks) * BLOCK
+        at, mine, step = begin + tl.arange(0, BLOCK), tops + begin // C, row_parts * STRIP
+        ok = at < m
+        fold_log(col_part, mine, step, col_shift, col_lse, None, None, at, ok, m, col_parts, COL_FIRST)
+        if (MANY == POSITIVE) and (MIRROR & STATS):
+            fold_sum(col_part + col_parts * m, col_pos, at, ok, m, col_parts, COL_FIRST)

@@ -12,11 +12,13 @@ from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
+    cap_slope,
     entropy_side,
     outer_factor,
     side,
     sigmoid,
 )
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
 
 @triton.jit
@@ -65,8 +67,7 @@ def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift,  # scores, k
     x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
     if peaks is not None:
         tl.store(peaks + tl.program_id(0), peak)
-    if row_shift is not None:
-        x -= tl.load(row_shift + rows, mask=rows < n, other=0.0) * LOG2E
+    x -= shifts(row_shift, rows, rows < n)
     tl.store(row_pos + rows, tl.where(key >= 0, x * LN2, 0.0), mask=rows < n)
     if num_positives is not None:
         tl.store(num_positives + rows, tl.where(key >= 0, 1.0, 0.0), mask=rows < n)
@@ -88,9 +89,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
     ok = key >= 0
     f = outer_factor(factor)
     from_shift = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
-    x = from_shift
-    if row_shift is not None:
-        x += tl.load(row_shift + rows, mask=ok, other=0.0) * LOG2E
+    x = from_shift + shifts(row_shift, rows, ok)
     value = tl.zeros((P,), tl.float32)
     if SOFTPLUS & TERMS:
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
@@ -112,8 +111,7 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
         weight = tl.load(col_weight + key, mask=ok, other=0.0)
         value += tl.load(grad_sum + rows, mask=ok, other=0.0) * f * weight
     if SOFTCAP & SCORE:
-        ratio = x * (1.0 / (softcap * LOG2E))
-        value = value * (1.0 - ratio * ratio)
+        value = value * cap_slope(x, softcap)
     if row_factor is not None:
         later = tl.load(row_factor + rows, mask=ok, other=1.0)
         value = tl.where(later == 0.0, 0.0, value / later)

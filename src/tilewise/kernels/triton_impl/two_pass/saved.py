@@ -1,7 +1,6 @@
 """Exponentials that forward saves for backward, in memory that backward needs anyway.
 
-An exact loss that stores no scores computes them twice: four products, where a loss that stores all scores has three. But
-the memory of dB (m x d) is unused between the passes. Forward fills it with
+The memory of dB (m x d) is unused between the passes. Forward fills it with
 
     e_ij = exp(x_ij - t)        of as many columns j as fit,  t a shift for all of them,
 
@@ -21,9 +20,7 @@ The next columns are saved in the memory in which backward keeps G of one macro-
 
 ``needs_repair`` is set if the shift suits some row badly: forward had to repair a sum, or the log-sum-exp of the row is so
 far below t that its exponentials underflow. Then G is computed again and overwrites the exponentials, and every f_i is 1;
-the host does not need to know. The peak memory of one loss is that of backward, as without saved columns, but it is
-reached earlier: the gradient of the columns and G are allocated in forward. Several losses before one backward each
-allocate their own.
+the host does not need to know. Decision 0019 has the costs.
 """
 
 from __future__ import annotations
@@ -45,9 +42,7 @@ from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor,
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
-NARROWEST = (
-    1024  # features; with fewer, the store leaves shared memory for one program instead of two, and nothing is gained
-)
+NARROWEST = 1024  # features; with fewer, the store leaves shared memory for one program instead of two: no gain
 MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
 COLS = 8192  # of a chunk, at least
@@ -142,29 +137,18 @@ class SavedColumns:
         values |= {"repaired": repaired, "only_if": only_if, "needs_repair": self.needs_repair, "BLOCK": CHECKED_ROWS}
         call.prepare(check_kernel, warps=8).put(values).launch(1)
 
-
-@dataclass
-class Factors:
-    """The factors of saved exponentials, applied to the rows of A and of dA."""
-
-    each: Tensor  # f_i: (n,)
-    ones: Tensor  # (n,), for the other columns
-    scaled: Tensor  # f_i a_i: (n, d)
-
-    @staticmethod
-    def of(call: Call, saved: SavedColumns, factor: Tensor, place: Tensor | None) -> Factors:
-        """``factor`` multiplies the gradients of all statistics; f_i a_i may be written to ``place``."""
-        assert saved.peaks is not None
+    def factors(self, call: Call, factor: Tensor, place: Tensor | None) -> tuple[Tensor, Tensor]:
+        """f_i: (n,), and f_i a_i: (n, d), which may be written to ``place``. ``factor`` is that of all gradients."""
+        assert self.peaks is not None
         n, d = call.a.shape
-        each, ones = call.empty(n), call.empty(n)
-        scaled = call.empty(n, d, dtype=call.a.dtype) if place is None else place
+        each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
         start = call.pair.col_start
-        values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": saved.needs_repair}
-        values |= {"peaks": saved.peaks, "peak_count": saved.peaks.numel(), "first": start, "n": n, "m": saved.end}
-        values |= {"each": each, "ones": ones, "scaled": scaled, "ahead": call.pair.row_start - start}
-        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row)
-        prepared.put(values).put({"WIDTH": WIDTH, "BLOCK": FACTOR_ROWS}).launch(cdiv(n, FACTOR_ROWS))
-        return Factors(each, ones, scaled)
+        values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": self.needs_repair}
+        values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "first": start, "n": n, "m": self.end}
+        values |= {"each": each, "scaled": scaled, "ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
+        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
+        prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
+        return each, scaled
 
 
 def aligned(cols: int) -> int:
@@ -197,7 +181,7 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
 
 @kernel(optional=("own", "row_key", "grad_pos"), dynamic=("peak_count", "n", "m", "first", "ahead", "a_stride"))
 def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, needs_repair,  # in
-                  each, ones, scaled,  # outputs
+                  each, scaled,  # outputs
                   peak_count, a_stride, n, m, first, ahead,
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if ``needs_repair`` is set. A row without columns has 0.
@@ -222,7 +206,6 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, n
         f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
     f = tl.where(tl.load(needs_repair) < 1.0, f, 1.0)
     tl.store(each + rows, f, mask=ok)
-    tl.store(ones + rows, tl.zeros_like(f) + 1.0, mask=ok)
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
         inside = ok[:, None] & (at < D)[None, :]

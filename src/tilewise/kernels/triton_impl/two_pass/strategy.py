@@ -32,49 +32,38 @@ from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, re
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.kernels.triton_impl.two_pass.token_forward import TokenForward
 from tilewise.options import TileOptions
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
-INCOMING = tuple(field.name for field in dataclasses.fields(GradStats))
 
 
-def forward(pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None) -> Stats:
-    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`."""
-    return _forward(pair, spec, options, None, only_if)[0]
-
-
-def forward_saving(
-    pair: Pair, spec: PairSpec, options: TileOptions, only_if: Tensor | None = None
+def forward(
+    pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool = False, only_if: Tensor | None = None
 ) -> tuple[Stats, SavedColumns | None]:
-    """The same, and the exponentials of some columns, where a backward for both sides can use them."""
-    return _forward(pair, spec, options, SavedColumns.of(pair, spec), only_if)
+    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`.
 
-
-def _forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, saved: SavedColumns | None, only_if: Tensor | None
-) -> tuple[Stats, SavedColumns | None]:
+    With ``save`` also the exponentials of some columns, where a backward for both sides can use them.
+    """
     with on_device(pair.a), torch.no_grad():
+        saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
-        positives = keys.num_positives(pair, spec) if spec.positive == "many" else None
 
         def run(recording: Recording | None) -> tuple[Any, ...]:
-            call = Call.of(pair, spec, options, recording)
-            work = TokenForward(call) if spec.token_stats else Forward(call, saved, only_if)
+            work = Forward(Call.of(pair, spec, options, recording), saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
         if saved is not None or host_may_limit(pair):
-            inputs = [*tensors_of(pair, spec), only_if, None if saved is None else saved.memory]
-            kind = "forward" if saved is None else "forward_saving"
+            kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
+            inputs = [*tensors_of(pair, spec), only_if, memory]
             key = replay_key((kind, *launch_settings(pair, spec, options)), inputs)
-            values = replay_or_record(key, inputs, run, pair.a.device)
+            values = tuple(replay_or_record(key, inputs, run, pair.a.device))
         else:
             values = run(None)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
-        if positives is not None:
-            stats = dataclasses.replace(stats, num_positives=positives)
+        if spec.positive == "many":
+            stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
         buffer, behind, peaks, needs_repair = values[len(STATISTICS) :]
         if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
@@ -98,23 +87,22 @@ def backward(
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
-        if not host_may_limit(pair):
-            return Backward(Call.of(pair, spec, options), stats, grad, needs, out_dtype, saved).run()
 
         def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
             call = Call.of(pair, spec, options, recording)
             grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        coming = [getattr(grad, name) for name in INCOMING]
-        known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
-        inputs = [*tensors_of(pair, spec), *known, *coming]
-        layout = None
-        if saved is not None:
-            inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
-            layout = saved.inside, saved.behind
-        what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
-        a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
+        if host_may_limit(pair):
+            known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
+            inputs, layout = [*tensors_of(pair, spec), *known, *vars(grad).values()], None
+            if saved is not None:
+                inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
+                layout = saved.inside, saved.behind
+            what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
+            a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
+        else:
+            a, b, scale, bias = run(None)
         if saved is not None:
             saved.buffer = None
         return Grads(a=a, b=b, scale=scale, bias=bias)

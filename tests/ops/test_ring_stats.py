@@ -1,4 +1,4 @@
-"""The op over a ring of virtual ranks against the dense oracle on the whole: every statistic, every gradient."""
+"""`pair_stats` over a ring of virtual ranks against the dense oracle: every statistic, every gradient."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.compare import assert_close, assert_no_worse, relative_error
+from tests.kernels.dense import dense_stats
+from tests.ring.virtual import run_virtual
 from torch import Tensor
 
 from tilewise.errors import GroupError
-from tilewise.kernels.dense import dense_stats
 from tilewise.kernels.spec import Pair, PairSpec, Stats, wanted_stats
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
-from tilewise.ring.virtual import run_virtual
 
 SPECS = {
     "rows": PairSpec(row_lse=True),

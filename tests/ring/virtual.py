@@ -1,7 +1,6 @@
 """Virtual ranks: threads of one process, on one device, that exchange blocks through shared memory.
 
-They run a ring of any size on one device, through the same code as a process group. Use them for tests and to try out
-a ring without several machines.
+They run a ring of any size on one device, through the same code as a process group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tilewise._check import AUTOCAST_DEVICES
 from tilewise.errors import GroupError, RangeError
-from tilewise.ring.exchange import VIRTUAL, Pending, forget_exchange, register_exchange
+from tilewise.ring.exchange import Exchange, Pending, forget_exchange, register_exchange
 from tilewise.ring.schedule import next_rank, previous_rank
 
 T = TypeVar("T")
@@ -117,7 +116,7 @@ class _Hub:
             )
 
 
-class VirtualExchange:
+class VirtualExchange(Exchange):
     """Exchange of one virtual rank: copies, on a separate stream on CUDA."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
@@ -136,11 +135,15 @@ class VirtualExchange:
 
     def sum_(self, values: Tensor) -> None:
         """Sum in rank order, so that all ranks get the same bits."""
-        self._combine(values, torch.add)
-
-    def max_(self, values: Tensor) -> None:
-        """Elementwise maximum."""
-        self._combine(values, torch.maximum)
+        if values.is_cuda:
+            torch.cuda.current_stream(values.device).synchronize()
+        found: list[Tensor] = self.hub.gather(self.rank, values.clone())  # type: ignore[assignment]
+        if values.is_cuda:
+            torch.cuda.synchronize(values.device)
+        values.copy_(sum(found[1:], found[0]))
+        if values.is_cuda:
+            torch.cuda.current_stream(values.device).synchronize()
+        self.hub.gather(self.rank, None)
 
     def refuses(self, device: torch.device) -> str | None:
         """None: memory is shared on every device."""
@@ -151,20 +154,6 @@ class VirtualExchange:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
-
-    def _combine(self, values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> None:
-        if values.is_cuda:
-            torch.cuda.current_stream(values.device).synchronize()
-        found: list[Tensor] = self.hub.gather(self.rank, values.clone())  # type: ignore[assignment]
-        if values.is_cuda:
-            torch.cuda.synchronize(values.device)
-        total = found[0]
-        for other in found[1:]:
-            total = reduce(total, other)
-        values.copy_(total)
-        if values.is_cuda:
-            torch.cuda.current_stream(values.device).synchronize()
-        self.hub.gather(self.rank, None)
 
 
 class _Transfer:
@@ -230,7 +219,7 @@ def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: flo
     failures: list[tuple[int, BaseException]] = []
 
     def serve(rank: int) -> None:
-        name = f"{VIRTUAL}{serial}-{rank}"
+        name = f"virtual-{serial}-{rank}"
         register_exchange(name, VirtualExchange(hub, rank))
         try:
             # Enter the modes first: torch.inference_mode(False) also enables autograd's own threads.

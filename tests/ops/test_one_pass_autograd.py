@@ -1,4 +1,4 @@
-"""Gradients formed in forward, in the torch backend: every way autograd and compilers ask for them."""
+"""The one-pass strategy of the torch backend under autograd and compilers."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.compare import assert_close, relative_error
 from tests.losses.loss_cases import converted, problem, solve
-from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
+from tests.ops.one_pass_cases import FEW, ONE_PASS, SERVED, TWO_PASS, count_calls
 from torch._dynamo import compiled_autograd
 
 import tilewise as tw
@@ -32,8 +32,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("k", [3.0, -0.25, 1e-12, 0.0])
 def test_any_scale_from_upstream(name, k):
     made = problem(name)
-    _, grads = solve(lambda p: k * made.ours(p, options=EARLY), made.leaves)
-    _, want = solve(lambda p: k * made.ours(p, options=LATE), made.leaves)
+    _, grads = solve(lambda p: k * made.ours(p, options=ONE_PASS), made.leaves)
+    _, want = solve(lambda p: k * made.ours(p, options=TWO_PASS), made.leaves)
     for leaf in want:
         assert_close(grads[leaf], want[leaf], 1e-12, leaf)
 
@@ -43,9 +43,9 @@ def test_gradients_are_rounded_once_after_upstream(name):
     """The error in bfloat16 is the same for a factor that it does not hold, and for one whose product it rounds."""
     made = problem(name, torch.bfloat16)
     _, exact = solve(made.dense, converted(made.leaves, torch.float64))
-    _, once = solve(made.ours, made.leaves, options=EARLY)
+    _, once = solve(made.ours, made.leaves, options=ONE_PASS)
     for k in (3.0, 1.0 + 2.0**-9):
-        _, grads = solve(lambda p, k=k: k * made.ours(p, options=EARLY), made.leaves)
+        _, grads = solve(lambda p, k=k: k * made.ours(p, options=ONE_PASS), made.leaves)
         for leaf in once:
             ours, theirs = relative_error(grads[leaf], k * exact[leaf]), relative_error(once[leaf], exact[leaf])
             assert ours <= 1.15 * theirs + 1e-6, (leaf, k)
@@ -58,7 +58,7 @@ def test_a_loss_scale_lifts_gradients_out_of_what_float16_cannot_hold():
     target, weight = torch.randint(0, 60, (40,), generator=generator), torch.full((60,), 1e-8)
     leaves = {"hidden": hidden, "classes": classes, "bias": bias}
 
-    def loss(p, options=EARLY):
+    def loss(p, options=ONE_PASS):
         scaled = weight.to(p.hidden.dtype) if p.hidden.dtype == torch.float64 else weight
         settings = {"linear_bias": p.bias, "weight": scaled, "reduction": "sum", "options": options}
         return 2.0**20 * tw.linear_cross_entropy(p.hidden, p.classes, target, **settings)
@@ -72,7 +72,7 @@ def test_a_loss_scale_lifts_gradients_out_of_what_float16_cannot_hold():
 @pytest.mark.parametrize("name", FEW)
 def test_backward_twice_through_one_forward(name, calls):
     made = problem(name)
-    loss = 2.0 * made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    loss = 2.0 * made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
     leaves = list(made.leaves.values())
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     kept = [grad.clone() for grad in first]
@@ -91,8 +91,8 @@ def test_a_compiler_of_backward_passes_sees_operators(name):
     made = problem(name)
     leaves = list(made.leaves.values())
     for upstream in (1.0, 3.0):
-        want = torch.autograd.grad(upstream * made.ours(SimpleNamespace(**made.leaves), options=EARLY), leaves)
-        loss = upstream * made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+        want = torch.autograd.grad(upstream * made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS), leaves)
+        loss = upstream * made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
         with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
             got = torch.autograd.grad(loss, leaves, retain_graph=True)
             again = torch.autograd.grad(loss, leaves)
@@ -103,9 +103,9 @@ def test_a_compiler_of_backward_passes_sees_operators(name):
 
 def test_gradients_accumulate(calls):
     made = problem("cross_entropy_bias")
-    _, once = solve(made.ours, made.leaves, options=LATE)
+    _, once = solve(made.ours, made.leaves, options=TWO_PASS)
     for _ in range(3):
-        (made.ours(SimpleNamespace(**made.leaves), options=EARLY) / 3.0).backward()
+        (made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS) / 3.0).backward()
     assert len(calls) == 3
     for leaf, value in made.leaves.items():
         assert_close(value.grad, once[leaf], 1e-12, leaf)
@@ -115,14 +115,14 @@ def test_gradients_accumulate(calls):
 def test_backward_gives_away_what_forward_made(name, calls):
     made = problem(name, torch.float32)
     first, second = list(made.leaves.values())[:2]
-    grads = torch.autograd.grad(3.0 * made.ours(SimpleNamespace(**made.leaves), options=EARLY), (first, second))
+    grads = torch.autograd.grad(3.0 * made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS), (first, second))
     assert grads[0].data_ptr() == calls[0].grads.a.data_ptr() or name.startswith("cross_entropy")  # rows put back
     assert grads[1].data_ptr() == calls[0].grads.b.data_ptr()
 
 
 def test_nothing_is_held_after_backward():
     made = problem("info_nce", torch.float32)
-    loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    loss = made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
     node = loss.grad_fn
     assert node.once is not None
     loss.backward()
@@ -135,7 +135,7 @@ def test_a_loss_that_is_dropped_frees_its_gradients_at_once():
     gc.collect()
     gc.disable()
     try:
-        loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+        loss = made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
         held = weakref.ref(loss.grad_fn.once.saved[0])
         del loss
         assert held() is None
@@ -147,21 +147,21 @@ def test_a_loss_that_is_dropped_frees_its_gradients_at_once():
 def test_nothing_is_formed_where_nobody_asks(name, calls, monkeypatch):
     made = problem(name)
     with torch.no_grad():
-        made.ours(SimpleNamespace(**made.leaves), options=EARLY)
-    made.ours(SimpleNamespace(**{leaf: value.detach() for leaf, value in made.leaves.items()}), options=EARLY)
-    solve(lambda p, **how: made.ours(p, reduction="none", **how).sum(), made.leaves, options=EARLY)
-    solve(made.ours, made.leaves, options=LATE)
+        made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
+    made.ours(SimpleNamespace(**{leaf: value.detach() for leaf, value in made.leaves.items()}), options=ONE_PASS)
+    solve(lambda p, **how: made.ours(p, reduction="none", **how).sum(), made.leaves, options=ONE_PASS)
+    solve(made.ours, made.leaves, options=TWO_PASS)
     assert not calls
 
 
 @pytest.mark.parametrize("name", ["siglip", "info_nce", "cross_entropy_bias"])
 def test_a_frozen_side_costs_nothing(name, calls):
     made = problem(name)
-    _, together = solve(made.ours, made.leaves, options=EARLY)
+    _, together = solve(made.ours, made.leaves, options=ONE_PASS)
     for leaf in made.leaves:
         alone = {other: value.detach() for other, value in made.leaves.items()}
         alone[leaf].requires_grad_()
-        _, grads = solve(made.ours, alone, options=EARLY)
+        _, grads = solve(made.ours, alone, options=ONE_PASS)
         assert_close(grads[leaf], together[leaf], 1e-12, leaf)
         assert sum(calls[-1].needs) == 1
         made_for = [field for field in ("a", "b", "scale", "bias") if getattr(calls[-1].grads, field) is not None]
@@ -171,7 +171,7 @@ def test_a_frozen_side_costs_nothing(name, calls):
 @pytest.mark.parametrize("name", FEW)
 def test_a_second_derivative_is_refused_with_words(name):
     made = problem(name, n=8, d=4)
-    loss = made.ours(SimpleNamespace(**made.leaves), options=EARLY)
+    loss = made.ours(SimpleNamespace(**made.leaves), options=ONE_PASS)
     grads = torch.autograd.grad(loss, list(made.leaves.values()), create_graph=True)
     with pytest.raises(GradientError, match=r"first derivatives only.*[Dd]etach"):
         sum(grad.square().sum() for grad in grads).backward()
@@ -185,11 +185,11 @@ def test_compile_in_one_graph(name, dtype, calls):
     made = problem(name, dtype)
 
     def whole(p):
-        return torch.compile(lambda: 3.0 * made.ours(p, options=EARLY), fullgraph=True, backend="aot_eager")()
+        return torch.compile(lambda: 3.0 * made.ours(p, options=ONE_PASS), fullgraph=True, backend="aot_eager")()
 
     loss, grads = solve(whole, made.leaves)
     assert len(calls) == 1
-    want, want_grads = solve(lambda p: 3.0 * made.ours(p, options=EARLY), made.leaves)
+    want, want_grads = solve(lambda p: 3.0 * made.ours(p, options=ONE_PASS), made.leaves)
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
         assert grads[leaf].dtype == made.leaves[leaf].dtype
@@ -226,9 +226,9 @@ def test_compile_with_inductor():
     made = problem("cross_entropy_bias", torch.float32)
 
     def whole(p):
-        return torch.compile(lambda: 3.0 * made.ours(p, options=EARLY), fullgraph=True)()
+        return torch.compile(lambda: 3.0 * made.ours(p, options=ONE_PASS), fullgraph=True)()
 
     _, grads = solve(whole, made.leaves)
-    _, want = solve(lambda p: 3.0 * made.ours(p, options=EARLY), made.leaves)
+    _, want = solve(lambda p: 3.0 * made.ours(p, options=ONE_PASS), made.leaves)
     for leaf in want:
         assert_close(grads[leaf], want[leaf], 1e-6, leaf)

@@ -1,4 +1,4 @@
-"""Gradients formed in forward, in the torch backend: the same numbers, rows that do not count, when, and memory."""
+"""The one-pass strategy of the torch backend: numbers, ignored rows, when it is chosen, and memory."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 from benchmarks.measure import cpu_peak_bytes
 from tests.compare import assert_close, assert_no_worse
 from tests.losses.loss_cases import converted, problem, solve
-from tests.ops.direct_cases import EARLY, FEW, LATE, SERVED, count_calls
+from tests.ops.one_pass_cases import FEW, ONE_PASS, SERVED, TWO_PASS, count_calls
 from torch.nn.functional import normalize
 
 import tilewise as tw
@@ -38,7 +38,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("name", SERVED)
 def test_equals_the_oracle(name, reduction, calls, nan_filled_empty):
     made = problem(name)
-    loss, grads = solve(made.ours, made.leaves, reduction=reduction, options=EARLY)
+    loss, grads = solve(made.ours, made.leaves, reduction=reduction, options=ONE_PASS)
     want, want_grads = solve(made.dense, made.leaves, reduction=reduction)
     assert len(calls) == 1
     assert_close(loss, want, 1e-14)
@@ -50,7 +50,7 @@ def test_equals_the_oracle(name, reduction, calls, nan_filled_empty):
 @pytest.mark.parametrize("name", SERVED)
 def test_half_types_are_no_worse_than_dense(name, dtype, calls):
     made = problem(name, dtype)
-    loss, grads = solve(made.ours, made.leaves, options=EARLY)
+    loss, grads = solve(made.ours, made.leaves, options=ONE_PASS)
     dense, dense_grads = solve(made.dense, made.leaves)
     want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
     assert len(calls) == 1
@@ -70,9 +70,9 @@ def test_scores_of_a_thousand_and_of_nothing(scale, calls):
     def loss(options):
         return tw.linear_cross_entropy(a, b, target, logit_scale=s, options=options)
 
-    got, want = (torch.autograd.grad(loss(options), (a, b, s)) for options in (EARLY, LATE))
+    got, want = (torch.autograd.grad(loss(options), (a, b, s)) for options in (ONE_PASS, TWO_PASS))
     assert len(calls) == 1
-    assert_close(loss(EARLY), loss(LATE), 1e-14)
+    assert_close(loss(ONE_PASS), loss(TWO_PASS), 1e-14)
     for one, other in zip(got, want, strict=True):
         assert_close(one, other, 1e-12)
 
@@ -85,7 +85,7 @@ def test_a_z_loss_that_cancels_the_weight_of_a_row():
     settings = {"linear_bias": bias, "z_loss": -0.5 / bias.logsumexp(0).item()}
     got, want = (
         torch.autograd.grad(tw.linear_cross_entropy(hidden, classes, target, **settings, options=options), hidden)[0]
-        for options in (EARLY, LATE)
+        for options in (ONE_PASS, TWO_PASS)
     )
     assert_close(got, want, 1e-12)
 
@@ -97,7 +97,7 @@ def test_a_z_loss_that_cancels_the_weight_of_a_row():
 def test_all_rows_ignored(reduction):
     hidden, classes = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     target = torch.full((5,), -100)
-    loss = tw.linear_cross_entropy(hidden, classes, target, reduction=reduction, options=EARLY)
+    loss = tw.linear_cross_entropy(hidden, classes, target, reduction=reduction, options=ONE_PASS)
     loss.backward()
     assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
     assert not hidden.grad.any()
@@ -111,14 +111,14 @@ def test_ignored_rows_meet_no_column(calls):
     hidden.requires_grad_()
     classes, target = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), torch.arange(50) % 6
     target[::2] = -100
-    tw.linear_cross_entropy(hidden, classes, target, options=EARLY).backward()
+    tw.linear_cross_entropy(hidden, classes, target, options=ONE_PASS).backward()
     assert len(calls[0].pair.a) == 25
     assert not hidden.grad[::2].any()
     assert hidden.grad.isfinite().all()
     assert classes.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [EARLY, LATE])
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_weights_of_classes_that_add_up_to_nothing(options, z_loss):
     """0 / 0 in the loss and in its gradients, as in torch: no gradient that looks like one."""
@@ -133,7 +133,7 @@ def test_weights_of_classes_that_add_up_to_nothing(options, z_loss):
     assert tw.linear_cross_entropy(hidden, classes, target, reduction="sum", **settings).isfinite()
 
 
-@pytest.mark.parametrize("options", [EARLY, LATE, tw.TileOptions(filter_tolerance=1e-9)])
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS, tw.TileOptions(filter_tolerance=1e-9)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_target_that_a_bias_rules_out(options, dtype):
     """An infinite loss, and the gradients of the dense loss, which are finite."""
@@ -150,7 +150,7 @@ def test_a_target_that_a_bias_rules_out(options, dtype):
         assert_close(grad, want, {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype])
 
 
-@pytest.mark.parametrize("options", [EARLY, LATE, tw.TileOptions(filter_tolerance=1e-3)])
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS, tw.TileOptions(filter_tolerance=1e-3)])
 @pytest.mark.parametrize("changed", range(4))
 def test_inputs_that_change_before_backward_are_noticed(options, changed):
     leaves = torch.randn(9, 4), torch.randn(40, 4), torch.randn(40), torch.ones(())
@@ -172,8 +172,8 @@ SOFTMAX, SIGMOID = PairSpec(row_lse=True, positive="one"), PairSpec(softplus=Tru
 @pytest.mark.parametrize("name", NOT_SERVED)
 def test_losses_that_cannot_do_it_do_as_before(name, calls):
     made = problem(name)
-    loss, grads = solve(made.ours, made.leaves, options=EARLY)
-    want, want_grads = solve(made.ours, made.leaves, options=LATE)
+    loss, grads = solve(made.ours, made.leaves, options=ONE_PASS)
+    want, want_grads = solve(made.ours, made.leaves, options=TWO_PASS)
     assert not calls
     assert torch.equal(loss, want)
     assert all(torch.equal(grads[leaf], want_grads[leaf]) for leaf in want_grads)
@@ -231,7 +231,7 @@ def test_exponentials_are_saved_where_a_large_classifier_would_be():
 def test_a_workspace_too_small_for_a_row_takes_two_passes(monkeypatch):
     made = problem("cross_entropy_z_loss")
     monkeypatch.setattr(kernels, "block_rows", lambda *_: 0)
-    _, grads = solve(made.ours, made.leaves, options=EARLY)
+    _, grads = solve(made.ours, made.leaves, options=ONE_PASS)
     _, want = solve(made.dense, made.leaves)
     for leaf in want:
         assert_close(grads[leaf], want[leaf], 1e-12, leaf)
@@ -243,7 +243,7 @@ def test_products_are_three(monkeypatch):
     monkeypatch.setattr(TorchBackend, "backward", None)
     for name in FEW:
         made = problem(name)
-        solve(made.ours, made.leaves, options=EARLY)
+        solve(made.ours, made.leaves, options=ONE_PASS)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_scratch_stays_within_the_workspace():
     n, m, d, mib = 4096, 16_384, 64, 16
     arguments = {"n": n, "m": m, "d": d, "workspace_mib": mib}
     gradients, vectors = (n + m) * d * 4, 24 * (n + m) * 8
-    peak = cpu_peak_bytes("tests.ops.test_direct:measured", arguments)
+    peak = cpu_peak_bytes("tests.ops.test_one_pass:measured", arguments)
     assert peak <= mib * MIB + gradients + vectors + MIB
 
 

@@ -1,4 +1,4 @@
-"""The questions that tests/gpu asks about skipping, asked here of the torch backend on the CPU."""
+"""The checks of the filter in tests/gpu, here on the torch backend and the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The oracle: stores all scores and follows the definitions. For tests, docs and benchmarks only.
+"""The oracle: stores all scores and follows the definitions.
 
 Gradients come from autograd. The type of the computation is that of the inputs.
 """

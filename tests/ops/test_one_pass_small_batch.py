@@ -1,4 +1,4 @@
-"""The symmetric loss whose gradients are launched in forward: meant for a GPU, here in Triton's interpreter."""
+"""One pass over both directions of a small batch: made for a GPU, here in Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which losses form their gradients in forward, and the options that say when: for the tests of it."""
+"""Which losses the one-pass strategy serves, and the options that choose it: for its tests."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import tilewise as tw
 from tilewise.kernels.scalar_loss import gradients_of
 from tilewise.kernels.torch_impl.one_pass import TorchOnePass
 
-EARLY = tw.TileOptions(gradients="forward")
-LATE = tw.TileOptions(gradients="backward")
+ONE_PASS = tw.TileOptions(gradients="forward")
+TWO_PASS = tw.TileOptions(gradients="backward")
 SERVED = [
     *("siglip", "info_nce", "info_nce_ids_one_way", "cross_entropy", "cross_entropy_bias", "cross_entropy_weighted"),
     *("cross_entropy_ignoring_a_class", "cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),

@@ -1,0 +1,250 @@
+"""Heads of language models for reinforcement learning: log-probabilities and entropy, with a gradient for each token.
+
+    python -m benchmarks.heads --peers FOLDER      on a CUDA device: time, memory and errors of ours and of others
+    python -m benchmarks.heads --quick             small sizes on any device: checks that everything runs
+    python -m benchmarks.heads --page              write the table of the committed results into the page
+
+Every method computes, for hidden states (n, d), a classifier (V, d) and targets (n,), the log-probability of the
+target and the entropy of each token. In training each token has a gradient of its own, as with advantages. Errors are
+against float64: the largest error of a log-probability, and the relative error of the gradients of the hidden states
+and of the classifier. Results: benchmarks/results/heads-<device>.json.
+
+Axes: n tokens, d features, V classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from benchmarks.cases import Case, make_inputs, vocabulary
+from benchmarks.measure import Failure, Step, cuda_peak_bytes, failure_of, sustained_rate, time_in_turns
+from benchmarks.run import RESULTS, commit_of, describe, write
+
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, classifier, target: log_prob, entropy
+SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
+QUICK = ((256, 64, 1000),)
+REFERENCE_ROWS = 256  # tokens at a time in float64
+PAGE = RESULTS.parent.parent / "docs" / "post-training.md"
+BEGIN, END = "<!-- heads: begin -->", "<!-- heads: end -->"
+
+
+def tilewise_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Ours."""
+    stats = tw.linear_token_stats(hidden, weight, target, want=("log_prob", "entropy"))
+    assert stats.log_prob is not None
+    assert stats.entropy is not None
+    return stats.log_prob, stats.entropy
+
+
+def from_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """From stored logits; the softmax is in float32 or wider."""
+    log_p = (logits.float() if logits.dtype != torch.float64 else logits).log_softmax(-1)
+    return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def eager_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits in the type of the features."""
+    return from_logits(hidden @ weight.T, target)
+
+
+def float32_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A head in float32: features and classifier are converted, and products have float32 operands."""
+    return from_logits(hidden.float() @ weight.float().T, target)
+
+
+def compiled_head() -> Head:
+    """`eager_head` with torch.compile."""
+    torch._dynamo.reset()
+    return torch.compile(eager_head, dynamic=False)
+
+
+def trl_head() -> Head:
+    """TRL's fused head, with its default chunk of 32,768 classes."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+
+    def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs", "entropy"))[:2]
+
+    return head
+
+
+METHODS: dict[str, Callable[[], Head]] = {
+    "tilewise": lambda: tilewise_head,
+    "TRL": trl_head,
+    "torch.compile, bf16 logits": compiled_head,
+    "eager, bf16 logits": lambda: eager_head,
+    "eager, float32 head": lambda: float32_head,
+}
+
+
+def reference(x: dict[str, Any]) -> dict[str, Tensor]:
+    """Log-probabilities, entropies and both gradients in float64, a block of tokens at a time."""
+    weight = x["b"].detach().double().requires_grad_()
+    found: dict[str, list[Tensor]] = {"log_prob": [], "entropy": [], "hidden": []}
+    for start in range(0, x["a"].shape[0], REFERENCE_ROWS):
+        rows = slice(start, start + REFERENCE_ROWS)
+        hidden = x["a"][rows].detach().double().requires_grad_()
+        log_prob, entropy = from_logits(hidden @ weight.T, x["target"][rows])
+        total(log_prob, entropy, x, rows).backward()
+        assert hidden.grad is not None
+        for name, value in (("log_prob", log_prob.detach()), ("entropy", entropy.detach()), ("hidden", hidden.grad)):
+            found[name].append(value)
+    assert weight.grad is not None
+    return {name: torch.cat(values) for name, values in found.items()} | {"weight": weight.grad}
+
+
+def total(log_prob: Tensor, entropy: Tensor, x: dict[str, Any], rows: slice = slice(None)) -> Tensor:
+    """A loss with a gradient of its own for each token and each of the two statistics."""
+    return (log_prob * x["advantage"][rows]).sum() + (entropy * x["bonus"][rows]).sum()
+
+
+def errors(head: Head, x: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Largest absolute errors of both statistics, and relative errors of both gradients."""
+    x["a"].grad = x["b"].grad = None
+    log_prob, entropy = head(x["a"], x["b"], x["target"])
+    total(log_prob, entropy, x).backward()
+    found = {
+        "log_prob_error": (log_prob.detach() - exact["log_prob"]).abs().max().item(),
+        "entropy_error": (entropy.detach() - exact["entropy"]).abs().max().item(),
+    }
+    for name, leaf in (("hidden", x["a"]), ("weight", x["b"])):
+        # A block at a time: a whole gradient in float64 would be gigabytes.
+        blocks = [slice(k, k + 8192) for k in range(0, leaf.shape[0], 8192)]
+        off = sum((leaf.grad[k].double() - exact[name][k]).square().sum().item() for k in blocks)
+        found[f"{name}_grad_error"] = (off / exact[name].square().sum().item()) ** 0.5
+    x["a"].grad = x["b"].grad = None
+    return found
+
+
+def run_shape(case: Case, device: torch.device, repeats: int, budget_s: float) -> list[dict[str, Any]]:
+    """One result for each method."""
+    x = make_inputs(case, device)
+    generator = torch.Generator(device).manual_seed(1)
+    x["advantage"], x["bonus"] = (torch.randn(case.rows, generator=generator, device=device) for _ in range(2))
+    exact = reference(x)
+    heads: dict[str, Head] = {}
+    results: dict[str, dict[str, Any]] = {}
+    for name, make in METHODS.items():
+        results[name] = {"method": name, "n": case.rows, "d": case.width, "V": case.cols}
+        try:
+            heads[name] = make()
+            results[name] |= errors(heads[name], x, exact)
+        except Exception as error:
+            heads.pop(name, None)
+            failure = failure_of(error)
+            results[name] |= {"status": failure.status, "reason": failure.reason}
+    del exact
+    gc.collect()
+
+    def training(head: Head) -> Step:
+        return Step(lambda: total(*head(x["a"], x["b"], x["target"]), x), [x["a"], x["b"]])
+
+    def scoring(head: Head) -> Callable[[], Any]:
+        def step() -> None:
+            with torch.no_grad():
+                head(x["a"], x["b"], x["target"])
+
+        return step
+
+    steps = {name: training(head) for name, head in heads.items()}
+    scores = {name: scoring(head) for name, head in heads.items()}
+    before = sustained_rate(device)
+    times = time_in_turns(steps, device, repeats=repeats, budget_s=budget_s, least=3)
+    score_times = time_in_turns(scores, device, repeats=repeats, budget_s=budget_s / 2, least=3)
+    rate = (before + sustained_rate(device)) / 2
+    for name in heads:
+        row, time, score = results[name], times[name], score_times[name]
+        if isinstance(time, Failure) or isinstance(score, Failure):
+            failure = time if isinstance(time, Failure) else score
+            assert isinstance(failure, Failure)
+            row |= {"status": failure.status, "reason": failure.reason}
+            continue
+        row |= {"status": "ok", "ms": time.median_ms, "low_ms": time.low_ms, "high_ms": time.high_ms}
+        row |= {"no_grad_ms": score.median_ms, "rate_tflops": rate / 1e12}
+        row["no_grad_share_of_rate"] = case.unit_flops / (1e-3 * score.median_ms) / rate
+        if device.type == "cuda":
+            row["bytes"] = cuda_peak_bytes(steps[name], device)
+            row["no_grad_bytes"] = cuda_peak_bytes(Step(lambda name=name: scored(scores[name]), []), device)
+        steps[name].clear()
+    return list(results.values())
+
+
+def scored(step: Callable[[], Any]) -> Tensor:
+    """Run a step without gradients. Returns a number without gradient, as `Step` expects."""
+    step()
+    return torch.zeros(())
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown, one table for each shape."""
+    lines: list[str] = []
+    shapes = dict.fromkeys((row["n"], row["d"], row["V"]) for row in report["results"])
+    for n, d, classes in shapes:
+        lines += [
+            "",
+            f"{n:,} tokens, {d:,} features, {classes:,} classes, bf16, on an {report['device']}:",
+            "",
+            "| head | training | memory | scoring | memory | largest error of a log-probability |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in report["results"]:
+            if (row["n"], row["d"], row["V"]) != (n, d, classes):
+                continue
+            if row["status"] != "ok":
+                lines.append(f"| {row['method']} | {row['status']} | | | | |")
+                continue
+            cells = [row["method"], f"{row['ms']:.1f} ms", f"{row['bytes'] / 2**20:,.0f} MiB"]
+            cells += [f"{row['no_grad_ms']:.1f} ms", f"{row['no_grad_bytes'] / 2**20:,.0f} MiB"]
+            lines.append("| " + " | ".join([*cells, f"{row['log_prob_error']:.1e}"]) + " |")
+    return "\n".join(lines).strip()
+
+
+def with_table(page: str, report: dict[str, Any]) -> str:
+    """The page with the table between its markers replaced."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, or write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
+    parser.add_argument("--page", action="store_true", help="write the committed results into the page")
+    parser.add_argument("--commit", help="the commit to record")
+    parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
+    given = parser.parse_args(argv)
+    if given.page:
+        report = json.loads((RESULTS / "heads-nvidia-h200.json").read_text())
+        PAGE.write_text(with_table(PAGE.read_text(), report))
+        return
+    for folder in given.peers:
+        sys.path.insert(0, str(folder.resolve()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not given.quick:
+        raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --quick to try it out")
+    repeats, budget_s = (2, 0.2) if given.quick else (20, 3.0)
+    report = describe("heads", device, "python -m benchmarks.heads", repeats, budget_s, commit=commit_of(given.commit))
+    path = given.out or RESULTS / f"heads-{report['device'].lower().replace(' ', '-')}.json"
+    for n, d, classes in QUICK if given.quick else SHAPES:
+        case = vocabulary(n, d, classes, "bf16" if device.type == "cuda" else "float32", scores="peaked")
+        for row in run_shape(case, device, repeats, budget_s):
+            report["results"].append(row)
+            print(json.dumps(row), flush=True)
+        write(path, report)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

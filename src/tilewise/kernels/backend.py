@@ -1,0 +1,142 @@
+"""The interface of a backend: `two_pass`, which every backend has, and the capabilities that it may add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.ranks import Scorer
+from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairShape, PairSpec, RowWeights, Stats
+from tilewise.options import TileOptions
+
+Saved = Sequence[Tensor | None]  # what `OnePass.forward` saves for backward
+Like = tuple[tuple[int, ...], torch.dtype]  # size and type of a tensor
+
+
+class OnePass(Protocol):
+    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this loss cannot be computed in one pass, or None."""
+
+    def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
+        """Rows whose scores with all columns fit ``memory`` bytes; all rows where no scores are kept."""
+
+    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
+        """Sizes and types of the tensors that `forward` saves; (0,) for one that is not needed."""
+
+    def forward(
+        self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
+    ) -> tuple[Tensor, Saved]:
+        """The loss, 0-d, and the tensors to save, with room for ``rows`` rows (at least those of the pair)."""
+
+    def backward(
+        self,
+        saved: Saved,
+        pair: Pair,
+        grad_output: Tensor,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        shape: PairShape,
+        *,
+        overwrite: bool = False,
+    ) -> Grads:
+        """The gradients multiplied by ``grad_output``, in the types of the inputs.
+
+        ``shape`` is the one that `saved_like` was called with; it may have more rows than the pair. With ``overwrite``
+        the memory of ``saved`` may become a gradient.
+        """
+
+
+class Filtered(Protocol):
+    """A capability: gradients without the (row, tile) pairs of almost no probability; see `filter_plan`."""
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
+        """The statistics, all of them exact, and the plan for backward."""
+
+    def forward_saving(
+        self, pair: Pair, spec: PairSpec, options: TileOptions
+    ) -> tuple[Stats, FilterPlan, object | None]:
+        """`forward`, and the saved object of `Backend.forward_saving`, in case backward computes every pair."""
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        plan: FilterPlan,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        saved: object | None = None,
+    ) -> Grads | None:
+        """Gradients from the pairs that are kept; None if the exact backward must run instead.
+
+        The memory of ``saved`` may become a gradient, unless the result is None.
+        """
+
+
+class Backend:
+    """A way to compute the statistics and their gradients. `forward` and `backward` are the strategy `two_pass`.
+
+    The other strategies are capabilities. A missing one is None: calls then take `two_pass` of the same backend,
+    and ranks are counted with `forward`.
+    """
+
+    name: str
+    one_pass: OnePass | None = None
+    filtered: Filtered | None = None
+    offers_ranks: bool = False
+    statistics: frozenset[str] | None = None  # names of those that it computes; None for all of `STATISTICS`
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this backend cannot serve the call, or None if it can."""
+        return None
+
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
+        """The statistics of ``spec``."""
+        raise NotImplementedError
+
+    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
+        """`forward`, and an object that may save `backward` work if the columns need a gradient, or None."""
+        return self.forward(pair, spec, options), None
+
+    def backward(
+        self,
+        pair: Pair,
+        stats: Stats,
+        grad: GradStats,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        grad_dtype: torch.dtype | None = None,
+        saved: object | None = None,
+    ) -> Grads:
+        """Gradients, given the saved statistics (see `STATISTICS`) over ALL blocks; ``row_pos`` may be missing.
+
+        G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
+               + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
+        dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
+
+        ``grad_dtype`` is the type of the feature gradients, by default that of the features. A ring, which sums the
+        gradients of many blocks, passes float32. ``saved`` is the object of `forward_saving`; it can be used only once.
+        """
+        raise NotImplementedError
+
+    def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
+        """Memory of backward besides inputs, gradients and workspace, such as float32 sums of half-type gradients."""
+        return 0
+
+    def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
+        """With ``offers_ranks``: why `scorer` cannot serve this retrieval, or None."""
+        return None
+
+    def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
+        """With ``offers_ranks``: the scorer of this retrieval, if `why_no_ranks` returns None."""
+        raise NotImplementedError

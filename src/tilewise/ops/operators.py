@@ -1,0 +1,199 @@
+"""What the two operators under all losses compute. `autograd` makes them differentiable.
+
+    pair_stats    vectors: the statistics that a spec asks for
+    pair_loss     a scalar: a loss with known row weights (`RowWeights`), whose gradients may be formed in forward
+
+Both take the same steps: route the call, run the strategy in forward, save tensors, run it in backward. Saved are the
+features, the keys and vectors of statistics, never a tile; or, in one pass, gradients. An eager call saves the
+statistics unrounded, and objects for the first backward. A registered operator returns tensors only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.backend import Like
+from tilewise.kernels.scalar_loss import loss_of_stats
+from tilewise.kernels.spec import (
+    STATISTICS,
+    FilterPlan,
+    Grads,
+    GradStats,
+    Needs,
+    PairSpec,
+    Stats,
+    saved_names,
+    stat_dtype,
+    wanted_names,
+    wanted_stats,
+)
+from tilewise.ops import strategies
+from tilewise.ops.call import Call
+from tilewise.ops.explain import is_explaining, note
+from tilewise.ops.strategies import Found, OnePassFound
+
+PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
+
+
+class Done(NamedTuple):
+    """The result of an operator's forward."""
+
+    outputs: Sequence[Tensor]
+    saved: Sequence[Tensor]  # tensors for backward, beside the arguments
+    once: Any = None  # eager only: what the first backward uses up
+    constants: Sequence[Tensor] = ()  # eager only: the outputs without a gradient
+
+
+class PairStats:
+    """`two_pass` or `filtered`. Saved: the statistics, and the filter's plan."""
+
+    name = "pair_stats"
+
+    def forward(self, call: Call, *, eager: bool) -> Done:
+        """Outputs and what to save."""
+        spec = call.settings.spec
+        way = strategies.route_of(call, scalar=False, eager=eager)
+        found = strategies.find_stats(call, call.pair(), way, eager=eager)
+        wanted, kind = wanted_stats(spec), stat_dtype(call.leaves[0].dtype)
+        values = [getattr(found.stats, stat.name) for stat in wanted]
+        outputs = [v if stat.integer else v.to(kind) for stat, v in zip(wanted, values, strict=True)]
+        if not eager:
+            return Done(outputs, _plan_tensors(found.plan))
+        constants = [value for stat, value in zip(wanted, outputs, strict=True) if not stat.gradient]
+        return Done(outputs, (*values, *_plan_tensors(found.plan)), found.without_tensors(), constants)
+
+    def like(self, call: Call) -> list[Like]:
+        """Sizes and types of outputs and saved tensors of the registered operator."""
+        way = strategies.route_of(call, scalar=False, eager=False)
+        if is_explaining():
+            note(self.name, call, way)
+        vectors = _stats_like(call, wanted_names(call.settings.spec))
+        return vectors + (_plan_like(call) if way.strategy == "filtered" else [])
+
+    def outputs(self, call: Call) -> int:
+        """How many of them are outputs."""
+        return len(wanted_names(call.settings.spec))
+
+    def backward(
+        self, call: Call, saved: Sequence[Any], once: Any, grads: Sequence[Tensor | None], needs: Needs, *, eager: bool
+    ) -> Grads | None:
+        """Gradients of the four leaves; None if ``once`` has been used up and the registered operator must run."""
+        wanted = wanted_stats(call.settings.spec)
+        coming = {stat.name: grad for stat, grad in zip(wanted, grads, strict=False) if stat.gradient}
+        found = _found(once, wanted_names(call.settings.spec), saved)
+        return strategies.stats_backward(call, found, GradStats(**coming), needs, once is not None)
+
+
+class PairLoss:
+    """Any strategy. Saved: in one pass, what the backend saves; otherwise statistics, their gradients, and the plan.
+
+    The methods are those of `PairStats`.
+    """
+
+    name = "pair_loss"
+
+    def forward(self, call: Call, *, eager: bool) -> Done:
+        """The loss and what to save."""
+        way = strategies.route_of(call, scalar=True, eager=eager)
+        if way.strategy == "one_pass":
+            loss, one = strategies.find_loss(call, way, eager=eager)
+            if eager:
+                return Done((loss,), (), one)
+            return Done((loss,), tuple(loss.new_empty(0) if value is None else value for value in one.saved))
+        pair, weights, spec = call.pair(), call.weights(), call.settings.spec
+        found = strategies.find_stats(call, pair, way, eager=eager)
+        loss, grad = loss_of_stats(weights.full(pair), weights.square, found.stats, pair.row_shift, spec)
+        if math.isnan(weights.share):  # a mean over no rows
+            loss = loss + weights.share
+        # The gradients of unit weights are saved: backward multiplies them by grad_output.
+        coming = [getattr(grad, name) for name in _loss_gradients(spec)]
+        stats = found.stats
+        if not eager:  # the outputs of a registered operator may not share memory
+            coming, stats = [value.clone() for value in coming], stats.rounded(pair.stat_dtype)
+        known = [getattr(stats, name) for name in saved_names(spec)]
+        once = found.without_tensors() if eager else None
+        return Done((loss.to(pair.stat_dtype),), (*known, *coming, *_plan_tensors(found.plan)), once)
+
+    def like(self, call: Call) -> list[Like]:
+        """Sizes and types of the loss and the saved tensors of the registered operator."""
+        spec, options, _, needs = call.settings[:4]
+        way = strategies.route_of(call, scalar=True, eager=False)
+        if is_explaining():
+            note(self.name, call, way)
+        loss: list[Like] = [((), stat_dtype(call.leaves[0].dtype))]
+        if way.strategy == "one_pass":
+            assert way.backend.one_pass is not None
+            return loss + way.backend.one_pass.saved_like(call.shape, needs, spec, options)
+        vectors = _stats_like(call, (*saved_names(spec), *_loss_gradients(spec)))
+        return loss + vectors + (_plan_like(call) if way.strategy == "filtered" else [])
+
+    def outputs(self, call: Call) -> int:
+        """The loss."""
+        return 1
+
+    def backward(
+        self, call: Call, saved: Sequence[Any], once: Any, grads: Sequence[Tensor | None], needs: Needs, *, eager: bool
+    ) -> Grads | None:
+        """See `PairStats`."""
+        (grad_output,) = grads
+        assert grad_output is not None
+        if isinstance(once, OnePassFound):
+            return strategies.loss_backward(call, once, grad_output, eager=True)
+        way, spec = strategies.route_of(call, scalar=True, eager=eager), call.settings.spec
+        if way.strategy == "one_pass":
+            if eager:  # used up by an earlier backward
+                return None
+            one = strategies.found_again(call, way, saved[1:])
+            return strategies.loss_backward(call, one, grad_output, eager=False)
+        names, gradients = saved_names(spec), _loss_gradients(spec)
+        first = 0 if eager else 1  # the loss itself
+        second, third = first + len(names), first + len(names) + len(gradients)
+        grad = {name: g * grad_output for name, g in zip(gradients, saved[second:third], strict=True)}
+        found = _found(once, names, (*saved[first:second], *saved[third:]))
+        return strategies.stats_backward(call, found, GradStats(**grad), needs, once is not None)
+
+
+Operator = PairStats | PairLoss
+PAIR_STATS, PAIR_LOSS = PairStats(), PairLoss()
+
+
+def _loss_gradients(spec: PairSpec) -> tuple[str, ...]:
+    """The statistics that a scalar loss depends on."""
+    if spec.softplus:
+        return ("row_softplus",)
+    return ("row_lse", "col_lse", "row_pos") if spec.col_lse else ("row_lse", "row_pos")
+
+
+def _found(once: Found | None, names: Sequence[str], saved: Sequence[Any]) -> Found:
+    """The result of `find_stats`, from the saved statistics of these names and the plan, if any."""
+    stats = Stats(**dict(zip(names, saved, strict=False)))
+    plan = FilterPlan(**dict(zip(PLAN, saved[len(names) :], strict=True))) if len(saved) > len(names) else None
+    return Found(stats, plan) if once is None else once._replace(stats=stats, plan=plan)
+
+
+def _plan_tensors(plan: FilterPlan | None) -> tuple[Tensor, ...]:
+    return () if plan is None else tuple(getattr(plan, name) for name in PLAN)
+
+
+def _stats_like(call: Call, names: Sequence[str]) -> list[Like]:
+    shape, stat = call.shape, stat_dtype(call.leaves[0].dtype)
+    table = {entry.name: entry for entry in STATISTICS}
+    return [
+        ((shape.cols if table[name].of_columns else shape.rows,), torch.int64 if table[name].integer else stat)
+        for name in names
+    ]
+
+
+def _plan_like(call: Call) -> list[Like]:
+    """In the order of `FilterPlan`."""
+    shape = call.shape
+    tiles = plans.tile_count(shape.cols)
+    sizes = (shape.cols,), (tiles, shape.rows), (tiles, shape.width), (tiles,), (1,)
+    return list(zip(sizes, (torch.int32, shape.dtype, shape.dtype, torch.int32, torch.int32), strict=True))

@@ -1,0 +1,39 @@
+"""The benchmark of language-model heads: every head agrees with float64, and the page shows the committed results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from benchmarks.cases import make_inputs, vocabulary
+
+from benchmarks import heads
+
+
+@pytest.mark.parametrize("name", [name for name in heads.METHODS if not name.startswith("torch.compile")])
+def test_heads_agree(name: str) -> None:
+    if name == "TRL":
+        pytest.importorskip("trl")
+    x = make_inputs(vocabulary(40, 16, 300, "float32"), torch.device("cpu"))
+    x["advantage"], x["bonus"] = torch.randn(40), torch.randn(40)
+    found = heads.errors(heads.METHODS[name](), x, heads.reference(x))
+    assert max(found.values()) < 1e-4, found
+
+
+def test_errors_see_a_wrong_head() -> None:
+    x = make_inputs(vocabulary(40, 16, 300, "float32"), torch.device("cpu"))
+    x["advantage"], x["bonus"] = torch.randn(40), torch.randn(40)
+    exact = heads.reference(x)
+
+    def wrong(hidden, weight, target):
+        log_prob, entropy = heads.eager_head(hidden, weight, target)
+        return 1.01 * log_prob, 1.01 * entropy
+
+    assert min(heads.errors(wrong, x, exact).values()) > 1e-3
+
+
+def test_page_shows_the_results() -> None:
+    report = json.loads((heads.RESULTS / "heads-nvidia-h200.json").read_text())
+    page = heads.PAGE.read_text()
+    assert heads.with_table(page, report) == page, "run: python -m benchmarks.heads --page"
