@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tilewise as tw
 
 
-def read_tokens(vocabulary: int = 16_000) -> tuple[Tensor, list[str]]:
+def read_tokens(vocabulary: int = 8_000) -> tuple[Tensor, list[str]]:
     """Python's standard library as numbers of words in sequences of 64, and the words. Rare words are number 0."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     words = re.findall(r"\w+|[^\w\s]|\n +", "".join(file.read_text(encoding="utf-8") for file in files))
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     steps = parser.parse_args(argv).steps
     torch.manual_seed(0)
     pieces, words = read_tokens()
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             stats = tw.linear_token_stats(model(new), model.table.weight, new, shift=1)
             found.append(-stats.log_prob.mean().item())
             print(f"step {step}: {found[-1]:.2f} nats per word, next word right: {stats.accuracy:.1%}")
-        batch = train[torch.randint(len(train), (16,))]
+        batch = train[torch.randint(len(train), (8,))]
         optimizer.zero_grad()
         tw.linear_cross_entropy(model(batch), model.table.weight, batch, shift=1).backward()
         optimizer.step()
