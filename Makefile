@@ -59,6 +59,7 @@ test-matrix:
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.charts
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m tests.gpu.parallel $(GPU_PROCESSES)

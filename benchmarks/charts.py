@@ -2,7 +2,7 @@
 
     python -m benchmarks.charts      write docs/drawings/chart-*.svg and the marked parts of the pages
 
-`python -m benchmarks.report` does this too. A test compares what is written with the data. Charts are SVG, drawn with
+`make bench` does this too. A test compares what is written with the data. Charts are SVG, drawn with
 the colours of the page (docs/stylesheets/site.css), so that they are readable in light and dark.
 """
 

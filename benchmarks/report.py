@@ -1,6 +1,6 @@
 """Tables and plots of results.
 
-    python -m benchmarks.report                     every file in benchmarks/results, and the charts of docs/
+    python -m benchmarks.report                     every file in benchmarks/results
     python -m benchmarks.report results/cpu-x.json  one file
     python -m benchmarks.report --readme            every file, and the table in README.md (of the gpu suite, if there)
 
@@ -40,10 +40,6 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     if readme:
         best = sorted(files, key=lambda file: not file.name.startswith("gpu-"))[0]
         written.append(write_readme(json.loads(best.read_text()), best))
-    if not named:
-        from benchmarks import charts  # it reads this module
-
-        written += charts.main()
     for path in written:
         print(f"wrote {path}")
     return written
