@@ -175,7 +175,7 @@ def run_one(field: str, loss: str, sizes: Any, rows: int, width: int, dtype: tor
         spec = TWO_PASS[loss]
         n = 4096 if quick else min(rows, 2**24 // width // 256 * 256)
         pair = problem(spec, n, n, width, dtype)
-        launch = Call.of(pair, spec, TileOptions())
+        launch = Call(pair, spec, TileOptions())
         if field.startswith("forward"):
             call, scores = Forward(dataclasses.replace(launch, forward_sizes=sizes)).run, n * n
         else:

@@ -18,16 +18,16 @@ TILED = {
     "exponents of info_nce with ids": (softmax_kernels.exponent_kernel, DIAGONAL, SKIP, 0, {"row_skip", "col_skip"}),
     "repaired exponents": (softmax_kernels.exponent_kernel, ONE, 0, REPAIR, {"row_key"}),
     "repaired maxima": (softmax_kernels.exponent_kernel, ONE, 0, REPAIR + MAXIMA, {"row_key"}),
-    "repaired softplus": (sigmoid_kernels.softplus_kernel, DIAGONAL, ONE_BIAS, 0, {"bias"}),
-    "sigmoid": (sigmoid_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, {"bias", "bias_part"}),
+    "repaired sigmoid": (sigmoid_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, 0, {"bias"}),
+    "sigmoid": (sigmoid_kernels.sigmoid_kernel, DIAGONAL, ONE_BIAS, BIAS_TOTAL, {"bias", "g_desc", "bias_part"}),
 }
-ROWS = {"D": 4096, "SCORE": bit.SOFTCAP.value, "POSITIVE": ONE, "MANY_PARTS": MANY_PARTS, "WIDTH": 128, "BLOCK": 32}
+ROWS = {"SCORE": bit.SOFTCAP.value, "POSITIVE": ONE, "MANY_PARTS": MANY_PARTS, "BLOCK": 32}
 RUNS = {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}
 # name -> (kernel, constants, optional arguments that are not None)
 SMALL = {
-    "start": (softmax_kernels.start_kernel, {"BLOCK": 1024}, {"square", "row_shift"}),
+    "start": (softmax_kernels.start_kernel, {"BLOCK": 1024}, {"square"}),
     "shift": (softmax_kernels.shift_kernel, {"MANY_PARTS": MANY_PARTS, "BLOCK": 32}, set()),
-    "rows": (softmax_kernels.rows_kernel, ROWS, {"square", "row_key", "scaled"}),
+    "rows": (softmax_kernels.rows_kernel, ROWS, {"square", "row_key"}),
     "finish": (
         product_kernels.finish_rows_kernel,
         {"D": 4096, "BLOCK": 8, "WIDTH": 256},
@@ -36,10 +36,10 @@ SMALL = {
     "positives": (product_kernels.positives_kernel, RUNS | {"EPS": 2.0**-7}, set()),
     "runs": (product_kernels.runs_kernel, RUNS, set()),
     "bias": (product_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, set()),
-    "multiply": (
-        product_kernels.multiply_kernel,
+    "times": (
+        product_kernels.times_kernel,
         {"UNIT": 8, "PROGRAMS": 264, "BLOCK": 4096, "IN_PLACE": True},
-        set(),
+        {"a", "b", "scale", "a_out", "b_out", "scale_out"},
     ),
 }
 ALL = tuple(TILED)
@@ -63,10 +63,13 @@ def main() -> None:
         for name in names:
             kernel, kind, score, terms, present = TILED[name]
             switches = {"D": 512, "SCORE": score, "POSITIVE": kind, "TERMS": terms, "MODE": terms, "EXACT": FULL}
+            switches["REPAIR"] = name.startswith("repaired")
             made = compiled_tiles(kernel, switches, present, dtype, capability, sizes)
             show(capability, name, made, sizes.programs, dtype=dtype)
     for name, (kernel, constants, present) in SMALL.items():
         types = {"out": "*fp32", "order": "*i64"} if name in ("bias", "runs", "positives") else {}
+        if name == "times":
+            types = {"a": "*fp32", "b": "*fp32", "a_out": "*bf16", "b_out": "*bf16"}
         show(90, name, compiled(kernel, constants, present, "bf16", 90, types=types))
 
 

@@ -122,14 +122,9 @@ def main() -> None:
                     made = compiled(kernel, constants, present | more, dtype, capability)
                     show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
     for capability in sorted({card[0] for card in CARDS}):
-        for kernel, block in (
-            (small_batch.loss_kernel, small_batch.SUM_BLOCK),
-            (small_batch.times_kernel, small_batch.TIMES_BLOCK),
-        ):
-            every = {"a", "b", "scale", "a_out", "b_out", "scale_out", "inside", "outside"}
-            types = {"a": "*fp32", "b": "*fp32", "a_out": "*bf16", "b_out": "*bf16"}
-            made = compiled(kernel, {"BLOCK": block, "UNIT": 8}, every, "fp32", capability, types=types)
-            show(capability, kernel.__name__, made)
+        constants = {"BLOCK": small_batch.SUM_BLOCK}
+        made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
+        show(capability, "loss_kernel", made)
 
 
 if __name__ == "__main__":

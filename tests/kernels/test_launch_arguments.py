@@ -106,17 +106,15 @@ def test_an_unknown_version_gets_public_launches_only(version, monkeypatch):
         assert made.calls == ["warmup", (3, 1, 1), {}]
     else:
         assert made.calls == [(3,), {"num_warps": 4, "num_stages": 2}]
-        assert driver.DriverLaunch.of(work.compiled, 3, work.args, []) is None
+        assert driver.DriverLaunch.of(work.compiled, 3, work.args, {}) is None
     assert (work.compiled is None) == (not known)
 
 
 def test_an_unknown_version_replays_with_tensors(monkeypatch):
     """No address and no stand-in for a descriptor reaches Triton."""
     x, seen = torch.randn(32, 16), []
-    recording = replay.Recording(CPU)
-    recording.take([x])
-    recording.launched(lambda *args: None, [x, TensorDescriptor.from_tensor(x, [16, 16]), 7], None, 1)
-    recording.steps[0].run = lambda *args: seen.extend(args)
+    recording = replay.Recording(CPU, [x])
+    recording.launched(lambda *args: seen.extend(args), [x, TensorDescriptor.from_tensor(x, [16, 16]), 7], None, 1)
     made = recording.finish([x])
     # A tensor cannot be made on a GPU here; only the kind of device matters.
     monkeypatch.setattr(triton, "__version__", "3.9.0")

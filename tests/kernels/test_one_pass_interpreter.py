@@ -14,13 +14,13 @@ from tests.kernels.one_pass_pairs import ALL, ONE_PASS, TWO_PASS, softmax_pair, 
 
 import tilewise as tw
 from tilewise.kernels.scalar_loss import gradients_of
-from tilewise.kernels.spec import Needs, Pair, PairSpec, RowWeights
+from tilewise.kernels.spec import Grads, Needs, Pair, PairSpec, RowWeights
 from tilewise.kernels.torch_impl.one_pass import TorchOnePass
 from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.one_pass import strategy
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
-from tilewise.kernels.triton_impl.one_pass.strategy import loss_and_gradients, multiplied
+from tilewise.kernels.triton_impl.one_pass.strategy import loss_and_gradients, times
 from tilewise.kernels.triton_impl.sizes import Sizes
 
 pytestmark = IN_THE_INTERPRETER
@@ -98,9 +98,9 @@ def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
     shifts = []
 
     class Spied(Softmax):
-        def _exponentials(self, e, row_part, i, scaled=None):
+        def _exponentials(self, e, i):
             assert self.needs_repair.item() == 0
-            result = super()._exponentials(e, row_part, i, scaled)
+            result = super()._exponentials(e, i)
             shifts.append(self.call.by_row["shift"][i].clone())
             return result
 
@@ -225,13 +225,22 @@ def test_the_positive_is_subtracted_before_rounding():
 
 
 @pytest.mark.parametrize("k", [1.0, 0.37])
-def test_multiply_in_place(k):
-    values = torch.randn(70, 90)
-    want = values * k
-    assert torch.equal(multiplied(values, torch.tensor(k), torch.float16, True), want.half())
-    assert torch.equal(multiplied(values, torch.tensor(k), torch.float32, False), want)
-    assert multiplied(values, torch.tensor(k), torch.float32, True) is values
-    assert torch.equal(values, want)
+def test_gradients_times_grad_output(k):
+    grads, by = Grads(a=torch.randn(70, 90), b=torch.randn(50, 90), scale=torch.tensor(2.0)), torch.tensor(k)
+    want = [grads.a * k, grads.b * k, grads.scale * k]
+    for _ in range(2):  # recorded, replayed
+        half = times(grads, by, torch.float16, True)
+        assert torch.equal(half.a, want[0].half())
+        assert torch.equal(half.b, want[1].half())
+        grads = dataclasses.replace(grads, scale=torch.tensor(2.0))
+        plain = times(grads, by, torch.float32, False)
+        assert all(torch.equal(got, one) for got, one in zip((plain.a, plain.b, plain.scale), want, strict=True))
+    for _ in range(2):
+        copy = Grads(a=grads.a.clone(), b=grads.b.clone(), scale=grads.scale.clone())
+        got = times(copy, by, torch.float32, True)
+        assert got.a is copy.a
+        assert got.b is copy.b
+        assert all(torch.equal(got, one) for got, one in zip((copy.a, copy.b, copy.scale), want, strict=True))
 
 
 @pytest.mark.parametrize("mib", [1, 64, 256, 2100])

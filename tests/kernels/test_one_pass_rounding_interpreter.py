@@ -13,9 +13,8 @@ from tests.kernels.one_pass_pairs import ALL, ONE_PASS, SOFTMAX, softmax_pair, t
 from triton.runtime import interpreter
 
 from tilewise.kernels.spec import Needs, Pair, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call
-from tilewise.kernels.triton_impl.one_pass.exponentials import Exponentials, row_width
-from tilewise.kernels.triton_impl.one_pass.products import Products
+from tilewise.kernels.triton_impl.launch.call import Call, row_width
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products
 from tilewise.kernels.triton_impl.one_pass.strategy import gradients, loss_and_gradients
 
 pytestmark = IN_THE_INTERPRETER
@@ -179,7 +178,7 @@ def test_a_column_may_have_any_number_of_rows(most):
     held = Exponentials(e=a[:, :1], factor=factor, entry=entry, column=column)
     work = object.__new__(Products)
     pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(1.5))
-    work.call, work.d = Call.of(pair, SOFTMAX, ONE_PASS), d
+    work.call, work.d = Call(pair, SOFTMAX, ONE_PASS), d
     grad = torch.zeros(columns, d)
     work._positives(held, pair.a, scaled, grad)
     exact = 1.5 * (factor * entry).double()[:, None] * pair.a.double()
@@ -202,7 +201,7 @@ def test_two_roundings_leave_little_more_than_one(negatives):
     column = torch.arange(128, dtype=torch.int32)
     held = Exponentials(e=a[:, :1], factor=k * factor, entry=entry, column=column)
     work = object.__new__(Products)
-    work.call, work.d = Call.of(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS), 200
+    work.call, work.d = Call(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS), 200
     work._positives(held, a, scaled, grad)
     want = share.double() - 3.0 * a.double()
     assert relative_error(grad, want) <= 1.45 * relative_error(want.bfloat16(), want)

@@ -38,13 +38,13 @@ def recordings(monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """How many calls were set up from the beginning."""
-    seen, plain = [], launch.Call.of
+    seen, plain = [], launch.Call.__init__
 
-    def counted(*args):
+    def counted(self, *args):
         seen.append(args)
-        return plain(*args)
+        plain(self, *args)
 
-    monkeypatch.setattr(launch.Call, "of", staticmethod(counted))
+    monkeypatch.setattr(launch.Call, "__init__", counted)
     return seen
 
 
@@ -160,7 +160,7 @@ def test_what_is_multiplied_is_a_tensor_of_its_own(recordings):
     backward = recordings[next(kind for kind in recordings if kind[0] == "backward")]
     products = [step for step in backward.steps if isinstance(step, replay.Product)]
     assert len(products) == 2
-    assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in (step.target, step.left, step.right))
+    assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in step.wheres)
 
 
 def test_only_so_many_recordings_are_kept(recordings, monkeypatch):
@@ -173,14 +173,13 @@ def test_only_so_many_recordings_are_kept(recordings, monkeypatch):
 def test_memory_that_torch_uses_again_is_no_slot():
     """A sum by torch may take the memory of scratch that was given back: what it holds cannot be repeated."""
     given = torch.zeros(8)
-    fresh = replay.Recording(given.device)
-    fresh.take([given])
-    scratch = fresh.empty(given, (64,), torch.float32, zero=False)
-    assert fresh.find(scratch[3:]) == replay.Where(1, 12, (61,), (1,), torch.float32)
+    fresh = replay.Recording(given.device, [given])
+    scratch = replay.allocate(fresh, given, (64,), torch.float32)
+    assert fresh.find(scratch[3:]) == replay.Where(1, 12, (61,), (1,))
     del scratch
     summed = torch.zeros(64)
     fresh.slots[1].address = summed.data_ptr()  # as an allocator does that gives it out again
-    assert fresh.find(summed) is None
+    assert fresh.find(summed) is replay.NOWHERE
     assert fresh.finish([given]) is None
 
 
@@ -203,17 +202,15 @@ def test_what_has_no_slot_is_not_kept_alive(monkeypatch):
 def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
     alive, plain = [], gradients.Backward._take_out
 
-    def empty(self, like, shape, dtype, zero):
-        made = like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
-        alive.append((shape, replay.StorageWeakRef(made.untyped_storage())))
-        return made
+    def allocated(self, made, zero):
+        alive.append((tuple(made.shape), replay.StorageWeakRef(made.untyped_storage())))
 
     def take_out(self, dots):
         gc.collect()  # the interpreter's own cycles hold the arguments of a launch
         assert all(memory.expired() for shape, memory in alive if shape == (70, 72))
         return plain(self, dots)
 
-    monkeypatch.setattr(replay.Recording, "empty", empty)
+    monkeypatch.setattr(replay.Recording, "allocated", allocated)
     monkeypatch.setattr(gradients.Backward, "_take_out", take_out)
     everything(pair_of(CLIP, 0), CLIP)
     assert sum(shape == (70, 72) for shape, _ in alive) == 1

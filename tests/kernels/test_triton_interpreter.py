@@ -145,7 +145,7 @@ def test_a_scale_of_zero_or_below(scale, dtype):
 
 
 def needs_repair(pair, spec) -> bool:
-    work = Forward(Call.of(pair, spec, OPTIONS))
+    work = Forward(Call(pair, spec, OPTIONS))
     work.run()
     return bool(work.needs_repair.item())
 
@@ -184,14 +184,14 @@ def test_a_product_of_sigmoids_that_overflows_is_done_again(keyed, monkeypatch):
     pair = Pair(a=torch.zeros(20, 8), b=torch.zeros(150, 8), scale=torch.tensor(3.0))
     pair = dataclasses.replace(pair, row_key=torch.arange(20) if keyed else None)
     spec = PairSpec(softplus=True, positive="one")
-    work = Forward(Call.of(pair, spec, OPTIONS))
+    work = Forward(Call(pair, spec, OPTIONS))
     assert_close(work.run().row_softplus, torch.full((20,), 150 * math.log(2)), 1e-6)
     assert work.needs_repair.item()
 
 
 def spans(pair, spec):
     stats = BACKEND.forward(pair, spec, OPTIONS)
-    work = Backward(Call.of(pair, spec, OPTIONS), stats, incoming_gradients(stats), all_needs(pair), pair.a.dtype)
+    work = Backward(Call(pair, spec, OPTIONS), stats, incoming_gradients(stats), all_needs(pair), pair.a.dtype)
     return None if work.span is None else work.span[0].item()
 
 

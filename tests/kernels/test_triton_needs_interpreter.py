@@ -169,14 +169,14 @@ def test_statistics_of_tokens_from_end_to_end():
 
 def test_precision_reaches_the_kernels():
     pair, spec = make_case("one_pair", torch.float32)
-    assert Call.of(pair, spec, TileOptions(precision="highest")).exact == "tf32x3"
-    assert Call.of(pair, spec, TileOptions(precision="high")).exact == "tf32"
+    assert Call(pair, spec, TileOptions(precision="highest")).exact == "tf32x3"
+    assert Call(pair, spec, TileOptions(precision="high")).exact == "tf32"
     want = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    assert Call.of(pair, spec, TileOptions()).exact == want
+    assert Call(pair, spec, TileOptions()).exact == want
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # after this, asking as above is an error
     try:
-        assert Call.of(pair, spec, TileOptions()).exact == "tf32"
+        assert Call(pair, spec, TileOptions()).exact == "tf32"
         assert BACKEND.forward(pair, spec, TileOptions(backend="triton")).row_lse is not None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

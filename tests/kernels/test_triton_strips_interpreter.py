@@ -64,7 +64,7 @@ def long_strip(monkeypatch, rows, cols, programs):
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(64, 64, 64, 1, 1, 1, 2, strip=8))
     make = Maker(torch.float16)
     pair = Pair(a=make.features(rows, 8), b=make.features(cols, 8), scale=make.number(5.0))
-    work = Forward(Call.of(pair, PairSpec(row_lse=True, col_lse=True, positive="one"), OPTIONS))
+    work = Forward(Call(pair, PairSpec(row_lse=True, col_lse=True, positive="one"), OPTIONS))
     work.peaks = torch.zeros(1)
     return work._strip(slice(0, rows), slice(0, cols), True)
 
@@ -89,7 +89,7 @@ def test_symmetric_scores_are_computed_once(rows, monkeypatch):
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(16, 16, 64, 1, 1, 1, 2))
     monkeypatch.setattr(Forward, "_macro", lambda self: (128, 128))
     a = Maker(torch.float32).features(rows, 8)
-    work = Forward(Call.of(Pair(a=a, b=a, scale=torch.tensor(3.0)), PairSpec(row_lse=True, symmetric=True), OPTIONS))
+    work = Forward(Call(Pair(a=a, b=a, scale=torch.tensor(3.0)), PairSpec(row_lse=True, symmetric=True), OPTIONS))
     times = torch.zeros(rows, rows, dtype=torch.int64)
     for i, j in work._macro_tiles():
         times[i, j] += 1

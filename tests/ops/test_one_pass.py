@@ -15,7 +15,7 @@ from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.one_pass.exponentials import saves_exponentials
+from tilewise.kernels.triton_impl.one_pass.products import saves_exponentials
 from tilewise.ops.route import forget_routes, route
 
 MIB = 2**20

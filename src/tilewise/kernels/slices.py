@@ -9,4 +9,4 @@ def slices(length: int, step: int, start: int = 0) -> list[slice]:
     >>> slices(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    return [slice(first, min(first + step, length)) for first in range(start, length, step)]
+    return [slice(first, min(first + step, length)) for first in range(start, length, max(step, 1))]

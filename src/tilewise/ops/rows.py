@@ -79,9 +79,9 @@ class KeptRows:
 
 
 def kept_rows(key: Tensor, step: int) -> KeptRows | None:
-    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``, at least one.
+    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``.
 
-    None when all rows stay.
+    None when all rows stay. With a step above 1 at least ``step`` rows stay.
     """
     ignored, rows = key < 0, key.shape[0]
     count = HostScalar(ignored.sum(dtype=torch.int32))
@@ -89,5 +89,5 @@ def kept_rows(key: Tensor, step: int) -> KeptRows | None:
         return None
     # Launched before the host waits for the count: the device sorts while the host continues.
     order = ignored.view(torch.uint8).argsort(stable=True)
-    kept = max(-(-(rows - int(count())) // step), 1) * step
+    kept = max(-(-(rows - int(count())) // step), int(step > 1)) * step
     return KeptRows(order[:kept], rows) if kept < rows else None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Grads, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import HALF_TYPES, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
@@ -42,6 +40,7 @@ class TritonBackend(Backend):
     one_pass = TritonOnePass()
     filtered = TritonFilter()
     offers_ranks = True
+    backward = staticmethod(two_pass.backward)
     statistics = frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"}) | TOKEN_STATS
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
@@ -68,10 +67,6 @@ class TritonBackend(Backend):
         """The same, and the exponentials of some columns."""
         return two_pass.forward(pair, spec, options, save=True)
 
-    def backward(self, *args: Any, **more: Any) -> Grads:
-        """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes a gradient."""
-        return two_pass.backward(*args, **more)
-
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:
         """Half-type gradients are summed in float32, unless one macro-tile holds all rows."""
         if shape.dtype not in HALF_TYPES:
@@ -80,9 +75,7 @@ class TritonBackend(Backend):
             return 4 * shape.rows * shape.width
         sizes = gradient_sizes(shape.device, shape.dtype, shape.width)
         rows, _ = macro_tile(shape, spec, sizes, options)
-        return (
-            4 * shape.cols * shape.width if needs.b and rows < shape.rows else 4 * min(rows, shape.rows) * shape.width
-        )
+        return 4 * shape.width * (shape.cols if needs.b and rows < shape.rows else min(rows, shape.rows))
 
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """Depends only on what all ranks of a group share."""

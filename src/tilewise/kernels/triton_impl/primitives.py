@@ -63,14 +63,11 @@ def tanh(x):
 
 
 @triton.jit
-def same_sample(rows, cols, ahead):
-    """Where a row and a column are the same sample; ``ahead`` is the rows' global start less the columns'."""
-    return (rows[:, None] + ahead) == cols[None, :]
-
-
-@triton.jit
 def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
-    """The column of each row's only positive in this macro-tile, whose columns start at ``first``; -1 if elsewhere."""
+    """The column of each row's only positive in this macro-tile, whose columns start at ``first``; -1 if elsewhere.
+
+    ``ahead`` is the rows' global start less the columns'.
+    """
     if DIAGONAL == POSITIVE:
         key = rows.to(tl.int64) + ahead
     else:
@@ -131,7 +128,7 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
             excluded = excluded & (hit == 0)
         x = tl.where(excluded, float("-inf"), x)
     if MASK_SELF & SCORE:
-        x = tl.where(same_sample(rows, cols, ahead), float("-inf"), x)
+        x = tl.where((rows[:, None] + ahead) == cols[None, :], float("-inf"), x)
     return x
 
 
@@ -161,29 +158,16 @@ def near_sums(e):
 
 
 @triton.jit
-def halves(tile):
-    """The left and the right half of a tile's columns; each thread holds some of both."""
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def store_tile(desc, row, col, tile):
-    """Write a tile at once, or in 2 or 4 pieces of as many columns as ``desc`` has: pieces take less shared memory."""
+    """Write a tile at once, or in pieces of as many columns as ``desc`` has: pieces take less shared memory."""
+    R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
     W: tl.constexpr = desc.block_shape[1]
     tile = tile.to(desc.dtype)
     if C == W:
         desc.store([row, col], tile)
     else:
-        left, right = halves(tile)
-        if C == 2 * W:
-            desc.store([row, col], left)
-            desc.store([row, col + W], right)
-        else:
-            tl.static_assert(C == 4 * W)
-            first, second = halves(left)
-            desc.store([row, col], first)
-            desc.store([row, col + W], second)
-            third, fourth = halves(right)
-            desc.store([row, col + 2 * W], third)
-            desc.store([row, col + 3 * W], fourth)
+        # Each thread holds some columns of both halves.
+        left, right = tl.split(tl.permute(tl.reshape(tile, (R, 2, C // 2)), (0, 2, 1)))
+        store_tile(desc, row, col, left)
+        store_tile(desc, row, col + C // 2, right)

@@ -39,11 +39,22 @@ def goes_before(x, score, index, place):
     return (x > score) | ((x == score) & (index < place))
 
 
+@triton.jit
+def without_hidden(x, hide, hidden, rows, cols, n):
+    """The scores, -inf where a column is hidden from a row: hide is (hidden, n), columns, or -1."""
+    if hide is not None:
+        at = hide + rows
+        for _ in range(0, hidden):
+            x = tl.where(tl.load(at, mask=rows < n, other=-1)[:, None] == cols[None, :], float("-inf"), x)
+            at += n
+    return x
+
+
 @kernel(optional=("col_score", "col_place", "col_count", "hide"), dynamic=("n", "m", "hidden"))
 def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col_place, col_count, hide, n, m, hidden,
                  D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
                  PROGRAMS: tl.constexpr, EXACT: tl.constexpr, ANSWERS: tl.constexpr):  # fmt: skip
-    """Add to row_count (ANSWERS, n) and, if given, to col_count (m,). hide is (hidden, n): columns, or -1."""
+    """Add to row_count (ANSWERS, n) and, if given, to col_count (m,)."""
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     steps = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), PROGRAMS)
     for step in tl.range(0, steps, flatten=hide is None):
@@ -53,11 +64,7 @@ def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col
         cols = tile_col * C + tl.arange(0, C)
         ok_rows, ok_cols = rows < n, cols < m
         x = tl.where(ok_rows[:, None] & ok_cols[None, :], x, float("-inf"))
-        if hide is not None:
-            at = hide + rows
-            for _ in range(0, hidden):
-                x = tl.where(tl.load(at, mask=ok_rows, other=-1)[:, None] == cols[None, :], float("-inf"), x)
-                at += n
+        x = without_hidden(x, hide, hidden, rows, cols, n)
         for answer in tl.static_range(ANSWERS):
             at = rows + answer * n.to(tl.int64)
             score = tl.load(row_score + at, mask=ok_rows, other=float("inf"))
@@ -92,17 +99,11 @@ def best_key(x, index):
 
 
 @triton.jit
-def right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m):
-    """Where a row and a column have the same id and are not hidden."""
+def right_pairs(row_ids, col_ids, rows, cols, n, m):
+    """Where a row and a column have the same id."""
     ok_rows, ok_cols = rows < n, cols < m
     mine, theirs = tl.load(row_ids + rows, mask=ok_rows, other=0), tl.load(col_ids + cols, mask=ok_cols, other=0)
-    right = (mine[:, None] == theirs[None, :]) & ok_rows[:, None] & ok_cols[None, :]
-    if hide is not None:
-        at = hide + rows
-        for _ in range(0, hidden):
-            right &= tl.load(at, mask=ok_rows, other=-1)[:, None] != cols[None, :]
-            at += n
-    return right
+    return (mine[:, None] == theirs[None, :]) & ok_rows[:, None] & ok_cols[None, :]
 
 
 @kernel(optional=("col_best", "hide"), dynamic=("n", "m", "hidden"))
@@ -116,11 +117,12 @@ def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m
         tile_row, tile_col = tile_place(tl.program_id(0) + step * PROGRAMS, row_tiles, col_tiles, GROUP)
         rows = tile_row * R + tl.arange(0, R)
         cols = tile_col * C + tl.arange(0, C)
-        right = right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m)
+        right = right_pairs(row_ids, col_ids, rows, cols, n, m)
         if tl.max(tl.max(right.to(tl.int32), 1), 0) > 0:
             x = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
             # Computed again: a mask kept during the product would take registers.
-            x = tl.where(right_pairs(row_ids, col_ids, hide, hidden, rows, cols, n, m), x, float("-inf"))
+            x = tl.where(right_pairs(row_ids, col_ids, rows, cols, n, m), x, float("-inf"))
+            x = without_hidden(x, hide, hidden, rows, cols, n)
             top = tl.max(x, 1)
             at = tl.min(tl.where(x == top[:, None], cols[None, :], m), 1)
             tl.atomic_max(row_best + rows, best_key(top, at), mask=top > float("-inf"), sem="relaxed")
@@ -130,13 +132,13 @@ def best_kernel(a_desc, b_desc, row_ids, col_ids, row_best, col_best, hide, n, m
                 tl.atomic_max(col_best + cols, best_key(top, at), mask=top > float("-inf"), sem="relaxed")
 
 
-def as_best(key: Tensor, first: int) -> Best:
+def as_best(key: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """The scores and indices of the keys of `best_kernel`; indices start at ``first``."""
     bits = (key >> 32).to(torch.int32)
     score = torch.where(bits < 0, bits ^ LAST.value, bits).view(torch.float32)
     none = key == NONE
     index = (key & LAST.value ^ LAST.value) + first
-    return Best(torch.where(none, -torch.inf, score), torch.where(none, NO_INDEX, index))
+    return torch.where(none, -torch.inf, score), torch.where(none, NO_INDEX, index)
 
 
 class FusedScorer:
@@ -156,11 +158,10 @@ class FusedScorer:
         for rows in pieces(block.queries.shape[0] if block.items.shape[0] else 0, self.step):
             items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
-            prepared = self._prepared(diagonal_kernel, block.queries[rows], items)
-            with on_device(items):
-                prepared.put({"out": own, "n": items.shape[0]}).launch(cdiv(items.shape[0], self.sizes.cols))
+            programs = cdiv(items.shape[0], self.sizes.cols)
+            self._launch(diagonal_kernel, block.queries[rows], items, {"out": own, "n": items.shape[0]}, programs)
             into[rows] = torch.where(inside, own, into[rows])
-            del items, prepared  # free them before the next are gathered
+            del items  # free them before the next are gathered
 
     def find_best(
         self, block: Block, row_ids: Tensor, col_ids: Tensor, rows_best: Best, cols_best: Best | None = None
@@ -168,75 +169,58 @@ class FusedScorer:
         """See `Scorer`. One part of the gallery at a time."""
         n, queries = block.queries.shape[0], readable(block.queries)
         for here, values in self._parts(block):
-            keys = [
-                torch.full((size,), NONE, device=self.device, dtype=torch.int64)
-                for size in (n, here.stop - here.start)[: 1 if cols_best is None else 2]
-            ]
+            row_best = torch.full((n,), NONE, device=self.device, dtype=torch.int64)
+            col_best = None if cols_best is None else row_best.new_full((here.stop - here.start,), NONE)
             values |= {"row_ids": vector(row_ids), "col_ids": vector(col_ids[here])}
-            values |= dict(zip(("row_best", "col_best"), keys, strict=False))
-            self._over_tiles(best_kernel, queries, block.items[here], values)
-            found = as_best(keys[0], block.col_offset + here.start)
-            rows_best.merge_(found.score, found.index)
-            if cols_best is not None:
-                found = as_best(keys[1], block.row_offset)
-                Best(cols_best.score[here], cols_best.index[here]).merge_(found.score, found.index)
+            values |= {"row_best": row_best, "col_best": col_best}
+            self._launch(best_kernel, queries, block.items[here], values)
+            rows_best.merge_(*as_best(row_best, block.col_offset + here.start))
+            if cols_best is not None and col_best is not None:
+                Best(cols_best.score[here], cols_best.index[here]).merge_(*as_best(col_best, block.row_offset))
             block.done(here)
 
     def count_better(
         self, block: Block, rows: Sequence[Answers], cols: Answers | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `Scorer`. One part of the gallery at a time."""
-        n, c = block.queries.shape[0], block.items.shape[0]
+        n, queries = block.queries.shape[0], readable(block.queries)
         counts = torch.zeros(len(rows), n, device=self.device, dtype=torch.int32)
-        col_counts = None if cols is None else torch.zeros(c, device=self.device, dtype=torch.int32)
-        queries = readable(block.queries)
-        for here, values in self._parts(block):
-            if cols is not None and col_counts is not None:
-                values |= {
-                    "col_score": vector(cols.score[here]),
-                    "col_place": local_places(cols.index[here], block.row_offset),
-                }
-                values["col_count"] = torch.zeros(here.stop - here.start, device=self.device, dtype=torch.int32)
+        col_counts = None if cols is None else counts.new_zeros(block.items.shape[0])
+        for here, shared in self._parts(block):
             for k in pieces(len(rows), ANSWERS_AT_ONCE):
-                some = rows[k]
-                values["row_score"] = vector(torch.stack([answers.score for answers in some]))
-                index = torch.stack([answers.index for answers in some])
-                values["row_place"] = local_places(index, block.col_offset + here.start)
-                values["row_count"] = torch.zeros(len(some), n, device=self.device, dtype=torch.int32)
-                values["ANSWERS"] = len(some)
-                self._over_tiles(count_kernel, queries, block.items[here], values)
-                counts[k] += values["row_count"]
-                if col_counts is not None and k.start == 0:  # counted once
-                    col_counts[here] = values["col_count"]
-                    values |= {"col_score": None, "col_place": None, "col_count": None}
+                index = torch.stack([answers.index for answers in rows[k]])
+                values = shared | {"row_score": vector(torch.stack([answers.score for answers in rows[k]]))}
+                values |= {"row_place": local_places(index, block.col_offset + here.start)}
+                values |= {"row_count": counts[k], "ANSWERS": len(index)}
+                if cols is not None and col_counts is not None and k.start == 0:  # counted once
+                    values |= {"col_score": vector(cols.score[here]), "col_count": col_counts[here]}
+                    values["col_place"] = local_places(cols.index[here], block.row_offset)
+                self._launch(count_kernel, queries, block.items[here], values)
             block.done(here)
         return counts.long(), None if col_counts is None else col_counts.long()
 
     def _parts(self, block: Block) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Parts of the gallery, and the arguments that all kernels need for them."""
-        n = block.queries.shape[0]
-        for here in pieces(block.items.shape[0], max(PAIRS_AT_ONCE // n, self.sizes.cols)) if n else ():
+        """Parts of the gallery, and the arguments that all kernels over tiles need for them."""
+        n, tile = block.queries.shape[0], self.sizes.cols
+        for here in pieces(block.items.shape[0], max(PAIRS_AT_ONCE // n // tile, 1) * tile) if n else ():
             values: dict[str, Any] = {"n": n, "m": here.stop - here.start, "hidden": 0}
             if block.excluded is not None:
                 hidden = block.excluded.index
-                hide = local_places(hidden.T, block.col_offset + here.start)
-                values |= {"hide": hide, "hidden": hidden.shape[1]}
+                values |= {"hide": local_places(hidden.T, block.col_offset + here.start), "hidden": hidden.shape[1]}
             yield here, values
 
-    def _over_tiles(self, kernel: Any, queries: Tensor, items: Tensor, values: dict[str, Any]) -> None:
-        """Persistent programs over all tiles."""
-        programs = multiprocessors(self.device) * self.sizes.programs
-        prepared = self._prepared(kernel, queries, items)
-        with on_device(queries):
-            prepared.put({"GROUP": self.sizes.group, "PROGRAMS": programs}).put(values).launch(programs)
-
-    def _prepared(self, kernel: Any, queries: Tensor, items: Tensor) -> Prepared:
-        """A kernel with its tiles."""
+    def _launch(
+        self, kernel: Any, queries: Tensor, items: Tensor, values: dict[str, Any], programs: int | None = None
+    ) -> None:
+        """A kernel with its tiles; by default, persistent programs over all of them."""
         sizes, a, b = self.sizes, readable(queries), readable(items)
-        prepared = Prepared(kernel, self.device, sizes.warps, sizes.stages)
-        prepared.put({"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth])})
-        prepared.put({"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "D": self.width})
-        return prepared.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "EXACT": self.exact})
+        persistent = multiprocessors(self.device) * sizes.programs
+        prepared = Prepared(kernel, self.device, sizes.warps, sizes.stages).put(values)
+        prepared.put({"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]), "D": self.width})
+        prepared.put({"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "EXACT": self.exact})
+        prepared.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
+        with on_device(a):
+            prepared.offer({"GROUP": sizes.group, "PROGRAMS": persistent}).launch(programs or persistent)
 
 
 def local_places(index: Tensor, first: int) -> Tensor:

@@ -55,7 +55,7 @@ class FilterCall:
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         self.pair, self.spec, self.options = pair, spec, options
-        self.call = call = Call.of(pair, spec, options)
+        self.call = call = Call(pair, spec, options)
         self.device, self.item = pair.a.device, pair.a.element_size()
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
-from tilewise.kernels.triton_impl.launch.replay import Recording
+from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
 from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, multiprocessors
 from tilewise.options import TileOptions
 
@@ -26,6 +26,7 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
+ROW_VECTORS, COL_VECTORS = ("row_key", "row_skip", "row_shift"), ("col_key", "col_skip", "col_shift", "col_weight")
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 
 
@@ -44,15 +45,20 @@ def unit_of(*sizes: int) -> int:
     return 1 if any(size % WHOLE_UNIT for size in sizes) else WHOLE_UNIT
 
 
+def row_width(cols: int, dtype: torch.dtype) -> int:
+    """Numbers from one row of a matrix to the next, so that each row starts at a 16-byte address."""
+    step = 16 // dtype.itemsize
+    return cdiv(cols, step) * step
+
+
 def readable(features: Tensor) -> Tensor:
     """The features, or a copy whose rows a tensor descriptor can read."""
     item = features.element_size()
     aligned = features.data_ptr() % 16 == 0 and features.stride(0) * item % 16 == 0
     if features.stride(1) == 1 and aligned and features.stride(0) >= features.shape[1]:
         return features
-    width = cdiv(features.shape[1] * item, 16) * 16 // item
-    copy = features.new_zeros((features.shape[0], width))[:, : features.shape[1]]
-    return copy.copy_(features)
+    rows, cols = features.shape
+    return features.new_zeros((rows, row_width(cols, features.dtype)))[:, :cols].copy_(features)
 
 
 def tile_descriptor(g: Tensor, sizes: Sizes) -> TensorDescriptor:
@@ -92,80 +98,50 @@ def pieces(size: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-@dataclass
 class Call:
     """What all macro-tiles of a call share, and slices of tensors that are cut once."""
 
-    pair: Pair
-    spec: PairSpec
-    options: TileOptions
-    a: Tensor
-    b: Tensor
-    score_bits: int
-    positive: int
-    exact: str
-    forward_sizes: Sizes
-    gradient_sizes: Sizes
-    by_row: dict[str, Tensor | None]
-    by_col: dict[str, Tensor | None]
-    fixed: dict[str, Any]
-    recording: Recording | None = None
-    prepared: dict[Any, Prepared] = field(default_factory=dict)
-    row_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    col_cuts: dict[Any, dict[str, Any]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(pair: Pair, spec: PairSpec, options: TileOptions, recording: Recording | None = None) -> Call:
+    def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, recording: Recording | None = None) -> None:
         """Choose sizes and switches."""
-        bias = pair.bias
+        self.pair = pair = small_keys(pair, spec)
+        self.spec, self.options, self.recording, bias = spec, options, recording, pair.bias
         # An expanded number (the bias of a sigmoid loss) is read once, and its gradient is one sum.
-        shared_bias = (
-            bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None
-        )
-        if shared_bias:
-            assert bias is not None
-            bias = bias[:1].clone()
-        has_skips = pair.row_skip is not None and pair.col_skip is not None
-        score_bits = bit_sum(
-            (bit.ONE_BIAS, shared_bias),
-            (bit.BIAS, bias is not None and not shared_bias),
+        shared = None
+        if bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None:
+            shared, bias = bias[:1].clone(), None
+        self.score_bits = bit_sum(
+            (bit.ONE_BIAS, shared is not None),
+            (bit.BIAS, bias is not None),
             (bit.SOFTCAP, spec.softcap),
-            (bit.SKIP, has_skips),
+            (bit.SKIP, pair.row_skip is not None and pair.col_skip is not None),
             (bit.MASK_SELF, spec.mask_self),
         )
-        pair = small_keys(pair, spec)
         diagonal = spec.positive == "one" and pair.row_key is None
-        positive = bit.DIAGONAL.value if diagonal else POSITIVE[spec.positive]
-        a = readable(pair.a)
-        b = a if spec.symmetric else readable(pair.b)
-        device, dtype, width, exact = a.device, a.dtype, a.shape[1], exact_products(options)
-        by_row = {
-            "row_key": pair.row_key,
-            "row_skip": pair.row_skip if has_skips else None,
-            "row_shift": pair.row_shift,
-        }
-        by_col = {
-            "col_key": pair.col_key if spec.positive == "many" else None,
-            "col_skip": pair.col_skip if has_skips else None,
-            "col_shift": pair.row_shift if spec.symmetric else pair.col_shift,
-            "col_weight": pair.col_weight,
-        }
-        fixed = {"scale": pair.scale, "softcap": spec.softcap, "a_stride": a.stride(0), "b_stride": b.stride(0)}
-        fixed |= {"D": width, "SCORE": score_bits, "POSITIVE": positive, "EXACT": exact}
-        (fixed if shared_bias else by_col)["bias"] = bias
-        sizes = (
-            forward_sizes(device, dtype, width, columns=spec.col_lse or spec.symmetric),
-            gradient_sizes(device, dtype, width),
-        )
-        rows, cols = ({name: vector(value) for name, value in by.items()} for by in (by_row, by_col))
-        return Call(pair, spec, options, a, b, score_bits, positive, exact, *sizes, rows, cols, fixed, recording)
+        self.positive = bit.DIAGONAL.value if diagonal else POSITIVE[spec.positive]
+        self.exact = exact_products(options)
+        self.a = readable(pair.a)
+        self.b = self.a if spec.symmetric else readable(pair.b)
+        kind = self.a.device, self.a.dtype, self.a.shape[1]
+        self.forward_sizes = forward_sizes(*kind, columns=spec.col_lse or spec.symmetric)
+        self.gradient_sizes = gradient_sizes(*kind)
+        self.by_row = {name: vector(getattr(pair, name)) for name in ROW_VECTORS}
+        self.by_col = {name: vector(getattr(pair, name)) for name in COL_VECTORS}
+        if spec.symmetric:
+            self.by_col["col_shift"] = self.by_row["row_shift"]
+        self.fixed: dict[str, Any] = {"scale": pair.scale, "softcap": spec.softcap, "D": self.a.shape[1]}
+        self.fixed |= {"a_stride": self.a.stride(0), "b_stride": self.b.stride(0)}
+        self.fixed |= {"SCORE": self.score_bits, "POSITIVE": self.positive, "EXACT": self.exact}
+        if shared is None:
+            self.by_col["bias"] = vector(bias)
+        else:
+            self.fixed["bias"] = shared
+        self.prepared: dict[Any, Prepared] = {}
+        self.row_cuts: dict[Any, dict[str, Any]] = {}
+        self.col_cuts: dict[Any, dict[str, Any]] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, zero: bool = False) -> Tensor:
         """New memory, by default in the type of the statistics."""
-        dtype = dtype or self.pair.scale.dtype
-        if self.recording is not None:
-            return self.recording.empty(self.a, shape, dtype, zero)
-        return self.a.new_zeros(shape, dtype=dtype) if zero else self.a.new_empty(shape, dtype=dtype)
+        return allocate(self.recording, self.a, shape, dtype or self.pair.scale.dtype, zero)
 
     def prepare(self, kernel: Any, warps: int = 4, stages: int = 2) -> Prepared:
         """A kernel whose launches are recorded if this call is."""
@@ -183,11 +159,6 @@ class Call:
             prepared.offer(self.fixed).put(tile).put({"SCORE": score})
         self._place(prepared, i, j, sizes).put(values).launch(programs)
 
-    def meets_itself(self, i: slice, j: slice) -> bool:
-        """Whether a row and a column of the macro-tile may have the same global index."""
-        ahead = self.pair.row_start - self.pair.col_start
-        return i.start + ahead < j.stop and j.start < i.stop + ahead
-
     def run_positive(self, kernel: Any, i: slice, j: slice, **values: Any) -> None:
         """A kernel for the positives of the rows i that lie in the columns j."""
         key = kernel, *(value is None for value in values.values())
@@ -197,16 +168,26 @@ class Call:
             prepared = self.prepared[key] = self.prepare(kernel).offer(self.fixed).offer(tile)
         self._place(prepared, i, j, None).put(values).launch(cdiv(i.stop - i.start, POSITIVE_ROWS))
 
+    def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
+        return prepared.offer(self.rows(i, sizes)).offer(self.cols(j, sizes)).put({"ahead": self.ahead(i, j)})
+
+    def meets_itself(self, i: slice, j: slice) -> bool:
+        """Whether a row and a column of the macro-tile may have the same global index."""
+        ahead = self.pair.row_start - self.pair.col_start
+        return i.start + ahead < j.stop and j.start < i.stop + ahead
+
+    def ahead(self, i: slice, j: slice) -> int:
+        """The global index of the first of the rows i, less that of the first of the columns j."""
+        return (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
+
     def rows(self, i: slice, sizes: Sizes | None) -> dict[str, Any]:
         """The arguments of kernels that belong to the rows i."""
         at = i.start, i.stop, sizes is not None
         here = self.row_cuts.get(at)
         if here is None:
-            here = {name: None if value is None else value[i] for name, value in self.by_row.items()}
-            here |= {"a": self.a[i], "n": i.stop - i.start}
+            here = self.row_cuts[at] = cut(self.by_row | {"a": self.a}, i) | {"n": i.stop - i.start}
             if sizes is not None:
                 here["a_desc"] = TensorDescriptor.from_tensor(here["a"], [sizes.rows, sizes.depth])
-            self.row_cuts[at] = here
         return here
 
     def cols(self, j: slice, sizes: Sizes | None) -> dict[str, Any]:
@@ -214,44 +195,40 @@ class Call:
         at = j.start, j.stop, sizes is not None
         here = self.col_cuts.get(at)
         if here is None:
-            here = {name: None if value is None else value[j] for name, value in self.by_col.items()}
-            here |= {"b": self.b[j], "m": j.stop - j.start, "first": self.pair.col_start + j.start}
+            here = self.col_cuts[at] = cut(self.by_col | {"b": self.b}, j)
+            here |= {"m": j.stop - j.start, "first": self.pair.col_start + j.start}
             if sizes is not None:
                 here["b_desc"] = TensorDescriptor.from_tensor(here["b"], [sizes.cols, sizes.depth])
-            self.col_cuts[at] = here
         return here
 
-    def ahead(self, i: slice, j: slice) -> int:
-        """The global index of the first of the rows i, less that of the first of the columns j."""
-        return (self.pair.row_start + i.start) - (self.pair.col_start + j.start)
 
-    def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
-        rows, cols = self.rows(i, sizes), self.cols(j, sizes)
-        if prepared.rows is not rows:
-            prepared.offer(rows).rows = rows
-        if prepared.cols is not cols:
-            prepared.offer(cols).cols = cols
-        return prepared.put({"ahead": self.ahead(i, j)})
+def cut(values: dict[str, Tensor | None], at: slice) -> dict[str, Any]:
+    """A slice of each tensor."""
+    return {name: None if value is None else value[at] for name, value in values.items()}
 
 
-def host_may_limit(pair: Pair) -> bool:
-    """Whether the call is so small that the time of the host may count, and launches are recorded."""
-    return pair.a.shape[0] * pair.b.shape[0] <= REPLAYED_SCORES
+def replayed(
+    what: tuple[Any, ...],
+    pair: Pair,
+    spec: PairSpec,
+    options: TileOptions,
+    more: Sequence[Tensor | None],
+    run: Callable[[Call], tuple[Any, ...]],
+) -> Sequence[Any]:
+    """``run`` of the call: recorded, or replayed from an equal one, if it is so small that the time of the host may count.
 
-
-def launch_settings(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[object, ...]:
-    """What the launches depend on, apart from tensors."""
+    Its launches also depend on ``what``, and it also reads the tensors ``more``.
+    """
+    if pair.a.shape[0] * pair.b.shape[0] > REPLAYED_SCORES:
+        return run(Call(pair, spec, options))
+    # Every tensor once: with symmetric scores the columns are the rows, and both may share their shifts.
     one_shift = pair.col_shift is pair.row_shift
+    columns = None if spec.symmetric else pair.b, None if one_shift else pair.col_shift
+    named = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
+    inputs = [pair.a, pair.scale, pair.bias, *named, pair.row_shift, *columns, pair.col_weight, *more]
     precision = float32_precision() if pair.a.dtype == torch.float32 else None
-    return pair.row_start, pair.col_start, one_shift, spec, options, precision
-
-
-def tensors_of(pair: Pair, spec: PairSpec) -> list[Tensor | None]:
-    """Every tensor of a pair once: with symmetric scores the columns are the rows, and both may share their shifts."""
-    b = None if spec.symmetric else pair.b
-    shifts = pair.row_shift, None if pair.col_shift is pair.row_shift else pair.col_shift
-    keys = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
-    return [pair.a, b, pair.scale, pair.bias, *keys, *shifts, pair.col_weight]
+    what = *what, pair.row_start, pair.col_start, one_shift, spec, options, precision
+    return replay_or_record(what, inputs, lambda recording: run(Call(pair, spec, options, recording)), pair.a.device)
 
 
 def on_device(features: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -4,17 +4,18 @@ Triton's own launch looks for hooks, makes a description for profilers, allocate
 descriptors every time: 20 us for forty arguments, of which the driver takes 8 us. Here the arguments are laid out once,
 and only addresses change. In a training step most addresses equal those of the step before.
 
-This depends on how one version of Triton passes arguments. With another version, with a hook of a profiler, or for a
-kernel that needs scratch memory, `DriverLaunch.of` returns None, and the caller launches in the public way.
+This depends on how one version of Triton passes arguments. With another version, or for a kernel that needs scratch
+memory, `DriverLaunch.of` returns None, and the caller launches in the public way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
+from torch import Tensor
 from triton import knobs
 
 KNOWN_VERSION = "3.6."
@@ -25,48 +26,63 @@ def is_known_version() -> bool:
     return triton.__version__.startswith(KNOWN_VERSION)
 
 
+class Where(NamedTuple):
+    """The place of a tensor in a slot, a piece of memory whose address differs from call to call."""
+
+    slot: int
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The tensor at this place, given a tensor for each slot."""
+        whole = tensors[self.slot]
+        assert whole is not None
+        if self.offset == 0 and whole.shape == self.shape and whole.stride() == self.stride:
+            return whole
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // whole.element_size())
+
+
 class DriverLaunch:
     """A kernel with its grid and its arguments, except for addresses."""
 
-    def __init__(self, launch: Callable[..., None], before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        self.launch, self.before, self.after = launch, before, after
+    def __init__(self, compiled: Any, programs: int, args: Sequence[Any], wheres: dict[int, Where]) -> None:
+        launcher = compiled.run
+        self.launch, described = launcher.launch, {}
+        if inspect.isfunction(self.launch):  # unpacks descriptors, then launches
+            inside = inspect.getclosurevars(self.launch).nonlocals
+            places, needs = sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"]
+            self.launch, described = inside["launcher"], dict(zip(places, needs or [None] * len(places), strict=True))
+        self.before = programs, 1, 1
+        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+        self.after = compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None
         self.args: list[Any] = []
-        # An address to fill in: (place, how the descriptor is encoded, descriptor)
-        self.open: list[tuple[int, dict[str, Any] | None, Any]] = []
+        self.open: list[
+            tuple[int, Where, Any]
+        ] = []  # addresses to fill in: argument, place, how a descriptor is encoded
+        for place, arg in enumerate(args):
+            if place in wheres:
+                self.open.append((len(self.args), wheres[place], described.get(place)))
+            self.args.append(arg)
+            if place in described:
+                sizes = *wheres[place].shape, *wheres[place].stride
+                # A card without descriptors takes an address, and the sizes twice, with the padding between them.
+                self.args += sizes if described[place] is not None else [*sizes, False, *sizes]
+        self.sources = [(where.slot, where.offset) for _, where, _ in self.open]
         self.ready: tuple[list[int], list[Any]] | None = None  # the addresses of the last launch, and its arguments
 
     @staticmethod
-    def of(compiled: Any, programs: int, args: Sequence[Any], addressed: Sequence[int]) -> DriverLaunch | None:
-        """Lay out the arguments; ``addressed`` are the places of tensors and of tensor descriptors, in order."""
-        if not is_known_version():
+    def of(compiled: Any, programs: int, args: Sequence[Any], wheres: dict[int, Where]) -> DriverLaunch | None:
+        """Lay out the arguments; ``wheres`` are the places of tensors and tensor descriptors, by argument."""
+        if compiled is None or not is_known_version():
             return None
-        launcher = compiled.run
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
+        if compiled.run.global_scratch_size or compiled.run.profile_scratch_size:
             return None
-        launch, described = launcher.launch, {}
-        if inspect.isfunction(launch):  # unpacks descriptors, then launches
-            inside = inspect.getclosurevars(launch).nonlocals
-            launch, places, needs = inside["launcher"], sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"]
-            described = dict(zip(places, needs or [None] * len(places), strict=True))
-        made = DriverLaunch(
-            launch,
-            (programs, 1, 1),
-            (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-            + (compiled.packed_metadata, None, None, None),
-        )
-        for place, arg in enumerate(args):
-            if place in addressed:
-                made.open.append((len(made.args), described.get(place), arg if place in described else None))
-            if place not in described:
-                made.args.append(arg)
-                continue
-            made.args += [None, *arg.shape, *arg.strides]
-            if described[place] is None:  # a card without descriptors takes an address, and the shape twice
-                made.args += [arg.padding == "nan", *arg.shape, *arg.strides]
-        return made
+        return DriverLaunch(compiled, programs, args, wheres)
 
-    def __call__(self, stream: int, addresses: list[int]) -> None:
-        """Launch with these addresses, in the order of ``addressed``."""
+    def __call__(self, at: Sequence[int], stream: int) -> None:
+        """Launch with slots at these addresses."""
+        addresses = [at[slot] + offset for slot, offset in self.sources]
         ready = self.ready
         if ready is None or ready[0] != addresses:
             ready = self.ready = addresses, self._filled(addresses)
@@ -74,25 +90,18 @@ class DriverLaunch:
 
     def _filled(self, addresses: list[int]) -> list[Any]:
         args = self.args.copy()
-        for (place, needs, descriptor), address in zip(self.open, addresses, strict=True):
-            args[place] = address if needs is None else encode_descriptor(address, needs, descriptor)
+        for (place, where, needs), address in zip(self.open, addresses, strict=True):
+            args[place] = address if needs is None else encode_descriptor(address, needs, where)
         return args
 
 
-def encode_descriptor(address: int, needs: dict[str, Any], like: Any) -> Any:
+def encode_descriptor(address: int, needs: dict[str, Any], where: Where) -> Any:
     """A tensor descriptor as the card reads it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    return triton.runtime.driver.active.utils.fill_tma_descriptor(
-        address,
-        needs["swizzle"],
-        needs["elem_size"],
-        TMA_DTYPE_DEVICE_TO_HOST[needs["elem_type"]],
-        needs["block_size"],
-        list(like.shape),
-        list(like.strides),
-        1 if like.padding == "nan" else 0,
-    )
+    how = needs["swizzle"], needs["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[needs["elem_type"]], needs["block_size"]
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    return fill(address, *how, list(where.shape), list(where.stride), 0)  # 0: padded with zeros
 
 
 def no_launch_hooks() -> bool:

@@ -22,7 +22,6 @@ from tilewise.kernels.triton_impl.launch.replay import Recording
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _compiling = threading.Lock()  # threads mostly need the same kernels: one compiles, the others find the result
-_MISSING = object()
 SCORE_KEYS = ("bias", "row_key", "col_key", "row_skip", "col_skip")  # optional wherever a kernel computes scores
 TILE_NUMBERS = ("softcap", "n", "m", "first", "ahead")  # dynamic in all kernels over tiles
 
@@ -72,11 +71,9 @@ class Prepared:
         self.options = {"num_warps": warps, "num_stages": stages}
         self.declared = _declared[kernel.fn]
         self.places = self.declared.places
-        self.args: list[Any] = [_MISSING] * len(self.places)
+        self.args: list[Any] = [None] * len(self.places)
         self.runners: dict[int, Any] = {}
         self.compiled: Any = None  # stays None in the interpreter and with an unknown version of Triton
-        self.rows: Any = None  # the bundles that were set last
-        self.cols: Any = None
 
     def put(self, values: dict[str, Any]) -> Prepared:
         """Set arguments by name."""
@@ -108,10 +105,10 @@ class Prepared:
 
     def _runner(self, programs: int) -> Any:
         """The compiled kernel with its grid."""
-        self._check()
-        if self.device.type != "cuda":  # the interpreter
-            return self.kernel[(programs,)]
-        if not is_known_version():
+        for name, arg in zip(self.places, self.args, strict=True):
+            if arg is None and name not in self.declared.optional:
+                raise TypeError(f"kernel {self.kernel.__name__} misses the argument {name}")
+        if self.device.type != "cuda" or not is_known_version():  # on a CPU, the interpreter
             return functools.partial(self.kernel[(programs,)], **self.options)
         key = self._key()
         with _compiling:
@@ -119,14 +116,6 @@ class Prepared:
                 _compiled[key] = self.kernel.warmup(*self.args, grid=(programs,), **self.options)
             self.compiled = _compiled[key]
             return self.compiled[(programs, 1, 1)]
-
-    def _check(self) -> None:
-        """Missing arguments become None, if they may be."""
-        for name, place in self.places.items():
-            if self.args[place] is _MISSING or self.args[place] is None:
-                if name not in self.declared.optional:
-                    raise TypeError(f"kernel {self.kernel.__name__} misses the argument {name}")
-                self.args[place] = None
 
     def _key(self) -> tuple[Any, ...]:
         """All that the compiled kernel depends on."""

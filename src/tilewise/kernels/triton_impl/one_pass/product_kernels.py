@@ -53,32 +53,29 @@ def finish_rows_kernel(a, b, scale, total, factor, entry, column, out, scaled, d
 
 
 @triton.jit
-def positives_of(row, here, col, a, scaled, factor, entry, s, D: tl.constexpr, STRIDE: tl.constexpr):
-    """Of one row or several: scale f_i entry_i a_i, and v_i s_i, v and s rounded."""
-    e = tl.load(entry + row)
-    f = s * tl.load(factor + row)
-    x = tl.load(a + row * STRIDE + col, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(scaled + row * D + col, mask=here, other=0.0).to(tl.float32)
-    v = e.to(scaled.dtype.element_ty).to(tl.float32)
-    return tl.where(here, (f * e) * x, 0.0), tl.where(here, v * y, 0.0)  # elsewhere values may be infinite
+def positives_from(place, stop, mine, col, a, scale, scaled, factor, entry, order, column, D: tl.constexpr,
+                   STRIDE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Sums of scale f_i entry_i a_i and of v_i s_i (v and s rounded), over the rows i whose column is mine.
 
-
-@triton.jit
-def positives_from(place, stop, mine, col, a, scaled, factor, entry, order, column, s, D: tl.constexpr, STRIDE: tl.constexpr,
-                   RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Of the rows whose column is mine, at sorted places up to ``stop``, at most RUN of them."""
+    Their sorted places are ``place`` up to ``stop``, at most RUN of them.
+    """
     all_places = place + tl.arange(0, RUN)
     found = tl.load(column + all_places, mask=all_places < stop, other=-2) == mine
     end = place + tl.sum(found.to(tl.int32), 0)
+    s = tl.load(scale)
     exact = tl.zeros((WIDTH,), tl.float32)
     held = tl.zeros((WIDTH,), tl.float32)
     for start in range(place, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        rows = tl.load(order + at, mask=at < end, other=0)[:, None]
+        row = tl.load(order + at, mask=at < end, other=0)[:, None]
         here = (at < end)[:, None] & (col < D)[None, :]
-        one, other = positives_of(rows, here, col[None, :], a, scaled, factor, entry, s, D, STRIDE)
-        exact += tl.sum(one, 0)
-        held += tl.sum(other, 0)
+        e = tl.load(entry + row)
+        x = tl.load(a + row * STRIDE + col[None, :], mask=here, other=0.0).to(tl.float32)
+        y = tl.load(scaled + row * D + col[None, :], mask=here, other=0.0).to(tl.float32)
+        v = e.to(scaled.dtype.element_ty).to(tl.float32)
+        # Elsewhere values may be infinite.
+        exact += tl.sum(tl.where(here, (s * tl.load(factor + row) * e) * x, 0.0), 0)
+        held += tl.sum(tl.where(here, v * y, 0.0), 0)
     return exact, held
 
 
@@ -92,9 +89,8 @@ def runs_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, n
     mine = tl.load(column + run * RUN)
     goes = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
     stop = tl.where(goes, tl.minimum(n, run * RUN + RUN), 0)
-    s = tl.load(scale)
     exact, held = positives_from(
-        run * RUN, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+        run * RUN, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
     )
     here = goes & (col < D)
     tl.store(exacts + run * D + col, exact, mask=here)
@@ -108,8 +104,8 @@ def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, hel
     """grad_j += sum of scale f_i entry_i a_i - v_i s_i over the rows i whose positive is j; dB holds the rounded v_i s_i.
 
     ``column`` is sorted; ``order`` has the row of each place. A program has WIDTH features of one sorted place. The first
-    program of a column adds all its rows, in order; the others return. Most columns have one row, which is added first.
-    From the next RUN-th place on, `runs_kernel` has added up the rows of a column.
+    program of a column adds all its rows, in order; the others return. From the next RUN-th place on, `runs_kernel` has
+    added up the rows of a column.
 
     A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before and is rounded again. Besides sum v_i s_i
     it holds the share of the negatives and a rounding error, whose mean square is known: ulp^2 / 12. To reduce that error,
@@ -125,16 +121,11 @@ def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, hel
     where = grad + mine.to(tl.int64) * D + col
     here = first & (col < D)
     before = tl.load(where, mask=here, other=0.0).to(tl.float32)
-    s = tl.load(scale)
-    row = tl.load(order + place, mask=first, other=0)
-    exact, held = positives_of(row, here, col, a, scaled, factor, entry, s, D, STRIDE)
     run = place // RUN + 1
     stop = tl.where(first, tl.minimum(n, run * RUN), 0)
-    more, more_held = positives_from(
-        place + 1, stop, mine, col, a, scaled, factor, entry, order, column, s, D, STRIDE, RUN, BLOCK, WIDTH
+    exact, held = positives_from(
+        place, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
     )
-    exact += more
-    held += more_held
     goes = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
     while goes:
         exact += tl.load(exacts + run * D + col, mask=here, other=0.0)
@@ -157,9 +148,8 @@ def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.c
     """The gradient of the bias: sum_i f_i E_ij for each column."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     ok = cols < m
-    read = cols < row_stride(
-        g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1)
-    )  # rows are padded to this length
+    # Rows are padded to this length.
+    read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in range(0, n, BLOCK):
         rows = start + tl.arange(0, BLOCK)
@@ -174,20 +164,29 @@ def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.c
     tl.store(out + cols, sums, mask=ok)
 
 
-@kernel(dynamic=("count",))
-def multiply_kernel(
-    values, by, out, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out = values * by, in float32 up to the last rounding. In place, the usual factor of 1 costs nothing.
-
-    UNIT divides ``count``.
-    """
-    f = tl.load(by).to(tl.float32)
+@triton.jit
+def times(values, out, factor, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """out = values * factor, in float32 up to the last rounding. In place, the usual factor of 1 costs nothing."""
     count = in_units(count, UNIT)
     blocks = tl.cdiv(count, BLOCK)
     if IN_PLACE:
-        blocks = tl.where(f == 1.0, 0, blocks)
+        blocks = tl.where(factor == 1.0, 0, blocks)
     for block in range(tl.program_id(0), blocks, PROGRAMS):
         at = tl.full((BLOCK,), BLOCK, tl.int64) * block + tl.arange(0, BLOCK)
-        value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * f
+        value = tl.load(values + at, mask=at < count, other=0.0).to(tl.float32) * factor
         tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+
+
+@kernel(optional=("a", "b", "scale", "a_out", "b_out", "scale_out"), dynamic=("a_size", "b_size"))
+def times_kernel(a, b, scale, grad_output, a_out, b_out, scale_out, a_size, b_size,
+                 UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Every gradient times ``grad_output``; a gradient that is not needed is None. UNIT divides the sizes."""
+    factor = tl.load(grad_output).to(tl.float32)
+    if a is not None:
+        times(a, a_out, factor, a_size, UNIT, IN_PLACE, PROGRAMS, BLOCK)
+    if b is not None:
+        times(b, b_out, factor, b_size, UNIT, IN_PLACE, PROGRAMS, BLOCK)
+    if scale is not None:
+        if tl.program_id(0) == 0:
+            tl.store(scale_out, tl.load(scale) * factor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -9,8 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, GradStats, Needs, RowWeights, Stats
 from tilewise.kernels.triton_impl.launch.call import Call
-from tilewise.kernels.triton_impl.one_pass import sigmoid_kernels
 from tilewise.kernels.triton_impl.one_pass.products import sum_parts
+from tilewise.kernels.triton_impl.one_pass.sigmoid_kernels import sigmoid_kernel
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass.backward import Backward, Bias
 
@@ -23,19 +25,22 @@ class Sigmoid(Backward):
             call, Stats(), GradStats(row_softplus=weights.full(call.pair)), needs, saved_dtype(call.a.dtype)
         )
         size = multiprocessors(call.a.device) * self.sizes.programs * self.sizes.rows
-        self.loss_part, self.safe_part = call.empty(size, zero=True), call.empty(size)
+        self.loss_part = call.empty(size, zero=True)
         self.needs_repair = call.empty(1, dtype=torch.int32, zero=True)
 
     def loss_and_grads(self) -> tuple[Tensor, Grads]:
         """All macro-tiles."""
-        grads, rows, cols = self.run(), slice(0, self.n), slice(0, self.m)
-        values = {"loss_part": self.safe_part, "needs_repair": self.needs_repair}
-        self.call.run(sigmoid_kernels.softplus_kernel, rows, cols, self.sizes, **values)
-        return torch.where(self.needs_repair[0] != 0, sum_parts([self.safe_part]), sum_parts([self.loss_part])), grads
+        grads = self.run()
+        self._launch(slice(0, self.n), slice(0, self.m), REPAIR=True)
+        return sum_parts([self.loss_part]), grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
-        values = {"g_desc": desc, "bias_part": None if bias is None else bias.part(i, j), "loss_part": self.loss_part}
-        values |= {"needs_repair": self.needs_repair, "factor": self.inside, "TERMS": self.terms}
-        self.call.run(sigmoid_kernels.sigmoid_kernel, i, j, self.sizes, **values)
+        part = None if bias is None else bias.part(i, j)
+        self._launch(i, j, g_desc=desc, bias_part=part, REPAIR=False)
         if bias is not None:
             bias.add(j)
+
+    def _launch(self, i: slice, j: slice, **values: Any) -> None:
+        values |= {"loss_part": self.loss_part, "needs_repair": self.needs_repair}
+        values |= {"factor": self.inside, "TERMS": self.terms}
+        self.call.run(sigmoid_kernel, i, j, self.sizes, **values)

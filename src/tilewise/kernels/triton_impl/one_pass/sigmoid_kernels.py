@@ -3,8 +3,8 @@
     t = exp(x),   sigmoid(x) = t / (1 + t),   sum_j softplus(x_j) = log of the product of all 1 + t_j
 
 with -x at a positive. The product less 1 is kept, so that small t are not lost. Where scores are so large that the product
-leaves float32 (the mean softplus of 64 of them is above 1 nat, or one is above 69), ``needs_repair`` is set, and
-`softplus_kernel` computes the loss again.
+leaves float32 (the mean softplus of 64 of them is above 1 nat, or one is above 69), ``needs_repair`` is set, and another
+launch computes the loss again.
 """
 
 import triton
@@ -49,22 +49,29 @@ def log_of_joined(t, R: tl.constexpr, C: tl.constexpr):
     return logs, largest
 
 
-@kernel(optional=(*SCORE_KEYS, "bias_part"), dynamic=TILE_NUMBERS)
+@kernel(optional=(*SCORE_KEYS, "g_desc", "bias_part"), dynamic=TILE_NUMBERS)
 def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                    row_key, col_key, row_skip, col_skip,  # keys
                    grad_row, factor,  # weights
                    g_desc, bias_part, loss_part, needs_repair,  # outputs
                    n, m, first, ahead,
-                   D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                   D: tl.constexpr, TERMS: tl.constexpr, REPAIR: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
                    EXACT: tl.constexpr):  # fmt: skip
-    """G of one macro-tile times ``factor``. Each program adds its share of the loss to its R numbers of loss_part."""
+    """G of one macro-tile times ``factor``. Each program adds its share of the loss to its R numbers of loss_part.
+
+    REPAIR: if ``needs_repair`` is set, the loss alone, again, by terms that cannot overflow.
+    """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    tiles = row_tiles * col_tiles
     s = tl.load(scale)
     f = outer_factor(factor)
     mine = loss_part + tl.program_id(0) * R + tl.arange(0, R)
     loss = tl.load(mine)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+    if REPAIR:
+        wanted = tl.load(needs_repair) != 0
+        tiles, loss = tl.where(wanted, tiles, 0), tl.where(wanted, 0.0, loss)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not REPAIR):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
@@ -73,47 +80,26 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
             x = tl.where(key[:, None] == cols[None, :], -x, x)
         w = tl.load(grad_row + rows, mask=rows < n, other=0.0)
-        t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
-        logs, largest = log_of_joined(t, R, C)
-        loss += w * logs
-        fits = largest <= LARGEST_JOINED  # false for NaN, too
-        tl.store(needs_repair + rows * 0, 1, mask=(rows < n) & (fits == 0))
-        # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
-        root = tl.rsqrt(1.0 + t)
-        g = (t * (w * f)[:, None]) * (root * root)
-        key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-        if meets:
-            g = tl.where(key[:, None] == cols[None, :], -g, g)
-        # `Bias` expects sums of tiles without positives: sigmoid(x) = 1 - sigmoid(-x).
-        if BIAS_TOTAL & TERMS:
-            own = tl.where((key >= tile_col * C) & (key < tile_col * C + C), w * f, 0.0)
-            tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
-        if BIAS_COLS & TERMS:
-            whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
-            tl.store(bias_part + tile_row * m + cols, tl.sum(whole, 0), mask=cols < m)
-        store_tile(g_desc, tile_row * R, tile_col * C, g)
+        if REPAIR:
+            loss += w * softplus_sum(x)
+        else:
+            t = tl.exp2(tl.minimum(x, LARGEST_SCORE, propagate_nan=tl.PropagateNan.ALL))
+            logs, largest = log_of_joined(t, R, C)
+            loss += w * logs
+            fits = largest <= LARGEST_JOINED  # false for NaN, too
+            tl.store(needs_repair + rows * 0, 1, mask=(rows < n) & (fits == 0))
+            # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
+            root = tl.rsqrt(1.0 + t)
+            g = (t * (w * f)[:, None]) * (root * root)
+            key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            if meets:
+                g = tl.where(key[:, None] == cols[None, :], -g, g)
+            # `Bias` expects sums of tiles without positives: sigmoid(x) = 1 - sigmoid(-x).
+            if BIAS_TOTAL & TERMS:
+                own = tl.where((key >= tile_col * C) & (key < tile_col * C + C), w * f, 0.0)
+                tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
+            if BIAS_COLS & TERMS:
+                whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
+                tl.store(bias_part + tile_row * m + cols, tl.sum(whole, 0), mask=cols < m)
+            store_tile(g_desc, tile_row * R, tile_col * C, g)
     tl.store(mine, loss)
-
-
-@kernel(optional=SCORE_KEYS, dynamic=TILE_NUMBERS)
-def softplus_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
-                    row_key, col_key, row_skip, col_skip,  # keys
-                    grad_row, needs_repair,  # weights, flag
-                    loss_part,  # output
-                    n, m, first, ahead,
-                    D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
-                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-                    EXACT: tl.constexpr):  # fmt: skip
-    """If ``needs_repair`` is set: the loss alone, by terms that cannot overflow."""
-    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
-    s = tl.load(scale)
-    tiles = tl.where(tl.load(needs_repair) != 0, row_tiles * col_tiles, 0)
-    loss = tl.zeros((R,), tl.float32)
-    for tile in range(tl.program_id(0), tiles, PROGRAMS):
-        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
-        key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-        x = tl.where(key[:, None] == cols[None, :], -x, x)
-        loss += tl.load(grad_row + rows, mask=rows < n, other=0.0) * softplus_sum(x)
-    tl.store(loss_part + tl.program_id(0) * R + tl.arange(0, R), loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -10,16 +9,14 @@ from torch import Tensor
 
 from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, Needs, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, tile_descriptor, vector
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, row_width, tile_descriptor, vector
 from tilewise.kernels.triton_impl.one_pass import softmax_kernels as kernels
-from tilewise.kernels.triton_impl.one_pass.exponentials import Exponentials, one_block, row_width
-from tilewise.kernels.triton_impl.one_pass.products import Products, sum_parts
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, one_block, sum_parts
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
 START_BLOCK = 1024
 ROWS_BLOCK = 32  # rows of one program of `rows_kernel`
 MANY_PARTS = 64
-WIDTH = 128
 
 
 class Softmax:
@@ -29,19 +26,18 @@ class Softmax:
         self.call, self.pair, self.sizes = call, call.pair, call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
         self.row_step = self._blocks()
-        self.col_tiles = cdiv(self.m, self.sizes.cols)
-        self.all_cols = slice(0, self.m)
-        own, num_positives = call.empty(self.n), call.empty(self.n)
-        values: dict[str, Any] = {"row_pos": own, "num_positives": num_positives}
+        self.all_cols, self.col_tiles = slice(0, self.m), cdiv(self.m, self.sizes.cols)
+        own, self.needs_repair = call.empty(self.n), call.empty(1, dtype=torch.int32)
+        call.by_row["row_shift"] = None  # whole scores
+        values: dict[str, Any] = {"row_pos": own, "needs_repair": self.needs_repair}
         call.run_positive(positive_kernel, slice(0, self.n), self.all_cols, **values)
-        self.needs_repair = call.empty(1, dtype=torch.int32)
-        rows = {"num_positives": num_positives, "weight": vector(weights.full(call.pair))}
-        rows |= {"square": vector(weights.square), "own_at": call.empty(self.n), "shift": call.empty(self.n)}
-        values = {"own": own, "row_shift": call.by_row["row_shift"], "needs_repair": self.needs_repair}
-        start = call.prepare(kernels.start_kernel).put(rows).put(values)
-        start.put({"n": self.n, "BLOCK": START_BLOCK}).launch(cdiv(self.n, START_BLOCK))
+        rows = {"own": own, "weight": vector(weights.full(call.pair)), "square": vector(weights.square)}
+        rows |= {"shift": call.empty(self.n)}
+        values = {"n": self.n, "BLOCK": START_BLOCK}
+        call.prepare(kernels.start_kernel).put(rows).put(values).launch(cdiv(self.n, START_BLOCK))
         call.by_row |= rows
         call.row_cuts.clear()
+        self.row_part = call.empty(self.col_tiles * min(self.n, self.row_step))
         self.losses: list[Tensor] = []
 
     def _blocks(self) -> int:
@@ -55,33 +51,28 @@ class Softmax:
 
     def loss_and_grads(self, needs: Needs) -> tuple[Tensor, Grads]:
         """All blocks, and the products of each before the next takes its memory."""
-        call, rows = self.call, min(self.n, self.row_step)
-        e_all, row_part = self._memory(rows), call.empty(self.col_tiles * rows)
-        products = Products(call, needs, saved_dtype(self.pair.a.dtype))
+        e = self._memory(min(self.n, self.row_step))
+        products = Products(self.call, needs, saved_dtype(self.pair.a.dtype))
         for i in pieces(self.n, self.row_step):
-            e = e_all[: i.stop - i.start, : self.m]
-            scaled = call.empty(len(e), self.d, dtype=self.pair.a.dtype) if needs.b else None
-            products.add(self._exponentials(e, row_part, i, scaled), i, scaled)
-            del scaled
-        del e_all, e, row_part
+            products.add(self._exponentials(e[: i.stop - i.start, : self.m], i), i)
         return sum_parts(self.losses), products.grads()
 
     def losses_and_exponentials(self, rows: int) -> tuple[Tensor, Exponentials]:
         """Parts of the loss, and E of all rows, which are one block, in memory for ``rows`` of them."""
         assert self.n <= min(rows, self.row_step)
-        e, everything = self._memory(rows), slice(0, self.n)
-        made = self._exponentials(e[: self.n, : self.m], self.call.empty(self.col_tiles * self.n), everything)
-        return self.losses[0], dataclasses.replace(made, e=e)
+        e = self._memory(rows)
+        made = self._exponentials(e[: self.n, : self.m], slice(0, self.n))
+        return self.losses[0], made._replace(e=e)
 
     def _memory(self, rows: int) -> Tensor:
         """For E."""
         return self.call.empty(rows, row_width(self.m, self.pair.a.dtype), dtype=self.pair.a.dtype)
 
-    def _exponentials(self, e: Tensor, row_part: Tensor, i: slice, scaled: Tensor | None = None) -> Exponentials:
-        """Of the rows i, with E in ``e``; writes scale f_i a_i into ``scaled``, if given."""
-        call, n = self.call, i.stop - i.start
+    def _exponentials(self, e: Tensor, i: slice) -> Exponentials:
+        """Of the rows i, with E in ``e``."""
+        call, n = self.call, len(e)
         rows, cols = call.rows(i, self.sizes), call.cols(self.all_cols, self.sizes)
-        shared = {"row_part": row_part, "needs_repair": self.needs_repair}
+        shared = {"row_part": self.row_part, "needs_repair": self.needs_repair}
         desc, programs = tile_descriptor(e, self.sizes), cdiv(n, ROWS_BLOCK)
         blocks = {"parts": self.col_tiles, "MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}
         repair, maxima = kernels.REPAIR.value, kernels.MAXIMA.value
@@ -89,9 +80,9 @@ class Softmax:
             call.run(kernels.exponent_kernel, i, self.all_cols, self.sizes, MODE=mode, g_desc=desc, **shared)
             if mode & maxima:
                 call.prepare(kernels.shift_kernel).offer(rows).put(shared).put(blocks).launch(programs)
-        vectors = {"factor": call.empty(n), "entry": call.empty(n), "column": call.empty(n, dtype=torch.int32)}
+        made = Exponentials(e, call.empty(n), call.empty(n), call.empty(n, dtype=torch.int32))
         self.losses.append(call.empty(programs))
         last = call.prepare(kernels.rows_kernel).offer(call.fixed).offer(rows).offer(cols).put(shared).put(blocks)
-        last.put({"g": e, "g_stride": e.stride(0), "scaled": scaled, "loss_part": self.losses[-1], "WIDTH": WIDTH})
-        last.put({"ahead": call.ahead(i, self.all_cols)}).put(vectors).launch(programs)
-        return Exponentials(e=e, **vectors)
+        last.put({"g": e, "g_stride": e.stride(0), "factor": made.factor, "entry": made.entry, "column": made.column})
+        last.put({"loss_part": self.losses[-1], "ahead": call.ahead(i, self.all_cols)}).launch(programs)
+        return made

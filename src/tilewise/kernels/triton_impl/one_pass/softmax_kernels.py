@@ -20,15 +20,7 @@ import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import (
-    LN2,
-    LOG2E,
-    own_column,
-    row_stride,
-    scored_tile,
-    store_tile,
-    tile_place,
-)
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, scored_tile, store_tile, tile_place
 
 LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile; above, needs_repair is set
 SMALLEST_SHARE = tl.constexpr(2.0**-20)  # |w_i + 2 z_i lse_i| is at least this share of |w_i|
@@ -38,22 +30,17 @@ REPAIR = tl.constexpr(1)  # return unless needs_repair is set
 MAXIMA = tl.constexpr(2)  # the maximum of each row in each tile, instead of exponentials
 
 
-@kernel(optional=("row_shift", "square"), dynamic=("n",))
-def start_kernel(own, row_shift, num_positives, weight, square, own_at, shift, needs_repair, n, BLOCK: tl.constexpr):
-    """The score of the positive in log2, without the row's shift; and t_i, +inf (all exponentials 0) for ignored rows."""
+@kernel(optional=("square",), dynamic=("n",))
+def start_kernel(own, weight, square, shift, n, BLOCK: tl.constexpr):
+    """t_i: the score of the positive in log2; +inf (all exponentials 0) for ignored rows."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     x = tl.load(own + at, mask=ok, other=0.0) * LOG2E
-    if row_shift is not None:
-        x += tl.load(row_shift + at, mask=ok, other=0.0) * LOG2E
     counts = tl.load(weight + at, mask=ok, other=0.0) != 0.0
     if square is not None:
         counts = counts | (tl.load(square + at, mask=ok, other=0.0) != 0.0)
-    counts = counts & (tl.load(num_positives + at, mask=ok, other=0.0) > 0.0)
-    tl.store(own_at + at, x, mask=ok)
     start = tl.where(tl.abs(x) < 1e30, x, 0.0)  # a bias may make the positive -inf
     tl.store(shift + at, tl.where(counts, start, float("inf")), mask=ok)
-    tl.store(needs_repair + at * 0, 0, mask=at == 0)
 
 
 @kernel(optional=SCORE_KEYS, dynamic=TILE_NUMBERS)
@@ -106,14 +93,13 @@ def shift_kernel(row_part, shift, needs_repair, n, parts, MANY_PARTS: tl.constex
     tl.store(shift + at, tl.where(change, high, before), mask=ok)
 
 
-@kernel(optional=("row_key", "square", "scaled"), dynamic=(*TILE_NUMBERS, "parts", "a_stride", "g_stride"))
-def rows_kernel(a, scale, softcap, row_key, shift,  # scores, keys, shift
-                row_part, own_at, num_positives, weight, square,  # sums and weights of rows
-                g, factor, entry, column, scaled, loss_part, needs_repair,  # outputs
-                a_stride, g_stride, parts, n, m, first, ahead,
-                D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
-                MANY_PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """After all tiles of the rows: their loss, f_i, the entry of the positive in E, and f_i a_i for the columns.
+@kernel(optional=("row_key", "square"), dynamic=(*TILE_NUMBERS, "parts", "g_stride"))
+def rows_kernel(softcap, row_key, shift,  # scores, keys, shift
+                row_part, own, weight, square,  # sums, scores of positives, weights
+                g, factor, entry, column, loss_part, needs_repair,  # outputs
+                g_stride, parts, n, m, first, ahead,
+                SCORE: tl.constexpr, POSITIVE: tl.constexpr, MANY_PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """After all tiles of the rows: their loss, f_i, and the entry of the positive in E.
 
     The entry is also written to ``entry``, before it is rounded, and its column to ``column``, -1 in a row without one.
     """
@@ -127,10 +113,10 @@ def rows_kernel(a, scale, softcap, row_key, shift,  # scores, keys, shift
     t = tl.load(shift + rows, mask=ok, other=float("inf"))
     counts = t < float("inf")
     t = tl.where(counts, t, 0.0)
-    own = tl.load(own_at + rows, mask=ok, other=0.0)
+    x = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
     w = tl.load(weight + rows, mask=ok, other=0.0)
     level = tl.log2(tl.where(counts, total, 1.0))
-    away = own - t
+    away = x - t
     key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
     place = g + rows.to(tl.int64) * g_stride + key
     if (g.dtype.element_ty == tl.float32) and not (SOFTCAP & SCORE):
@@ -149,7 +135,7 @@ def rows_kernel(a, scale, softcap, row_key, shift,  # scores, keys, shift
     least = tl.abs(w) * SMALLEST_SHARE  # tensor first: the interpreter of Triton 3.7 cannot compare the other order
     lse_grad = tl.where(tl.abs(lse_grad) < least, least, lse_grad)
     # A row that counts without a positive has a target out of range: its loss is NaN.
-    invalid = invalid & (tl.load(num_positives + rows, mask=ok, other=1.0) == 0.0)
+    invalid = invalid & (key < 0)
     loss = tl.where(invalid, float("nan"), tl.where(counts, loss, 0.0))
     f = tl.where(invalid, float("nan"), tl.where(counts, lse_grad / total, 0.0))
     tl.store(factor + rows, f, mask=ok)
@@ -158,17 +144,9 @@ def rows_kernel(a, scale, softcap, row_key, shift,  # scores, keys, shift
     share = w / tl.where(lse_grad == 0.0, 1.0, lse_grad)
     exact = total * (tl.exp2(away - level) - share)
     if SOFTCAP & SCORE:
-        ratio = own * (1.0 / (softcap * LOG2E))
+        ratio = x * (1.0 / (softcap * LOG2E))
         exact = exact * (1.0 - ratio * ratio)
     exact = tl.where(counts, exact, 0.0)
     tl.store(place, exact.to(g.dtype.element_ty), mask=ok & (key >= 0))
     tl.store(entry + rows, exact, mask=ok)
     tl.store(column + rows, tl.where(counts, key, -1), mask=ok)
-    if scaled is not None:
-        f = f * tl.load(scale)
-        at = rows.to(tl.int64)[:, None]
-        for k in range(0, D, WIDTH):
-            col = k + tl.arange(0, WIDTH)
-            here = ok[:, None] & (col < D)[None, :]
-            row = tl.load(a + at * row_stride(a, a_stride) + col[None, :], mask=here, other=0.0).to(tl.float32)
-            tl.store(scaled + at * D + col[None, :], (row * f[:, None]).to(scaled.dtype.element_ty), mask=here)

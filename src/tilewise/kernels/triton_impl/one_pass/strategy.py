@@ -3,7 +3,7 @@
 What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those
 rows and their partial sums (at most w together, one row of tiles at the least). Sigmoid: as the backward of two passes.
 Both directions (`small_batch`): as the backward of two passes. Gradients are saved in float32; for a large bfloat16
-classifier whose rows are one block, E is saved in their place (`exponentials`).
+classifier whose rows are one block, E is saved in their place (`products`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import NOT_ONE_SIDED, gradients_like, gradients_of, is_one_sided, saved_gradients
 from tilewise.kernels.spec import Grads, Needs, Pair, PairShape, PairSpec, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, launch_settings, on_device, tensors_of, unit_of
+from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
-from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
-from tilewise.kernels.triton_impl.one_pass import product_kernels, small_batch
-from tilewise.kernels.triton_impl.one_pass.exponentials import (
+from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
+from tilewise.kernels.triton_impl.one_pass import small_batch
+from tilewise.kernels.triton_impl.one_pass.product_kernels import times_kernel
+from tilewise.kernels.triton_impl.one_pass.products import (
     Exponentials,
+    Products,
     exponentials_like,
     one_block,
     saves_exponentials,
+    sum_parts,
 )
-from tilewise.kernels.triton_impl.one_pass.products import Products, sum_parts
 from tilewise.kernels.triton_impl.one_pass.sigmoid import Sigmoid
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.options import TileOptions
 
-MULTIPLY_BLOCK = 4096
+TIMES_BLOCK, PROGRAMS_EACH = 4096, 8  # programs of each multiprocessor
 BOTH_DIRECTIONS = PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
@@ -60,7 +62,7 @@ class TritonOnePass:
         self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Exponentials or gradients."""
-        if not spec.col_lse and saves_exponentials(shape, needs, spec, options):
+        if saves_exponentials(shape, needs, spec, options):
             return exponentials_like(shape)
         return gradients_like(shape, needs)
 
@@ -73,11 +75,10 @@ class TritonOnePass:
             assert weights.square is None
             with on_device(pair.a):
                 loss, grads = small_batch.loss_and_gradients(pair, weights.share, needs, spec, options)
-            return loss, saved_gradients(grads, rows)
-        if saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
-            loss, made = exponentials(pair, weights, spec, options, rows)
-            return loss, (made.e, made.factor, made.entry, made.column)
-        loss, grads = loss_and_gradients(pair, weights, needs, spec, options)
+        elif saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
+            return exponentials(pair, weights, spec, options, rows)
+        else:
+            loss, grads = loss_and_gradients(pair, weights, needs, spec, options)
         return loss, saved_gradients(grads, rows)
 
     def backward(
@@ -93,20 +94,9 @@ class TritonOnePass:
         overwrite: bool = False,
     ) -> Grads:
         """Two products, or the saved gradients multiplied by ``grad_output``."""
-        if not spec.col_lse and saves_exponentials(shape, needs, spec, options):
-            e, factor, entry, column = saved
-            made = Exponentials(e=e, factor=factor, entry=entry, column=column)
-            return gradients(made, pair, grad_output, needs, options)
-        grads = gradients_of(saved, needs, pair.a.shape[0])
-        if spec.col_lse:
-            with on_device(pair.a):
-                return small_batch.times(grads, grad_output, pair.a.dtype, pair.b.dtype)
-        return Grads(
-            a=None if grads.a is None else multiplied(grads.a, grad_output, pair.a.dtype, overwrite),
-            b=None if grads.b is None else multiplied(grads.b, grad_output, pair.b.dtype, overwrite),
-            scale=None if grads.scale is None else grads.scale * grad_output,
-            bias=None if grads.bias is None else grads.bias * grad_output,
-        )
+        if saves_exponentials(shape, needs, spec, options):
+            return gradients(Exponentials(*saved), pair, grad_output, needs, options)
+        return times(gradients_of(saved, needs, pair.a.shape[0]), grad_output, pair.a.dtype, overwrite)
 
 
 def loss_and_gradients(
@@ -114,7 +104,7 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Grads]:
     """The loss and its gradients, those of the features in `saved_dtype`."""
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-        call = Call.of(pair, spec, options)
+        call = Call(pair, spec, options)
         if spec.softplus:
             return Sigmoid(call, weights, needs).loss_and_grads()
         return Softmax(call, weights).loss_and_grads(needs)
@@ -126,38 +116,54 @@ def exponentials(
     """The loss, and what gradients are made of, with room for ``rows`` rows."""
     weights = RowWeights(each=weights.full(pair), square=weights.square)
 
-    def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
-        losses, made = Softmax(Call.of(pair, spec, options, recording), weights).losses_and_exponentials(rows)
-        return losses, made.e, made.factor, made.entry, made.column
+    def run(call: Call) -> tuple[Tensor, ...]:
+        losses, made = Softmax(call, weights).losses_and_exponentials(rows)
+        return losses, *made
 
     with on_device(pair.a), torch.no_grad():
-        inputs = [*tensors_of(pair, spec), weights.each, weights.square]
-        key = replay_key(("exponentials", rows, *launch_settings(pair, spec, options)), inputs)
-        losses, e, *vectors = replay_or_record(key, inputs, run, pair.a.device)
+        tensors = weights.each, weights.square
+        losses, e, *vectors = replayed(("exponentials", rows), pair, spec, options, tensors, run)
         more = rows - pair.a.shape[0]
-        factor, entry, column = (torch.nn.functional.pad(v, (0, more)) for v in vectors) if more else vectors
-        return sum_parts([losses]), Exponentials(e=e, factor=factor, entry=entry, column=column)
+        return sum_parts([losses]), Exponentials(
+            e, *(torch.nn.functional.pad(v, (0, more)) if more else v for v in vectors)
+        )
 
 
 def gradients(saved: Exponentials, pair: Pair, grad_output: Tensor, needs: Needs, options: TileOptions) -> Grads:
     """Two products. ``grad_output`` is part of f_i, so that a gradient is rounded once, after the multiplication."""
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
         # Keys, bias and soft cap are in E already.
-        plain = Pair(a=pair.a, b=pair.b, scale=pair.scale)
-        call = Call.of(plain, PairSpec(row_lse=True), options)
+        call = Call(Pair(a=pair.a, b=pair.b, scale=pair.scale), PairSpec(row_lse=True), options)
         n, m = call.a.shape[0], call.b.shape[0]
         products = Products(call, needs, pair.a.dtype)
-        e, factor = saved.e[:n, :m], saved.factor[:n] * grad_output
-        products.add(Exponentials(e=e, factor=factor, entry=saved.entry[:n], column=saved.column[:n]), slice(0, n))
+        factor = saved.factor[:n] * grad_output
+        products.add(Exponentials(saved.e[:n, :m], factor, saved.entry[:n], saved.column[:n]), slice(0, n))
         return products.grads()
 
 
-def multiplied(values: Tensor, by: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
-    """values * by in ``dtype``, rounded once; with ``overwrite``, in place, where a factor of 1 costs nothing."""
-    out = values if overwrite and values.dtype == dtype else torch.empty_like(values, dtype=dtype)
-    with on_device(values):
-        programs, count = 8 * multiprocessors(values.device), values.numel()
-        prepared = Prepared(product_kernels.multiply_kernel, values.device, 4, 2)
-        prepared.put({"values": values, "out": out, "by": by, "count": count, "UNIT": unit_of(count)})
-        prepared.put({"IN_PLACE": out is values, "PROGRAMS": programs, "BLOCK": MULTIPLY_BLOCK}).launch(programs)
-    return out
+def times(grads: Grads, grad_output: Tensor, dtype: torch.dtype, overwrite: bool) -> Grads:
+    """The gradients multiplied by ``grad_output``, those of the features in ``dtype``, each rounded once.
+
+    With ``overwrite``, in place where the types are equal.
+    """
+    inputs = grads.a, grads.b, grads.scale, grad_output
+
+    def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
+        def out(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            if value is None or (overwrite and value.dtype == dtype):
+                return value
+            return allocate(recording, value, value.shape, dtype)
+
+        outs = out(grads.a, dtype), out(grads.b, dtype), out(grads.scale, torch.float32)
+        sizes = [0 if value is None else value.numel() for value in inputs[:2]]
+        programs = PROGRAMS_EACH * multiprocessors(grad_output.device)
+        values: dict[str, Any] = dict(zip(("a", "b", "scale", "grad_output"), inputs, strict=True))
+        values |= dict(zip(("a_out", "b_out", "scale_out"), outs, strict=True))
+        values |= {"a_size": sizes[0], "b_size": sizes[1], "UNIT": unit_of(*sizes), "BLOCK": TIMES_BLOCK}
+        values |= {"IN_PLACE": overwrite and dtype == torch.float32, "PROGRAMS": programs}
+        Prepared(times_kernel, grad_output.device, 4, 2, recording).put(values).launch(programs)
+        return outs
+
+    with on_device(grad_output):
+        a, b, scale = replay_or_record(("times", dtype, overwrite), inputs, run, grad_output.device)
+    return Grads(a=a, b=b, scale=scale, bias=None if grads.bias is None else grads.bias * grad_output)

@@ -20,15 +20,7 @@ from torch import Tensor
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.launch.call import (
-    Call,
-    host_may_limit,
-    launch_settings,
-    on_device,
-    small_keys,
-    tensors_of,
-)
-from tilewise.kernels.triton_impl.launch.replay import Recording, replay_key, replay_or_record
+from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -48,19 +40,14 @@ def forward(
         saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
 
-        def run(recording: Recording | None) -> tuple[Any, ...]:
-            work = Forward(Call.of(pair, spec, options, recording), saved, only_if)
+        def run(call: Call) -> tuple[Any, ...]:
+            work = Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        if saved is not None or host_may_limit(pair):
-            kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
-            inputs = [*tensors_of(pair, spec), only_if, memory]
-            key = replay_key((kind, *launch_settings(pair, spec, options)), inputs)
-            values = tuple(replay_or_record(key, inputs, run, pair.a.device))
-        else:
-            values = run(None)
+        kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
+        values = replayed((kind,), pair, spec, options, [only_if, memory], run)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
         if spec.positive == "many":
             stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
@@ -88,21 +75,16 @@ def backward(
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
 
-        def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
-            call = Call.of(pair, spec, options, recording)
+        def run(call: Call) -> tuple[Tensor | None, ...]:
             grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        if host_may_limit(pair):
-            known = stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse
-            inputs, layout = [*tensors_of(pair, spec), *known, *vars(grad).values()], None
-            if saved is not None:
-                inputs += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
-                layout = saved.inside, saved.behind
-            what = "backward", needs, out_dtype, layout, *launch_settings(pair, spec, options)
-            a, b, scale, bias = replay_or_record(replay_key(what, inputs), inputs, run, pair.a.device)
-        else:
-            a, b, scale, bias = run(None)
+        known = [stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse, *vars(grad).values()]
+        layout = None
+        if saved is not None:
+            known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
+            layout = saved.inside, saved.behind
+        a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
         if saved is not None:
             saved.buffer = None
         return Grads(a=a, b=b, scale=scale, bias=bias)
