@@ -86,19 +86,23 @@ def test_several_processes_have_the_loss_of_one(tmp_path: Path) -> None:
     assert float(losses[0][0]) > float(losses[-1][0])
 
 
-def run_notebook(name: str) -> dict[str, Any]:
-    """Run the code cells in order and return their names."""
+def run_notebook(name: str, steps: int | None = None) -> dict[str, Any]:
+    """Run the code cells in order, with a number of steps if it is given, and return their names."""
     names: dict[str, Any] = {"__name__": "__notebook__"}
     for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [], "clear the outputs of a notebook before it is committed"
-            exec(compile("".join(cell["source"]), name, "exec"), names)
+            source = "".join(cell["source"])
+            if steps is not None:
+                source = re.sub(r"^STEPS = \d+$", f"STEPS = {steps}", source, flags=re.MULTILINE)
+            exec(compile(source, name, "exec"), names)
     return names
 
 
 @pytest.mark.slow
 def test_the_quickstart_notebook() -> None:
-    names = run_notebook("quickstart.ipynb")
+    names = run_notebook("quickstart.ipynb", steps=20)
+    assert names["STEPS"] == 20
     assert names["error"] < 1e-5
     assert names["recalls"][1] > 5 * names["recalls"][0]
 
