@@ -51,8 +51,11 @@ LOSSES = {
     "cross entropy, saved": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED),
     "cross entropy, if not filtered": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED | {"only_if"}),
     "tokens": (
-        *(of("ROWS", "ENTROPY", "TOP"), of("ROWS", "ENTROPY", "BIAS_COLS"), of("BIAS", "SOFTCAP"), ONE, True),
-        ROWS | {"bias", "bias_part", "row_key", "row_entropy", "grad_entropy", "row_top", "row_top_col"},
+        *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ", "BIAS_COLS")),
+        *(of("BIAS", "SOFTCAP"), ONE, True),
+        ROWS
+        | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
+        | {"row_top", "row_top_col"},
     ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
