@@ -54,7 +54,7 @@ def main() -> None:
             work += [(name, row.gradient_wide) for name in (ALL if every else LAST)]
         for name, sizes in work:
             kernel, kind, score, terms, present = TILED[name]
-            if cannot_compile(capability, keys=bool(score & SKIP)):
+            if cannot_compile(capability) and score & SKIP:
                 continue
             switches = {"D": 512, "SCORE": score, "POSITIVE": kind, "TERMS": terms, "MODE": terms, "EXACT": FULL}
             switches["REPAIR"] = name.startswith("repaired")

@@ -58,14 +58,10 @@ def cards() -> Iterator[tuple[int, str, bool]]:
                 yield capability, dtype, full and dtype == "bf16" and capability != 86
 
 
-def cannot_compile(capability: int, *, keys: bool) -> bool:
-    """Whether "auto" avoids such a kernel, because this version of Triton fails to compile it."""
-    here = [
-        fault
-        for fault in FAULTS
-        if release(triton.__version__) in fault.versions and divmod(capability, 10) in fault.capabilities
-    ]
-    return keys and any(fault.calls == "keys" for fault in here)
+def cannot_compile(capability: int) -> bool:
+    """Whether this version of Triton fails to compile some kernels for the card. "auto" takes none of them there."""
+    faults = [fault for fault in FAULTS if release(triton.__version__) in fault.versions and not fault.compiles]
+    return any(divmod(capability, 10) in fault.capabilities for fault in faults)
 
 
 def row_for(capability: int, dtype: str):

@@ -1,7 +1,7 @@
 """Faults of other packages that spoil compiled kernels. This is the only list of them.
 
-With ``backend="auto"`` a call that a fault affects is served by the torch backend. ``backend="triton"`` still takes the
-compiled kernels. Both warn once.
+On a card with a fault, ``backend="auto"`` takes the torch backend. ``backend="triton"`` still takes the compiled
+kernels. Both warn once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import functools
 import importlib.metadata
 import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-
-from tilewise.kernels.spec import PairShape, PairSpec
 
 # Distributions that contain the module `triton`
 TRITON_PACKAGES = ("triton", "pytorch-triton", "triton-windows")
@@ -29,34 +26,29 @@ class Fault:
     Args:
         versions: versions of Triton with the fault, without a local part such as "+git1234".
         capabilities: compute capabilities of the cards on which it shows.
-        calls: "all" calls, or those that compare "keys" of rows and columns: several positives, or ids to exclude.
         what: what happens, as a clause.
         remedy: what to do, as a sentence.
-        source: where it is reported or tested.
+        source: where it is reported, or the error.
+        compiles: False if some kernels cannot be compiled; True if they can, but may be wrong.
     """
 
     versions: tuple[str, ...]
     capabilities: tuple[tuple[int, int], ...]
-    calls: Literal["all", "keys"]
     what: str
     remedy: str
     source: str
+    compiles: bool = True
 
     @property
     def reason(self) -> str:
         """Why "auto" does not take the compiled kernels."""
         return f"{self.what} ({self.source}). {self.remedy}"
 
-    def affects(self, spec: PairSpec, shape: PairShape) -> bool:
-        """Whether it affects a call."""
-        return self.calls == "all" or spec.positive == "many" or shape.has_skips
-
 
 FAULTS = (
     Fault(
         versions=("3.7.1",),
         capabilities=((9, 0),),
-        calls="all",
         what="kernels that Triton 3.7.1 compiles for Hopper cards may read outside of their shared memory",
         remedy="Install torch 2.11, or 2.14 or newer: they come with another Triton",
         source="https://github.com/triton-lang/triton/issues/11366",
@@ -64,10 +56,10 @@ FAULTS = (
     Fault(
         versions=("3.6.0", "3.7.0", "3.7.1"),
         capabilities=((10, 0), (10, 3)),
-        calls="keys",
-        what="for Blackwell cards, Triton 3.6 and 3.7 cannot compile kernels that compare keys of rows and columns",
+        what="Triton 3.6 and 3.7 cannot compile some of the kernels for data-center Blackwell cards",
         remedy="Install torch 2.14 or newer, which comes with Triton 3.8 or newer",
         source="its error is: parent layout must have at least rank >= 2",
+        compiles=False,
     ),
 )
 

@@ -114,7 +114,7 @@ def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -
         return f"it does not compute {', '.join(sorted(missing))}"
     if reason := backend.why_not(shape, spec, options):
         return reason
-    return _why_avoided([fault for fault in _faults(name, shape.device) if fault.affects(spec, shape)], options)
+    return _why_avoided(_faults(name, shape.device), options)
 
 
 def refusals(shape: PairShape, spec: PairSpec, options: TileOptions) -> dict[str, str]:
@@ -158,7 +158,7 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
         if backend is not None:
             reason = backend.why_no_ranks(device, width, dtype)
             if reason is None:
-                reason = _why_avoided([fault for fault in _faults(name, device) if fault.calls == "all"], options)
+                reason = _why_avoided(_faults(name, device), options)
             if reason is None:
                 return backend.scorer(device, width, dtype, options)
         log.debug("backend %s not chosen: %s", name, reason)
