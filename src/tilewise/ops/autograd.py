@@ -118,8 +118,8 @@ def _in_types(grads: Grads, leaves: Sequence[Any], needs: Needs) -> list[Tensor 
     """The wanted gradients, in the order and the types of the leaves."""
     found: list[Tensor | None] = []
     for grad, leaf, need in zip((grads.a, grads.b, grads.scale, grads.bias), leaves, needs, strict=True):
-        wanted = need and grad is not None
-        found.append(None if not wanted else grad if grad.dtype == leaf.dtype else grad.to(leaf.dtype))
+        kept = grad if need else None
+        found.append(kept if kept is None or kept.dtype == leaf.dtype else kept.to(leaf.dtype))
     return found
 
 
