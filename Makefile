@@ -1,6 +1,7 @@
 # make demo   trains a real image-text model on the icons that ship, and shows what it learned
 # make test   everything that needs no GPU: lint, types, tests      make check   the quick half of it
 # make bench  CPU benchmarks    make test-gpu, make bench-gpu   on a machine with a CUDA device
+# make test-cards    every kernel, compiled for every supported card
 # make test-peers    other packages' own tests, with the losses of this one
 # make docs   the documentation site in build/site; a warning is an error    make docs-serve   the same, while you write
 # make test-matrix   the tests with the oldest and the newest supported torch    make dist   wheel and sdist, checked
@@ -25,7 +26,7 @@ DOCS  := $(VENV)/.docs
 # The theme announces its successor in every build. Packages are pinned in constraints.txt.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install lint types check test test-matrix test-peers bench test-gpu bench-gpu demo docs docs-serve dist clean
+.PHONY: install lint types check test test-matrix test-peers test-cards bench test-gpu bench-gpu demo docs docs-serve dist clean
 install: $(READY)
 
 # What the demo needs.
@@ -51,13 +52,17 @@ types: $(READY)
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/pytest -q -m "not slow and not group and not gpu" -n 2
+	$(BIN)/pytest -q -m "not slow and not group and not gpu and not cards" -n 2
 
 test: lint types
-	$(BIN)/pytest -q -m "not gpu" -n 2
+	$(BIN)/pytest -q -m "not gpu and not cards" -n 2
 
 test-peers: $(READY)
 	$(BIN)/python tools/peers.py $(PEER_FLAGS)
+
+# Every kernel compiled for every supported card; needs Triton, and no GPU.
+test-cards: $(READY)
+	$(BIN)/pytest -q -m cards tests/kernels/test_triton_compiles.py
 
 test-matrix:
 	$(PYTHON) tools/test_matrix.py $(MATRIX_FLAGS)

@@ -70,7 +70,7 @@ def test_the_largest_kernels_fit_every_card(script):
     check(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.cards
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_all_kernels_fit_every_card(script):
     lines = lines_of(script, "full")
