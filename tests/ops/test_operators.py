@@ -169,7 +169,7 @@ def test_kept_rows():
     pair = dataclasses.replace(pair, row_key=key)
     assert KeptRows.find(pair, spec) is None
     kept = KeptRows.find(pair, dataclasses.replace(spec, drop_rows=True))
-    stats = kept.widen(TorchBackend().forward(kept.of_pair(pair), spec, OPTIONS))
+    stats = kept.scatter_back(TorchBackend().forward(kept.of_pair(pair), spec, OPTIONS))
     whole = dense_stats(pair, spec)
     assert stats.row_lse[[0, 5]].tolist() == [0.0, 0.0]
     assert_close(stats.row_lse[6:], whole.row_lse[6:], 1e-12)

@@ -53,7 +53,7 @@ class OnePass(Protocol):
 
 
 class Filtered(Protocol):
-    """A capability: gradients without the (row, tile) pairs of almost no probability; see `filter_plan`."""
+    """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`."""
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan for backward."""
@@ -75,7 +75,7 @@ class Filtered(Protocol):
         *,
         saved: object | None = None,
     ) -> Grads | None:
-        """Gradients from the pairs that are kept; None if the exact backward must run instead.
+        """Gradients from the entries that are kept; None if the exact backward must run instead.
 
         The memory of ``saved`` may become a gradient, unless the result is None.
         """

@@ -1,18 +1,22 @@
-"""The plan of the filter: which (row, tile) pairs backward drops, and what replaces them.
+"""The plan of the filter: which entries backward drops, and what replaces them. An *entry* is one row and one tile.
 
-Axes: n rows, m columns in a new order, W columns of a tile, T = ceil(m / W) tiles, d features.
+Axes: n rows, m columns in a new order, T = ceil(m / width) tiles of ``width`` columns, d features.
 
     forward    order the columns by their mean score, largest first
-               M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of row i in tile t
-               row i drops the tiles of least mass, as many as together stay below the tolerance; never the tile of
-               its positive
-               a large call first tests a sample of its rows: if they keep too much, the exact forward and backward run;
-               so they do if the rounding of the scores is not small compared with the tolerance
-    backward   G_ij = g_i exp(x_ij - row_lse_i) + ...    if (t, i) is kept
-               G_ij = g_i M_ti / W                       if it is dropped: each column gets the mean of its tile
+               M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of the entry (t, i)
+               row i drops its entries of least mass, as many as together stay below the tolerance; never the entry
+               with its positive
+    backward   g_i = dL / d row_lse_i
+               G_ij = g_i exp(x_ij - row_lse_i) + the positive's term    if (t, i) is kept
+               G_ij = g_i M_ti / live columns of the tile                if (t, i) is dropped
 
-With a soft cap, which has a slope at each score, the mean is multiplied by the slope at the score whose exponential is
-the tile's mean exponential. With D_i <= tolerance the mass that row i drops,
+A column is live if its bias is not -inf. The last tile may have fewer columns than the others. With a soft cap, G_ij of
+a dropped entry is multiplied by the cap's derivative at y, where exp(y) is the tile's mean exponential.
+
+A large call first tests a sample of its rows. If they keep too much, the exact forward and backward run. The exact
+passes also run if score rounding is too large for the tolerance.
+
+With D_i <= tolerance the mass that row i drops,
 
     sum_j |error of G_ij|  <=  2 |g_i| D_i
     sum_j error of G_ij     =  0                                                           without a soft cap
@@ -30,14 +34,14 @@ from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import FilterPlan, Pair, stat_dtype
 from tilewise.options import TileOptions
 
-KEPT = -1.0  # value in the plan of a pair that is computed
+KEPT = -1.0  # value in the plan of an entry that is kept
 WIDEST_TILE, NARROWEST_TILE = 256, 16
 FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there are enough to choose from
 SMALLEST_TOLERANCE = 2.0**-100  # below it, dropped masses would be subnormal float32 numbers with too few digits
 MARGIN = 1.0 - 2.0**-8  # fraction of the tolerance that is used; allows for the rounding of float32 sums
 HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T
-DENSE_SHARE = 0.17  # if more than this fraction of the pairs is kept, computing all is faster (tiles of 256 columns)
-PROBED_SHARE = 0.88  # fraction of DENSE_SHARE: if a sample of the rows keeps more, the filter is not used
+DENSE_SHARE = 0.17  # if more than this fraction of the entries is kept, computing all is faster (tiles of 256 columns)
+PROBED_SHARE = 0.88  # of DENSE_SHARE: if the sampled rows keep more than 0.15 of their entries, the filter is not used
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
 NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # a sample has one in 64 rows, at least 16, at most 128
@@ -61,15 +65,19 @@ def tile_count(m: int) -> int:
 
 
 def mean_row(pair: Pair) -> Tensor:
-    """The mean of the rows, (d,). A row without a positive counts as zeros."""
+    """The sum of all rows that are not ignored, divided by n: (d,).
+
+    Ignored rows stay in the divisor. The mean only orders the columns. Without a bias, a positive factor cannot change
+    the order. With a bias it may, and fewer entries can be dropped then; the bounds hold for every order.
+    """
     assert pair.row_key is not None
-    counts = (pair.row_key >= 0).to(pair.a.dtype)
+    valid = (pair.row_key >= 0).to(pair.a.dtype)
     if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
-        total = torch.mm(counts[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
+        total = torch.mm(valid[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
     else:
         total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)
         for rows in slices(pair.a.shape[0], 4096):
-            total += counts[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
+            total += valid[rows].to(total.dtype) @ pair.a[rows].to(total.dtype)
     return total / pair.a.shape[0]
 
 
@@ -91,12 +99,12 @@ def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
     return exceeds.to(torch.int32).view(1)
 
 
-def _largest_norm(x: Tensor, counts: Tensor | None) -> Tensor:
-    """The largest norm of the rows that count: 0-d."""
+def _largest_norm(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The largest norm of the rows of x, or of those that ``valid`` marks: 0-d."""
     step = x.shape[0] if x.device.type != "cpu" else max(1, NORM_ELEMENTS // max(x.shape[1], 1))
     norms = [torch.linalg.vector_norm(rows, dim=1, dtype=stat_dtype(x.dtype)) for rows in x.split(max(step, 1))]
     norm = torch.cat(norms)
-    return (norm if counts is None else torch.where(counts, norm, 0.0)).amax()
+    return (norm if valid is None else torch.where(valid, norm, 0.0)).amax()
 
 
 def order_by(product_m: Tensor, pair: Pair) -> Tensor:
@@ -115,7 +123,7 @@ def order_columns(pair: Pair) -> Tensor:
 def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
     """The number of rows of a sample whose scores fit half the workspace, a power of 2; 0 if it would be too small.
 
-    ``column_bytes`` is the memory of one row per column.
+    ``column_bytes``: bytes of one score.
 
     >>> [sample_size(n, 256_000, 2, TileOptions()) for n in (40, 300, 2048, 8192, 65536)]
     [0, 16, 32, 128, 128]
@@ -135,19 +143,19 @@ def sample_of(n: int, rows: int) -> slice:
     return slice(0, rows * (n // rows), n // rows)
 
 
-def too_many(kept: Tensor, pairs: int | Tensor, share: float = 1.0) -> Tensor:
-    """Whether the kept fraction of the pairs exceeds share * DENSE_SHARE: (1,) int32, on the device of ``kept``.
+def too_many(kept: Tensor, entries: int | Tensor, share: float = 1.0) -> Tensor:
+    """Whether the kept fraction of the entries exceeds share * DENSE_SHARE: (1,) int32, on the device of ``kept``.
 
-    ``pairs`` may be a tensor on the device.
+    ``entries`` may be a tensor on the device.
     """
-    limit = min(1.0, share * DENSE_SHARE)
-    most = int(limit * pairs) if isinstance(pairs, int) else (limit * pairs.double()).long()
+    limit = min(1.0, share * DENSE_SHARE)  # tests set DENSE_SHARE above 1, so that the filter is always used
+    most = int(limit * entries) if isinstance(entries, int) else (limit * entries.double()).long()
     return (kept.sum() > most).to(torch.int32).view(1)
 
 
-def most_kept(pairs: int) -> int:
-    """The largest number of kept pairs for which the filter is used."""
-    return int(min(1.0, DENSE_SHARE) * pairs)
+def most_kept(entries: int) -> int:
+    """The largest number of kept entries for which the filter is used."""
+    return int(min(1.0, DENSE_SHARE) * entries)  # see `too_many`
 
 
 def places_of(order: Tensor, pair: Pair) -> Tensor:
@@ -185,7 +193,7 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
     return live.view(tiles, width).sum(1).clamp_(min=1.0)
 
 
-def row_steps(n: int, tiles: int, options: TileOptions) -> int:
+def rows_per_step(n: int, tiles: int, options: TileOptions) -> int:
     """The number of rows whose masses in all tiles take a quarter of the workspace."""
     return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles)) // 64 * 64)
 
@@ -198,21 +206,21 @@ def choose(
     tolerance: float,
     width: int,
 ) -> Tensor:
-    """The tiles that each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
+    """The entries that each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
 
-    A row drops the tiles whose mass is below a threshold, which is found by bisection: their sum must stay below
+    A row drops the entries whose mass is below a threshold, which is found by bisection: their sum must stay below
     ``tolerance``. The first lower bound, tolerance / T, is safe for every row.
 
     Args:
         part_tn: the log-sum-exp of each row in each tile.
         lse_n: the log-sum-exp of each row over all tiles.
         place_n: the position of the row's positive in the order, or -1.
-        valid_n: False for an ignored row, which drops all tiles with a mass of 0.
+        valid_n: False for an ignored row. It drops all its entries, and they are 0 in the result.
     """
     tiles = part_tn.shape[0]
     tile = torch.arange(tiles, device=part_tn.device)[:, None]
     log_mass = part_tn - lse_n[None, :]
-    # Comparisons with NaN are false, so NaN is kept: the positive's tile by this line, and NaN scores stay visible.
+    # NaN < x is False, so NaN entries are kept. Set the positive's entry to NaN to keep it. NaN scores stay visible.
     log_mass = torch.where(tile == (place_n // width)[None, :], torch.nan, log_mass)
     mass = log_mass.exp()
     usable = tolerance * MARGIN

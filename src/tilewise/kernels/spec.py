@@ -368,13 +368,13 @@ class RowWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterPlan:
-    """What the filter saves for backward: which (row, tile) pairs are kept. See `filter_plan`.
+    """What the filter saves for backward: which entries (one row and one tile each) are kept. See `filter_plan`.
 
     Axes: m columns in a new order, T tiles of them, n rows, d features.
     """
 
     order: Tensor  # (m,) int32, the column at each position
-    mass: Tensor  # (T, n) in the features' type: -1 for a kept pair, or the dropped mass divided by the tolerance
+    mass: Tensor  # (T, n) in the features' type: -1 for a kept entry, or the dropped mass divided by the tolerance
     mean: Tensor  # (T, d) in the features' type: the mean column of each tile
     kept: Tensor  # (T,) int32, the number of rows that keep the tile
     keep_all: Tensor  # (1,) int32, 1 if backward computes every pair, because that is faster

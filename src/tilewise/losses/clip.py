@@ -61,8 +61,8 @@ def clip_loss(
     shift = positive_shift(a, b, scale)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
-        compared = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
-        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, compared=compared)
+        must_match = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
+        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
         assert stats.row_lse is not None
         assert stats.col_lse is not None
         assert stats.row_pos is not None

@@ -128,9 +128,9 @@ def linear_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     check_z_loss(z_loss)
-    compared = ""
+    must_match = ""
     if name:
-        compared = call_settings(
+        must_match = call_settings(
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -139,7 +139,7 @@ def linear_cross_entropy(
             logit_scale=logit_scale,
             weight=weight,
         )
-    start, classes = shard_of_columns(c, compared, name)
+    start, classes = shard_of_columns(c, must_match, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)

@@ -50,14 +50,17 @@ def info_nce(
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
         in_batch: whether the keys of the other queries are negatives too. If False, a query is scored only against
             its own key and the negatives.
-        symmetric: also score each key against all queries, and average the two directions.
+        symmetric: also score each key against all queries, and average the two directions. The direction from key to
+            query does not use ``negative_keys``.
         query_ids, key_ids: integers, such as document ids. A query is not scored against a key of equal id, except
             its own: such a key would be a false negative. ``key_ids`` is (n,), or (n + M,) with the ids of shared
-            negatives at the end. If one of the two is None, the other is used for both.
+            negatives at the end. If one of the two is None, the other is used for both. Without ``key_ids`` of length
+            n + M, ids exclude no shared negatives. Negatives of each query are never excluded by id.
         negative_mask: bool, (M,) or (n, K): True for a negative, False for padding. Values of padding, even NaN,
             change neither the loss nor its gradient.
         reduction: "none" returns (n,).
-        group: a process group over whose ranks queries, keys and shared negatives are sharded.
+        group: a process group over whose ranks queries, keys and shared negatives are sharded. A "mean" or "sum" is
+            scaled for DDP, which averages gradients over the ranks; see docs/concepts/ring.md.
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradients, O(n + M + n K) statistics, and a workspace.
@@ -69,7 +72,7 @@ def info_nce(
     1.2068
     """
     _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
+    options, group_name = _check.check_options(options), _check.group_name(group)
     a = _check.check_features(NAMES[0], query)
     b = _check.check_features(NAMES[1], positive_key)
     _check.check_together(NAMES, a, b)
@@ -80,24 +83,28 @@ def info_nce(
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a)
-    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(name))
+    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
     shift = positive_shift(a, b, scale)
-    compared = ""
-    if name:
+    must_match = ""
+    if group_name:
         kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
         masked = negative_mask is not None
-        compared = call_settings(
+        must_match = call_settings(
             reduction=reduction, temperature=temperature, in_batch=in_batch, negatives=kind, masked=masked
         )
-        if not in_batch and kind == "own":  # no scores with other ranks, so no later exchange compares the calls
-            shard_of_columns(b, compared, name)
+        if not in_batch and kind == "own":
+            # Called only for its cross-rank check. There are no scores with other ranks, so nothing later checks the
+            # calls.
+            shard_of_columns(b, must_match, group_name)
 
     if in_batch:
         keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift)
         spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
-        if reduction != "none" and negatives is None and not name:
+        if reduction != "none" and negatives is None and not group_name:
             return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
-        stats = pair_stats(a, b, scale, keys=keys, spec=spec, options=options, group_name=name, compared=compared)
+        stats = pair_stats(
+            a, b, scale, keys=keys, spec=spec, options=options, group_name=group_name, must_match=must_match
+        )
         assert stats.row_pos is not None
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
@@ -111,13 +118,16 @@ def info_nce(
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
         lse = torch.logaddexp(
-            lse, _shared_lse(a, negatives, scale, shift, query_id, negative_id, negative_mask, options, name, compared)
+            lse,
+            _shared_lse(
+                a, negatives, scale, shift, query_id, negative_id, negative_mask, options, group_name, must_match
+            ),
         )
-    loss_n = lse - pos
+    loss_n = lse - pos  # both relative to `shift`
     if symmetric:
         assert stats.col_lse is not None
         loss_n = (loss_n + stats.col_lse - pos) / 2
-    return reduce_rows(loss_n, reduction, name)
+    return reduce_rows(loss_n, reduction, group_name)
 
 
 def _shared_lse(
@@ -129,8 +139,8 @@ def _shared_lse(
     negative_id: Tensor | None,
     mask: Tensor | None,
     options: TileOptions,
-    name: str,
-    compared: str,
+    group_name: str,
+    must_match: str,
 ) -> Tensor:
     """Log-sum-exp of each query against the shared negatives: (n,)."""
     bias = None
@@ -147,8 +157,8 @@ def _shared_lse(
         keys=PairKeys(row_skip=skip, col_skip=negative_id, row_shift=shift),
         spec=PairSpec(row_lse=True),
         options=options,
-        group_name=name,
-        compared=compared,
+        group_name=group_name,
+        must_match=must_match,
     )
     assert stats.row_lse is not None
     return stats.row_lse

@@ -61,10 +61,10 @@ def siglip_loss(
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
         return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
-    compared = ""
+    must_match = ""
     if name:
-        compared = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
-    stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, compared=compared)
+        must_match = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
+    stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, must_match=must_match)
     assert stats.row_softplus is not None
     return reduce_rows(stats.row_softplus, reduction, name)
 

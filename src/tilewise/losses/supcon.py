@@ -67,7 +67,7 @@ def supcon_loss(
         spec=PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
         options=options,
         group_name=name,
-        compared=call_settings(reduction=reduction, temperature=temperature) if name else "",
+        must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
     )
     assert stats.row_lse is not None
     assert stats.row_pos is not None

@@ -140,11 +140,11 @@ def linear_token_stats(
         # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
         scale, bias, cap = scale / t, None if bias is None else bias / t, cap / t
     y = valid = key = row_shift = None
-    compared = ""
+    must_match = ""
     if name:
         settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-        compared = call_settings(want="+".join(names), ignore_index=ignore_index, **settings)
-    start, classes = shard_of_columns(c, compared, name)
+        must_match = call_settings(want="+".join(names), ignore_index=ignore_index, **settings)
+    start, classes = shard_of_columns(c, must_match, name)
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index

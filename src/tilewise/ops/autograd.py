@@ -41,7 +41,7 @@ def pair_stats(
     spec: PairSpec,
     options: TileOptions,
     group_name: str = "",
-    compared: str = "",
+    must_match: str = "",
 ) -> Stats:
     """The statistics that ``spec`` asks for, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
@@ -52,10 +52,10 @@ def pair_stats(
         bias: (m,) or None.
         keys: integer keys and shifts.
         group_name: the process group over which the columns are sharded, "" for this process alone.
-        compared: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
+        must_match: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
     """
     assert spec.symmetric == (b is None)
-    settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias), compared=compared)
+    settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias), must_match=must_match)
     values = _apply(PAIR_STATS, (a, b, scale, bias), keys, None, None, settings)
     if torch.compiler.is_compiling():  # a compiler cannot trace a cached function
         names: Sequence[str] = [stat.name for stat in STATISTICS if stat.wanted(spec)]

@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     group_name: str = ""  # "" for this process alone
     needs: Needs = Needs(a=False, b=False)  # which of the four leaves require a gradient
     share: float = 1.0  # the common weight of all rows of a scalar loss
-    compared: str = ""  # over a group: the loss's own settings, see `call_settings`
+    must_match: str = ""  # over a group: the loss's own settings, see `call_settings`
 
 
 class Call(NamedTuple):
@@ -79,6 +79,11 @@ class Call(NamedTuple):
             bias=bias,
             **named,
         )
+
+    @property
+    def row_weight(self) -> Tensor | None:
+        """The weight of each row of a scalar loss: (n,); None if all rows have the weight ``settings.share``."""
+        return self.others[len(KEYS)]
 
     def weights(self) -> RowWeights:
         """The weights of a scalar loss."""
@@ -146,7 +151,7 @@ def encode(settings: Settings) -> str:
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
     numbers = f"{needs};{float(settings.share)!r}"
-    return f"{__version__};{spec};{options};{numbers};{settings.compared};{settings.group_name}"
+    return f"{__version__};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
 
 
 def call_settings(**settings: Any) -> str:
@@ -189,7 +194,7 @@ def decode(settings: str) -> Settings:
     >>> decode(encode(Settings(PairSpec(row_lse=True, softcap=30.0), TileOptions()))).spec.softcap
     30.0
     """
-    _, spec, options, needs, share, compared, group = settings.split(";", 6)
+    _, spec, options, needs, share, must_match, group = settings.split(";", 6)
 
     def read(text: str, fields: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         return {name: _value(part, kind) for part, (name, kind) in zip(text.split(","), fields, strict=True)}
@@ -200,5 +205,5 @@ def decode(settings: str) -> Settings:
         group_name=group,
         needs=Needs(*(need == "1" for need in needs.split(","))),
         share=float(share),
-        compared=compared,
+        must_match=must_match,
     )

@@ -31,7 +31,7 @@ class FilterReport:
 
     @property
     def kept_share(self) -> list[float]:
-        """The share of the (row, tile) pairs, of rows with a positive, that backward computes.
+        """The share of the (row, tile) entries, of rows with a positive, that backward computes.
 
         It is 1 where a sample of the rows needed nearly all of them, and where a call is too small for the filter.
         """
@@ -39,7 +39,7 @@ class FilterReport:
 
     @property
     def dense(self) -> list[bool]:
-        """Whether so many pairs are kept that backward computes all of them, and drops nothing."""
+        """Whether so many entries are kept that backward computes all of them, and drops nothing."""
         return [bool(plan.keep_all) for plan, _, _ in self._plans]
 
     @property

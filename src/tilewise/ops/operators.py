@@ -67,7 +67,7 @@ class PairStats:
         if not eager:
             return Done(outputs, _plan_tensors(found.plan))
         constants = [value for stat, value in zip(wanted, outputs, strict=True) if not stat.gradient]
-        return Done(outputs, (*values, *_plan_tensors(found.plan)), found.without_tensors(), constants)
+        return Done(outputs, (*values, *_plan_tensors(found.plan)), found.without_stats_and_plan(), constants)
 
     def like(self, call: Call) -> list[Like]:
         """Sizes and types of outputs and saved tensors of the registered operator."""
@@ -118,7 +118,7 @@ class PairLoss:
         if not eager:  # the outputs of a registered operator may not share memory
             coming, stats = [value.clone() for value in coming], stats.rounded(pair.stat_dtype)
         known = [getattr(stats, name) for name in saved_names(spec)]
-        once = found.without_tensors() if eager else None
+        once = found.without_stats_and_plan() if eager else None
         return Done((loss.to(pair.stat_dtype),), (*known, *coming, *_plan_tensors(found.plan)), once)
 
     def like(self, call: Call) -> list[Like]:

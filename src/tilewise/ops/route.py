@@ -2,7 +2,7 @@
 
     two_pass    statistics in forward, scores recomputed in backward: four products. Always possible.
     one_pass    a scalar loss and its gradients in forward: three products, if the memory allows.
-    filtered    gradients without the (row, tile) pairs that carry almost no probability; ``filter_tolerance > 0``.
+    filtered    gradients without the (row, tile) entries that carry almost no probability; ``filter_tolerance > 0``.
 
 `route` is a pure function of sizes, types and settings. It never looks at a number in a tensor.
 """
@@ -45,6 +45,7 @@ class Route(NamedTuple):
     strategy: Strategy
     reason: str
     backend: Backend
+    too_small: bool = False  # whether only the size of the call speaks against the filter
 
 
 def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
@@ -85,7 +86,7 @@ def _route(
         why_exact = _why_not_filtered(shape, spec, options, backend, capturing)
         if why_exact is None:
             return Route("filtered", f"filter_tolerance is {options.filter_tolerance:g}", backend)
-        return Route("two_pass", f"nothing is dropped: {why_exact}", backend)
+        return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
     why_two = _why_not_one_pass(shape, spec, options, backend, uniform)

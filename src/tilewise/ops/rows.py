@@ -61,18 +61,18 @@ class KeptRows:
         """Statistics, or their gradients, of only these rows."""
         return dataclasses.replace(stats, **{name: self._pick(getattr(stats, name)) for name in ROW_NAMES})
 
-    def widen(self, stats: Stats) -> Stats:
-        """Back to all rows, zeros elsewhere."""
-        return dataclasses.replace(stats, **{name: self._widen(getattr(stats, name)) for name in ROW_NAMES})
+    def scatter_back(self, stats: Stats) -> Stats:
+        """Statistics of these rows as statistics of all rows, with zeros for the others."""
+        return dataclasses.replace(stats, **{name: self._scatter_back(getattr(stats, name)) for name in ROW_NAMES})
 
-    def widen_grads(self, grads: Grads) -> Grads:
-        """Back to all rows, zeros elsewhere."""
-        return dataclasses.replace(grads, a=self._widen(grads.a))
+    def scatter_back_grads(self, grads: Grads) -> Grads:
+        """Gradients of these rows as gradients of all rows, with zeros for the others."""
+        return dataclasses.replace(grads, a=self._scatter_back(grads.a))
 
     def _pick(self, value: Tensor | None) -> Tensor | None:
         return None if value is None else value.index_select(0, self.index)
 
-    def _widen(self, value: Tensor | None) -> Tensor | None:
+    def _scatter_back(self, value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
         return value.new_zeros((self.rows, *value.shape[1:])).index_copy_(0, self.index, value)

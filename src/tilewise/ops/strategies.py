@@ -1,4 +1,11 @@
-"""The strategies, between the operators and a backend: rows are dropped, the backend is called, results are widened."""
+"""The strategies, between the operators and a backend.
+
+Each strategy drops the ignored rows, calls the backend, and scatters the results back to all rows.
+
+A call is *eager* if an autograd function (`torch.autograd.Function`) runs it directly. Otherwise it runs inside a
+registered operator (`torch.library`). The sizes of such an operator's outputs must be those that its fake predicts, so
+they may not depend on values in tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +23,23 @@ from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, Stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
-from tilewise.ops.route import TOO_SMALL, Route, is_capturing, route
+from tilewise.ops.route import Route, is_capturing, route
 from tilewise.ops.rows import KeptRows
 
 
 class Found(NamedTuple):
-    """The result of `two_pass` or `filtered` in forward, and what only an eager backward can use."""
+    """The result of `two_pass` or `filtered` in forward. Only an eager backward can use the last three fields."""
 
     stats: Stats  # of all rows, unrounded
-    plan: FilterPlan | None = None  # None where every pair is computed
-    rows: KeptRows | None = None
+    # None for `two_pass`. With `filtered`, a registered operator always returns a plan; an eager call returns None if
+    # backward computes every pair.
+    plan: FilterPlan | None = None
+    rows: KeptRows | None = None  # None if no row was dropped
     saved: object | None = None  # from the backend; used once
     backend: Backend | None = None  # that of `two_pass`
 
-    def without_tensors(self) -> Found:
-        """The part that `save_for_backward` cannot hold."""
+    def without_stats_and_plan(self) -> Found:
+        """The part for the first eager backward. Statistics and plan are saved with `save_for_backward` instead."""
         return self._replace(stats=Stats(), plan=None)
 
 
@@ -44,7 +53,7 @@ def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[obje
 
 
 def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
-    """The route of a call. A registered operator decides without looking at CUDA graphs, as its fake does."""
+    """The route of a call. A registered operator ignores CUDA graph capture, because its fake cannot see it."""
     settings = call.settings
     capturing = eager and settings.options.filter_tolerance > 0.0 and is_capturing(call.leaves[0])
     return route(
@@ -53,7 +62,7 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
         settings.options,
         settings.needs,
         scalar=scalar,
-        uniform=call.others[-2] is None,
+        uniform=call.row_weight is None,
         over_group=bool(settings.group_name),
         capturing=capturing,
     )
@@ -68,21 +77,30 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
-            found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.compared))
+            found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.must_match))
         elif way.strategy == "filtered":
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
             backend = way.backend if rows is None else choose_backend(fewer.shape, spec, options)
             found = _two_pass(backend, fewer, call, save=eager)
-            if is_recording() and way.reason.endswith(TOO_SMALL):
+            if is_recording() and way.too_small:
                 assert pair.row_key is not None
                 record(plans.keep_everything(pair), pair.row_key >= 0, options.filter_tolerance)
-        return found if rows is None else found._replace(stats=rows.widen(found.stats), rows=rows)
+        return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
+
+
+def _may_save(needs: Needs) -> bool:
+    """Whether the backend may save an object for backward.
+
+    The object lies in the memory of the column gradient, so that gradient must be needed. It holds exponentials instead
+    of G, and the gradient of a bias is a sum of G.
+    """
+    return needs.b and not needs.bias
 
 
 def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
     spec, options, _, needs = call.settings[:4]
-    if save and needs.b and not needs.bias:
+    if save and _may_save(needs):
         stats, saved = backend.forward_saving(pair, spec, options)
         return Found(stats, saved=saved, backend=backend)
     return Found(backend.forward(pair, spec, options), backend=backend)
@@ -100,7 +118,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     else:
         chosen = way.backend.filtered
         assert chosen is not None
-        if eager and needs.b and not needs.bias:
+        if eager and _may_save(needs):
             stats, plan, saved = chosen.forward_saving(fewer, spec, options)
         else:
             (stats, plan), saved = chosen.forward(fewer, spec, options), None
@@ -111,12 +129,13 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     if is_recording():
         assert plan is not None
         record(plan, pair.row_key >= 0, options.filter_tolerance)
-    # What is saved must not depend on whether anybody records: checkpointing compares.
+    # Eager calls must save the same tensors with and without recording. Otherwise torch.utils.checkpoint reports a
+    # mismatch.
     return found if eager else found._replace(plan=plan)
 
 
 def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool) -> Grads:
-    """Gradients by `two_pass` or `filtered`. Unless ``rows_known``, it is looked up again which rows count."""
+    """Gradients by `two_pass` or `filtered`. Without ``rows_known``, the rows to drop are determined again."""
     spec, options, group_name = call.settings[:3]
     pair = call.pair()
     with without_autocast(pair.a):
@@ -126,6 +145,7 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
             grads = chosen.backward(pair, found.stats, found.plan, grad, needs, spec, options, saved=found.saved)
             if grads is not None:
                 return grads
+            # None: the plan has `keep_all`, or a CUDA graph is being captured. The exact gradients are computed below.
         rows = found.rows if rows_known else KeptRows.find(pair, spec)
         stats = found.stats
         if rows is not None:
@@ -137,7 +157,7 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
         else:
             backend = found.backend or choose_backend(pair.shape, spec, options)
             grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
-        return grads if rows is None else rows.widen_grads(grads)
+        return grads if rows is None else rows.scatter_back_grads(grads)
 
 
 class OnePassFound(NamedTuple):
@@ -145,8 +165,8 @@ class OnePassFound(NamedTuple):
 
     one_pass: OnePass
     pair: Pair  # of the rows that count
-    saved: Sequence[Tensor | None]  # backward may overwrite it
-    rows: KeptRows | None
+    saved: Sequence[Tensor | None]  # an eager backward may overwrite it
+    rows: KeptRows | None  # None if no row was dropped
 
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFound]:
@@ -159,8 +179,8 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFo
         fewer = pair if rows is None else rows.of_pair(pair)
         if rows is not None:
             weights = weights.rows(rows.index)
-        room = fewer.a.shape[0] if eager else pair.a.shape[0]
-        loss, saved = one_pass.forward(fewer, weights, needs, spec, options, room)
+        saved_rows = fewer.a.shape[0] if eager else pair.a.shape[0]
+        loss, saved = one_pass.forward(fewer, weights, needs, spec, options, saved_rows)
         return loss, OnePassFound(one_pass, fewer, saved, rows)
 
 
@@ -171,7 +191,7 @@ def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager
     with without_autocast(pair.a):
         shape = pair.shape if eager else call.shape
         grads = one_pass.backward(saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
-        return grads if rows is None else rows.widen_grads(grads)
+        return grads if rows is None else rows.scatter_back_grads(grads)
 
 
 def found_again(call: Call, way: Route, saved: Sequence[Tensor]) -> OnePassFound:

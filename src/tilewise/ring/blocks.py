@@ -5,6 +5,8 @@ tensors that every rank adds to, such as column statistics in forward and gradie
 next step is received while this step computes. Accumulators follow one step behind their block: what a rank adds at
 step s is sent while step s + 1 computes.
 
+The journey of the block owned by rank 0; numbers are ranks:
+
     step                  0            1              2          ...   W - 1          return
     payload hop           0 -> 1       1 -> 2         2 -> 3            -
     accumulator hop       -            0 -> 1         1 -> 2            W-2 -> W-1     W-1 -> 0
@@ -101,14 +103,18 @@ def rotate_blocks(
         exchange: the group.
         sizes: number of columns of each rank's block.
         payload: tensors of this rank's block, (size, width) or (size,). Names and dtypes are equal on every rank.
-        work: ``work(owner, tensors)`` returns the values to add to this block's accumulators, or None for none. The
-            first call gets this rank's own block.
+        work: ``work(owner, tensors)`` returns the values to add to this block's accumulators, or None to add nothing.
+            The first call gets this rank's own block.
         accumulators: the fields that ``work`` returns.
         merge: adds the values of one call to the accumulators of a block, in place.
 
+    Returns:
+        The accumulators by name. If no rank added to a block, its accumulators are zeros. One rank alone returns what
+        ``work`` returned, and {} for None.
+
     If ``work`` or ``merge`` fails, this rank still sends all blocks on and raises afterwards. It fills the accumulators
-    with NaN (the smallest integer for integer types), so that the other ranks neither hang nor use wrong values. A rank
-    that cannot allocate the buffers sends nothing and raises at once.
+    of the current and all later blocks with NaN (the smallest integer for integer types). So the other ranks neither
+    hang nor use wrong values. A rank that cannot allocate the buffers sends nothing and raises at once.
 
     Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks.
     """
@@ -138,8 +144,9 @@ def rotate_blocks(
         if sum_layout:
             accumulated = sum_layout.unpack(sums[step % 2], sizes[owner])
             guard.run(_accumulate, accumulated, added, merge if step > 0 else None)
-            for value in accumulated.values() if guard.failure is not None else ():
-                value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
+            if guard.failure is not None:
+                for value in accumulated.values():
+                    value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
         current = spare[step % 2]
     own = sums[world % 2]
     if sum_layout:

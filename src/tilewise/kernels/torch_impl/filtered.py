@@ -110,7 +110,7 @@ class _Forward:
         mass = pair.a.new_empty((self.tiles, self.n))
         mean = pair.a.new_empty((self.tiles, pair.b.shape[1]))
         lse, pos = (torch.empty(self.n, dtype=torch.float64, device=pair.a.device) for _ in range(2))
-        for i in slices(self.n, plans.row_steps(self.n, self.tiles, self.options)):
+        for i in slices(self.n, plans.rows_per_step(self.n, self.tiles, self.options)):
             part_tr = self._rows(i, lse, pos, mean)
             for r in slices(i.stop, CHOOSE_ROWS, i.start):
                 mass[:, r] = plans.choose(

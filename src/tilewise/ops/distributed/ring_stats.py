@@ -37,16 +37,16 @@ TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
 
 
 def ring_forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, group_name: str, needs: Needs, compared: str = ""
+    pair: Pair, spec: PairSpec, options: TileOptions, group_name: str, needs: Needs, must_match: str = ""
 ) -> Stats:
     """Statistics of this rank's rows over all columns, and of its columns over all rows.
 
-    ``compared``: the loss's own settings, which must be equal on every rank.
+    ``must_match``: the loss's own settings, which must be equal on every rank.
     """
     exchange = find_exchange(group_name)
     if exchange.world == 1:
         return choose_backend(pair.shape, spec, options).forward(pair, spec, options)
-    shards = _agree(exchange, "forward", pair, spec, options, needs, compared)
+    shards = _agree(exchange, "forward", pair, spec, options, needs, must_match)
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
         return merged_forward(exchange, pair, spec, options)
@@ -128,7 +128,7 @@ def _agree(
     spec: PairSpec,
     options: TileOptions,
     needs: Needs,
-    compared: str = "",
+    must_match: str = "",
 ) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
     present = [name for name in (*ROWS, *PAYLOAD[1:]) if getattr(pair, name) is not None]
@@ -137,7 +137,7 @@ def _agree(
         "call": f"{phase} of a loss",
         "width": pair.a.shape[1],
         "type": str(pair.a.dtype).removeprefix("torch."),
-        "loss": " ".join([*(f"{name}={value}" for name, value in asked.items()), compared]).strip() or "none",
+        "loss": " ".join([*(f"{name}={value}" for name, value in asked.items()), must_match]).strip() or "none",
         "keys": " ".join(present) or "none",
         "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.filter_plan import row_steps, tile_count
+from tilewise.kernels.filter_plan import rows_per_step, tile_count
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
@@ -100,7 +100,7 @@ class FilterForward(FilterCall):
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
-        step = row_steps(self.n, self.tiles, self.options)
+        step = rows_per_step(self.n, self.tiles, self.options)
         part = pair.scale.new_empty(self.tiles * min(step, self.n))
         where: dict[str, Any] = {"part": part, "place": self.place, "mass": mass, "all_rows": self.n}
         choose = self.prepare(kernels.choose_kernel, row_lse=stats.row_lse, skip_if=self.keep_all, **where)

@@ -1,11 +1,19 @@
-"""Kernels of the filter, which drops pairs that carry almost no probability. `filter_plan` has the equations.
+"""Kernels of the filter, which drops entries that carry almost no probability. `filter_plan` has the equations.
 
-Forward gathers a chunk of the columns in their new order, computes the mass of each row in each tile, and chooses what
-rows drop. Backward lists the kept pairs, computes their G and their share of the row gradients, pair by pair, and then
-the gradients of the columns.
+An *entry* is one row and one tile, a (row, tile) pair; names with ``pair`` in this package mean entries.
 
-Every number is computed by one program, so that sums have one order. Scores are in units of log2. Strides are in units of
-16 bytes, UNIT numbers each, so that the compiler knows the alignment of rows and prefetches them.
+    forward    gather_kernel      a chunk of the columns in their new order, and the mean column of each tile
+               mass_kernel        the log-sum-exp of each entry; probe_kernel: the same for a sample of the rows
+               choose_kernel      the log-sum-exp of each row, and the entries that it drops
+    backward   plan_kernel        the list of kept entries, and the factor of each dropped one
+               pair_kernel        G of the kept entries, and G B, their terms of dA
+               add_rows_kernel    adds these terms to dA
+               column_kernel      dB and the gradient of the bias
+
+Every number is computed by one program, so that sums have one order. Scores are in units of log2. The *place* of a column
+is its position in the new order: order[place] is the column. Strides (``a_units``, ``b_units``, ``out_units``) are in
+units of 16 bytes, UNIT numbers each, so that the compiler knows the alignment of rows and prefetches them. If
+``skip_if`` is set, the exact case runs instead, and a kernel returns without reading scores.
 
 Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 """
@@ -23,7 +31,10 @@ from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 @kernel(optional=("bias", "skip_if"), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
 def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_units, out_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """out = the m columns from place ``first`` on; mean = the mean of each of their tiles, without biases of -inf."""
+    """out = the m columns from place ``first`` on; mean = the mean column of each of their tiles, first_tile the first.
+
+    Columns with a bias of -inf do not count in the mean. A program handles K features of one tile.
+    """
     width = W
     if skip_if is not None:
         width = tl.where(tl.load(skip_if) != 0, 0, W)
@@ -49,7 +60,7 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
 
 @triton.jit
 def log_sum(x):
-    """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added."""
+    """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added: the maximum, and the rest."""
     safe = finite(tl.max(x, 1))
     return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
 
@@ -58,7 +69,10 @@ def log_sum(x):
 def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, n, m, first, first_tile,
                 D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                 GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """part[tile, row] = log2 of the sum of exp(x - row_shift) over the tile; m columns from place ``first`` on."""
+    """part[tile, row] = log2 of the sum of exp(x - row_shift) over the columns of the tile.
+
+    The columns are the m columns from place ``first`` on, which `gather_kernel` wrote; ``first_tile`` is their first tile.
+    """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     if skip_if is not None:
@@ -81,7 +95,7 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, 
 @kernel(optional=("bias",), dynamic=("softcap", "m"))
 def probe_kernel(product, scale, bias, softcap, order, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
                  R: tl.constexpr):  # fmt: skip
-    """The same for S rows whose products are given: product is (m, S), columns in their old order."""
+    """part[tile, row] as in `mass_kernel`, for a sample of S rows: product is (m, S), columns in their old order."""
     tile = tl.program_id(0) // (S // R)
     row = (tl.program_id(0) % (S // R)) * R + tl.arange(0, R)
     place = tile * W + tl.arange(0, W)
@@ -97,7 +111,7 @@ def probe_kernel(product, scale, bias, softcap, order, part, m, SCORE: tl.conste
 
 @triton.jit
 def log_masses(part, t, row, tiles, n, lse, own):
-    """log2 of the mass of each row in the tiles t; NaN in the tile of its positive, which is then kept."""
+    """log2 of the mass of the entries (t, row). NaN in the tile ``own`` of the positive: NaN < x is False, so it is kept."""
     ok = (t < tiles)[:, None] & (row < n)[None, :]
     v = tl.load(part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=float("-inf")) - lse[None, :]
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
@@ -110,10 +124,11 @@ def log_masses(part, t, row, tiles, n, lse, own):
 def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
                   tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
                   W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """The row's log-sum-exp over its tiles, and what it drops: the tiles below a threshold, found by bisection.
+    """The log-sum-exp of each row over all tiles, and its entries of `FilterPlan.mass`.
 
-    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. place is the place of
-    each column in the order. If ``skip_if`` is set, no part is read, a row drops nothing, and row_lse is not written.
+    A row drops the entries whose mass is below a threshold, found by bisection, so that their sum is at most ``usable``.
+    part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. place[column] is the
+    place of the column. If ``skip_if`` is set, no part is read, a row drops nothing, and row_lse is not written.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
@@ -135,7 +150,7 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
     inside = valid & (key >= col_start) & (key - col_start < m)
     own = tl.load(place + (key - col_start), mask=inside, other=0)
     own = tl.where(inside, own // W, -1)
-    # Below usable / tiles no row can drop too much; at usable one tile alone is too much.
+    # The threshold usable / tiles is safe for every row; above usable, one entry alone could be too much.
     below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
     above = tl.zeros((R,), tl.float32) + tl.log2(usable)
     for _ in range(HALVINGS):
@@ -150,7 +165,7 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
     for start in range(0, tiles, T):
         t = start + tl.arange(0, T)
         ok = (t < tiles)[:, None] & ok_row[None, :]
-        # Without parts the masses are NaN, so nothing is below the threshold.
+        # With skip_if, lse is -inf and the masses are NaN, so nothing is below the threshold.
         v = log_masses(part, t, row, seen, n, lse, own)
         stands = tl.exp2(v) / tolerance
         stands = tl.where(v < below[None, :], stands, -1.0)
@@ -162,11 +177,14 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
 @kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n", "room", "blocks"))
 def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, starts, firsts, dropped, rows, table,
                 tolerance, n, room, blocks, SCORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """For each tile t: ``dropped``, and the rows that keep it.
+    """For each tile t: dropped[t], (n,), and the list of the rows that keep the tile. One program for each tile.
 
-    dropped = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where a pair is kept. The rows that
-    keep the tile are listed in order from rows[starts[t]] on, and its blocks of R of them from table[firsts[t]] on. The
-    list has memory for ``room`` pairs and ``blocks`` blocks. If more are kept, all pairs are computed without a list.
+    dropped = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where an entry is kept. The rows
+    that keep tile t are rows[starts[t] : starts[t + 1]], in ascending order. They are divided into blocks of up to R rows,
+    which are the columns firsts[t] to firsts[t + 1] of ``table``; see `pair_kernel`.
+
+    The list has memory for ``room`` entries and ``blocks`` blocks; what is beyond is not written. If more are kept, the
+    host does not use the list and computes the exact gradients.
     """
     tile = tl.program_id(0)
     start, stop = tl.load(starts + tile), tl.load(starts + tile + 1)
@@ -178,12 +196,12 @@ def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, star
         share = tl.load(mass + here, mask=ok, other=0.0).to(tl.float32)
         value = share * tl.load(grad_row + row, mask=ok, other=0.0) * f
         if SOFTCAP & SCORE:
-            # The derivative of the soft cap at the score of the tile's mean exponential.
+            # The derivative of the soft cap at the score x whose exponential is the tile's mean exponential.
             x = tl.log(share * (tolerance / tl.load(count + tile))) + tl.load(row_lse + row, mask=ok, other=0.0)
             if row_shift is not None:
                 x += tl.load(row_shift + row, mask=ok, other=0.0)
             value = value * tl.maximum(1.0 - (x / softcap) * (x / softcap), 0.0)
-        # A row that drops nothing may have 0 * inf.
+        # ``share`` is 0 for an ignored row and negative for a kept entry; ``value`` may then be NaN or inf.
         tl.store(dropped + here, tl.where(share > 0.0, value, 0.0).to(dropped.dtype.element_ty), mask=ok)
         keep = (share < 0.0).to(tl.int32)
         place = at + tl.cumsum(keep, 0) - 1
@@ -208,9 +226,10 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
                 m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
                 D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                 EXACT: tl.constexpr):  # fmt: skip
-    """G of one block of pairs (up to R rows that keep a tile, and the tile), and G B of each of its pairs.
+    """G of one block of entries (up to R rows that keep one tile), and the product G B of each entry.
 
-    table is (3, blocks): the tile, the first pair, the end of the pairs.
+    table is (3, blocks); a column holds the tile of a block, its first entry in ``rows``, and the end of its entries.
+    g[entry - first_g] = G, (W,), and u[entry - first_u] = G B, (D,); None if they are not needed.
     """
     block = first_block + tl.program_id(0)
     tile = tl.load(table + block)
@@ -256,7 +275,12 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
 def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, order, rows, starts, out, bias_out,
                   m, first_tile, first_g, a_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """out[column] = factor * (G' A + the tile's share of the dropped pairs), K features of one tile, in the old order."""
+    """out[column] = factor * (G' A + the term of the dropped entries): dB of the columns of a tile, in their old order.
+
+    G' is the transposed G of the tile's kept entries. The term of the dropped entries, share[tile] / count[tile], is the
+    same for all live columns of the tile. bias_out: the same sums with ones instead of A. A program handles K features of
+    one tile.
+    """
     tile = first_tile + tl.program_id(0) // ((D + K - 1) // K)
     part = tl.program_id(0) % ((D + K - 1) // K)
     at = part * K + tl.arange(0, K)
@@ -292,7 +316,7 @@ def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, ord
 
 @kernel(dynamic=("n",))
 def add_rows_kernel(total, u, pairs, starts, n, D: tl.constexpr, K: tl.constexpr):
-    """total[row] += u[pair] for the pairs of the row, which are pairs[starts[row] : starts[row + 1]]."""
+    """total[row] += u[entry] for the entries of the row, which are pairs[starts[row] : starts[row + 1]]."""
     row = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
     first, stop = tl.load(starts + row), tl.load(starts + row + 1)

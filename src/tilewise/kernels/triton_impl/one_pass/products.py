@@ -1,8 +1,13 @@
 """Gradients of a softmax loss from its exponentials: two products, and a correction for the rounding of positives.
 
-Exponentials may also be saved instead of gradients. The gradient of a large bfloat16 classifier would be saved as
-float32, twice the memory of the final gradient. Where one block holds all rows, `Exponentials` take no memory that the
-call has not used already, and the products include ``grad_output``, so that gradients are rounded once, too.
+    G_ij = f_i E_ij        dA = scale G B        dB = scale G^T A        dbias_j = sum_i G_ij
+
+E holds exponentials, f_i a factor for each row; G = dL/dx is not formed. `product_kernels` has the equations in full.
+
+The products run in forward, and the gradients are saved; or forward saves E and f, and the products run in backward
+(`saves_exponentials`). Saving E suits a large bfloat16 classifier. Its gradient would be saved as float32, twice the
+memory of the final gradient. If one block holds all rows, E takes no memory that forward does not use anyway. The
+products then include ``grad_output``, so that gradients are still rounded only once.
 """
 
 from __future__ import annotations
@@ -19,37 +24,41 @@ from tilewise.kernels.triton_impl.one_pass import product_kernels
 from tilewise.kernels.triton_impl.two_pass.backward import product
 from tilewise.options import TileOptions
 
-FINISH_BLOCK, FINISH_WIDTH = 8, 256  # four times as many numbers are too many for the registers
-BIAS_ROWS, BIAS_COLS = 32, 128
-POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 2
-POSITIVES_RUN = 64  # rows of one column that are added up one after another
+FINISH_BLOCK, FINISH_WIDTH = (
+    8,
+    256,
+)  # rows and features of `finish_rows_kernel`; four times as many exceed the registers
+BIAS_ROWS, BIAS_COLS = 32, 128  # rows and columns of `bias_kernel`
+POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 2  # rows, features and warps of `positives_kernel`
+POSITIVES_RUN = 64  # most rows with the same positive that one program adds up
 
 
 class Exponentials(NamedTuple):
-    """What gradients are made of: G_ij = factor_i E_ij.
+    """E, f and the entries of the positives, for a block of rows: G_ij = factor_i E_ij.
 
-    The positive's entry of E is also kept unrounded, since it may be most of the gradient.
+    The positive's entry of a row, E_ij with j its positive, is also kept unrounded: it may be most of the gradient.
+    Tensors may have more rows than the block has.
     """
 
     e: Tensor  # (n or more, `row_width` or more), in the type of the features; columns from m on are undefined
-    factor: Tensor  # (n or more,), in the type of the statistics
-    entry: Tensor  # (n or more,), in the type of the statistics
-    column: Tensor  # (n or more,), int32: the column of the entry; -1 in a row without
+    factor: Tensor  # (n or more,), in the type of the statistics: f_i
+    entry: Tensor  # (n or more,), in the type of the statistics: the positive's entry
+    column: Tensor  # (n or more,), int32: the column of the positive; -1 in a row without one
 
     @property
     def rounded(self) -> bool:
-        """Whether E has fewer digits than the entries."""
+        """Whether E has fewer digits than ``entry``, so that gradients need the correction."""
         return self.e.dtype != self.entry.dtype
 
 
 def one_block(shape: PairShape, memory: int) -> bool:
-    """Whether ``memory`` bytes hold the exponentials of all rows, a copy of the rows, and partial sums."""
+    """Whether ``memory`` bytes hold the exponentials of all rows, a copy of their features, and partial sums."""
     row = (shape.cols + shape.width) * shape.dtype.itemsize + shape.cols // 32
     return shape.rows * row <= memory
 
 
 def saves_exponentials(shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> bool:
-    """Whether exponentials are saved instead of gradients."""
+    """Whether forward saves exponentials instead of gradients: if a float32 dB takes over a quarter of the workspace."""
     memory = options.workspace_bytes
     if not needs.b or spec.softplus or spec.col_lse or shape.dtype != torch.bfloat16:
         return False
@@ -64,9 +73,9 @@ def exponentials_like(shape: PairShape) -> list[tuple[tuple[int, ...], torch.dty
 
 
 class Products:
-    """Gradients from E, one block of rows at a time. Feature gradients are ``dtype``; a half type needs one block.
+    """Gradients from E, one block of rows at a time; `product_kernels` has the equations.
 
-    `product_kernels` has the equations.
+    dA and dB have the type ``dtype``. With a half type, all rows must be one block, because dB is not added up in it.
     """
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
@@ -78,7 +87,7 @@ class Products:
         self.dots: list[Tensor] = []
 
     def add(self, held: Exponentials, i: slice) -> None:
-        """Add the rows i, of which E and f_i are given."""
+        """Compute dA of the rows i from their E and f, and add their terms to the other gradients."""
         call, a = self.call, self.call.a[i]
         scaled = call.empty(*a.shape, dtype=a.dtype) if self.needs.b else None
         if self.needs.a or self.needs.scale:
@@ -100,7 +109,7 @@ class Products:
         return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
 
     def _rows(self, held: Exponentials, i: slice, scaled: Tensor | None) -> None:
-        """The gradients of the rows i, their part of the scale's, and scale f_i a_i into ``scaled``, if given."""
+        """dA of the rows i, and their part of the scale's gradient. Writes scale f_i a_i to ``scaled``, if given."""
         call, a, out = self.call, self.call.a[i], None if self.grad_a is None else self.grad_a[i]
         total = out
         if total is None or total.dtype != torch.float32:
@@ -118,7 +127,10 @@ class Products:
         finish.launch(programs)
 
     def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
-        """The columns' gradients, corrected where they are the positive of a row."""
+        """Correct dB, given as ``out``, in the columns that are the positive of a row.
+
+        Rows are sorted by the column of their positive, so that the rows of one column are added in a fixed order.
+        """
         call, width = self.call, power_of_two(self.d, POSITIVES_WIDTH)
         column, order = torch.sort(held.column, stable=True)
         chunks, runs = cdiv(self.d, width), cdiv(len(a), POSITIVES_RUN)
@@ -132,14 +144,16 @@ class Products:
         call.prepare(product_kernels.positives_kernel, POSITIVES_WARPS).put(values).launch(len(a) * chunks)
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
-        """Set or add the share of these rows in the gradient of the bias."""
+        """Write the terms of these rows to the bias's gradient ``out``, or add them if they are not the first rows."""
         e, factor = held.e, held.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
         values |= {"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}
         self.call.prepare(product_kernels.bias_kernel).put(values).launch(cdiv(self.m, BIAS_COLS))
         if held.rounded:
             lost = torch.where(held.column >= 0, factor * (held.entry - held.entry.to(e.dtype)), 0.0)
-            out.index_put_((held.column.clamp(min=0).long(),), lost, accumulate=True)  # sorts: no atomics
+            out.index_put_(
+                (held.column.clamp(min=0).long(),), lost, accumulate=True
+            )  # torch sorts the indices here and uses no atomics
 
 
 def power_of_two(size: int, most: int) -> int:
@@ -148,6 +162,6 @@ def power_of_two(size: int, most: int) -> int:
 
 
 def sum_parts(parts: list[Tensor]) -> Tensor:
-    """The sum of many small numbers: ()."""
+    """The sum of all numbers in ``parts``, added in float64: ()."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.sum(dtype=torch.float64).to(whole.dtype)

@@ -1,18 +1,25 @@
 """Statistics of a macro-tile: one product, and one exponential per score for rows and columns.
 
-    x_ij = scale <a_i, b_j> + bias_j,   e_ij = exp(x_ij - t),   t = max over the tile, or an estimate for all tiles
+    x_ij = scale <a_i, b_j> + bias_j        e_ij = exp(x_ij - t)
     row part: sum_j e_ij        column part: sum_i e_ij        both stand for log(part) + t
+
+t is the *reference* of a tile: its largest score, or one estimate for all tiles. It is not the shift of a row or column
+(``row_shift``, ``col_shift``), which a loss passes and which is subtracted from the merged statistics. In the code,
+scores are multiplied by log2(e), and exp and log become exp2 and log2; ``tops`` (the references) and BELOW_PEAK are in
+units of log2.
 
 Each tile writes t and its part of each row to a place of its own, each strip of tiles its part of each column; there are
 no atomics. `merge_kernel` adds the parts in a fixed order to the running statistics and subtracts the shifts.
 
-The maximum of a tile costs a tenth of the time. An estimate is as good, since sums from 2**-80 to 2**120 are normal
-float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is too far from a row for that, the tile sets
-``needs_repair``. `repair_kernel` then computes that strip again with the maximum of each row and column. It writes
-logarithms instead of sums and marks them with t = +inf.
+Finding the largest score of a tile costs a tenth of the time. An estimate is as good: the largest score of a sample,
+less BELOW_PEAK. Sums relative to it may range from 2**-80 to 2**120, all of them normal float32 numbers. A sum outside
+of that range is bad. Any bad sum sets one flag for the whole launch, ``needs_repair``. `repair_kernel` then finds the
+strips with bad sums and recomputes them with the maximum of each row and column. It writes logarithms instead of sums
+and marks them with t = +inf.
 
-Entropies, sums of squared probabilities and largest scores need the maximum t_i of each row of a tile. With them it is
-the shift of the row, nothing needs repair, and parts are logarithms, also marked with t = +inf:
+Entropies, sums of squared probabilities and the statistic TOP (the largest score of a row) need the maximum t_i of each
+row of a tile. With them t_i is the reference of the row, nothing needs repair, and parts are logarithms, also marked
+with t = +inf:
 
     e_ij = exp(x_ij - t_i),  S_i = sum_j e_ij >= 1
     entropy_i = log S_i + sum_j e_ij (t_i - x_ij) / S_i        sum_sq_i = log sum_j e_ij^2 - 2 log S_i
@@ -40,8 +47,9 @@ from tilewise.kernels.triton_impl.primitives import (
 )
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import softplus_product, softplus_sum
 
-BELOW_PEAK = tl.constexpr(90.0)  # other scores may be 2**30 times the largest of the sample before they overflow
-MANY_PARTS = tl.constexpr(64)  # that `merge_kernel` reads at once
+# The exponential of the sample's largest score becomes 2**90. A sum may be 2**30 times that before it exceeds 2**120.
+BELOW_PEAK = tl.constexpr(90.0)
+MANY_PARTS = tl.constexpr(64)  # parts that `merge_kernel` reads at once
 NO_COLUMN = tl.constexpr(2.0**24)  # a macro-tile has fewer columns, so float32 holds their indices
 
 
@@ -49,14 +57,14 @@ NO_COLUMN = tl.constexpr(2.0**24)  # a macro-tile has fewer columns, so float32 
 def untrusted(total):
     """Whether sums are too small or too large to be exact, or NaN.
 
-    A row past the end adds 0 times its exponential, which may be infinite, to the sums of columns.
+    Rows past the end are multiplied by 0 before columns are summed. 0 * inf is NaN, so NaN also triggers repair.
     """
     return ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)) == 0
 
 
 @triton.jit
 def estimated_top(peaks, count):
-    """A shift for all tiles: the largest score of a sample, less BELOW_PEAK; 0 if that is not finite."""
+    """The reference for all tiles: the largest score of a sample, less BELOW_PEAK; 0 if that is not finite."""
     high = tl.full((1024,), float("-inf"), tl.float32)
     for start in range(0, count, 1024):
         at = start + tl.arange(0, 1024)
@@ -76,7 +84,7 @@ def shifts(shift, at, ok):
 
 @triton.jit
 def finite(top):
-    """A maximum that can be subtracted: 0 for that of no scores, -inf."""
+    """A maximum that can be subtracted: 0 instead of -inf, the maximum of no scores."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -104,10 +112,15 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
 
     The sums of exponentials or softplus come first among the statistics; the others follow in the order of this code.
 
-    A program computes the STRIP tiles of a strip from top to bottom, and adds up their columns before threads exchange
-    anything. With ``e_desc`` it also stores the exponentials, relative to the largest score of the sample. If ``only_if``
-    is 0, it computes nothing.
+    A program computes the STRIP tiles of a strip from top to bottom. It keeps partial column sums in ``near`` and reduces
+    them across threads once per strip. With ``e_desc`` it also stores the exponentials, relative to the largest score of
+    the sample. If ``only_if`` is 0, it computes nothing.
+
+    ``first`` is the index of the macro-tile's first column, ``ahead`` that of its first row less that of its first column.
+    MIRROR: the scores are symmetric, so the columns of this macro-tile are rows too, and have positives.
     """
+    # The tiles of a strip add to the same column sums, which need one reference. Positives of columns are stored per tile.
+    tl.static_assert((STRIP == 1) or ((peaks is not None) and (MANY != POSITIVE)))
     strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
     steps = tl.cdiv(strips * col_tiles - tl.program_id(0), PROGRAMS) * STRIP
     if only_if is not None:
@@ -116,7 +129,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     top = 0.0
     if peaks is not None:
         top = estimated_top(peaks, peak_count)
-    BELOW: tl.constexpr = (peaks is not None) and not (ROW_SUM & STATS)  # whether every score is needed less top
+    BELOW: tl.constexpr = (peaks is not None) and not (ROW_SUM & STATS)  # scored_tile already subtracts top
     STRIP_GROUP: tl.constexpr = max(1, GROUP // STRIP)
     near = tl.zeros((32 if R >= 64 else R, C), tl.float32)
     for step in tl.range(0, steps, flatten=True):
@@ -136,6 +149,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     y = tl.where(positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE), -x, x)
             total = softplus_product(y)
             tl.store(totals + rows, total, mask=ok_rows)
+            # Every lane writes the same address, here and below.
             tl.store(needs_repair + rows * 0, 1, mask=ok_rows & (total == float("inf")))
         if MANY == POSITIVE:
             hit = positives(rows, cols, n, m, row_key, col_key, first, ahead, SCORE, POSITIVE)
@@ -187,7 +201,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             if e_desc is not None:
                 store_tile(e_desc, tile_row * R, tile_col * C, e * 2.0**-BELOW_PEAK)
             if COLS & STATS:
-                here = near_sums(e * ok_rows.to(tl.float32)[:, None])  # one multiply-add with the additions
+                here = near_sums(e * ok_rows.to(tl.float32)[:, None])  # the compiler fuses mask and sum
                 if STRIP == 1:
                     near = here
                 else:
@@ -207,9 +221,9 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                   R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
                   PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """Compute strips with untrusted sums again. Mostly there are none.
+    """Recompute the strips with bad sums. Mostly there are none.
 
-    Exponentials get the maximum of each row and column, softplus a logarithm for each score.
+    Exponentials are then relative to the maximum of each row and column; softplus takes a logarithm of each score.
     """
     strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
     STRIP_GROUP: tl.constexpr = max(1, GROUP // STRIP)
@@ -225,7 +239,7 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             across = tl.load(row_part + tile_col * n + of_strip, mask=of_strip < n, other=1.0)
             wrong = across == float("inf") if SOFTPLUS & STATS else untrusted(across)
             again = tl.max(wrong.to(tl.int32), 0)
-        high, below = tl.full((C,), float("-inf"), tl.float32), tl.zeros((C,), tl.float32)
+        high, col_total = tl.full((C,), float("-inf"), tl.float32), tl.zeros((C,), tl.float32)
         if COLS & STATS:
             down = tl.load(col_part + strip * m + cols, mask=ok_cols, other=1.0)
             again = tl.maximum(again, tl.max(untrusted(down).to(tl.int32), 0))
@@ -243,8 +257,8 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 top, total = raised(tl.full((R,), float("-inf"), tl.float32), tl.zeros((R,), tl.float32), x, 1)
                 tl.store(row_part + tile_col * n + rows, top + tl.log2(total), mask=ok_rows)
             if COLS & STATS:
-                high, below = raised(high, below, tl.where(ok_rows[:, None], x, float("-inf")), 0)
-                tl.store(col_part + strip * m + cols, high + tl.log2(below), mask=ok_cols)
+                high, col_total = raised(high, col_total, tl.where(ok_rows[:, None], x, float("-inf")), 0)
+                tl.store(col_part + strip * m + cols, high + tl.log2(col_total), mask=ok_cols)
             tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
 
 
@@ -264,7 +278,8 @@ def fold_sum(part, out, at, ok, size, parts, FIRST: tl.constexpr):
 @triton.jit
 def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, square_part, square, at, ok, size, parts,
              FIRST: tl.constexpr):  # fmt: skip
-    """out = the log-sum-exp of sums relative to their tops, or of logarithms, if a top is +inf. With w_p = exp(lse_p - lse):
+    """out = the log-sum-exp over all parts. A part is a sum relative to its reference in ``tops``, or, if that is +inf, a
+    logarithm. With w_p = exp(lse_p - lse):
 
     entropy = sum_p w_p (entropy_p + lse - lse_p)        square = log sum_p w_p^2 exp(square_p)
     """
@@ -314,7 +329,7 @@ def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, square_par
 def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.constexpr, LAST: tl.constexpr):
     """The largest of (parts, size) and its column, whose index in the macro-tile is in the parts that follow.
 
-    Up to the LAST parts the score includes the row's shift, so that equal scores stay equal.
+    The shift is subtracted after the last macro-tile of the row (LAST). Earlier subtraction could break ties.
     """
     best = tl.full(at.shape, float("-inf"), tl.float32)
     place = tl.full(at.shape, 2**31 - 1, tl.int64)
@@ -351,8 +366,8 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
                  STRIP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Fold the parts of the rows, and after them those of the columns, into the running statistics.
 
-    ROW_FIRST, COL_FIRST: these rows or columns have no statistics yet. LAST: these columns are the last of the rows. If
-    ``only_if`` is 0, there are no parts. It is given only where no columns are summed.
+    ROW_FIRST, COL_FIRST: these rows or columns have no statistics yet. LAST: this is the last macro-tile of these rows.
+    If ``only_if`` is 0, nothing is merged; it is never used together with column sums.
     """
     program = tl.program_id(0)
     if only_if is not None:

@@ -1,26 +1,30 @@
 """Exponentials that forward saves for backward, in memory that backward needs anyway.
 
-The memory of dB (m x d) is unused between the passes. Forward fills it with
+The memory of dB (m x d) is unused between the passes. Forward fills it with the exponentials of as many columns as fit:
 
-    e_ij = exp(x_ij - t)        of as many columns j as fit,  t a shift for all of them,
+    e_ij = exp(x_ij - t)        t: one reference for all rows and columns, see `forward_kernels`
 
-so backward needs no product for G_ij = f_i E_ij, with f_i = g_i exp(t - lse_i) and E = e except for the entry of the
-positive, which is always written separately. It does not multiply E either: f_i is applied to the rows of A and of dA.
+Backward then needs no product to compute G = dL/dx of these columns. With g_i = dL / d lse_i,
 
-    dA_i = f_i sum_j E_ij b_j + the terms of other columns        dB_j = sum_i E_ij (f_i a_i)     j saved
+    G_ij = f_i E_ij,   f_i = g_i exp(t - lse_i),   E_ij = e_ij except in the positive's entry, which backward writes
 
-The saved columns come first and lie at the end of the memory, so that dB is written in front of what is still to be read:
+G of these columns is not formed: f_i multiplies the rows of A and of dA instead:
 
-    dB     | 0 | 1 | 2 | 3 |                                       columns of chunk k, W_k <= W rows of d numbers
-    e      |            | chunk 0 | chunk 1 | chunk 2 | chunk 3 |  n x W_k numbers each
+    dA_i = f_i sum_j E_ij b_j + the terms of columns that are not saved        dB_j = sum_i E_ij (f_i a_i)    j saved
 
-    (W_0 + .. + W_k) d + (W_k + .. + W_K) n <= m d   for every k <= K,   so sum W_k <= (m - W) d / max(n, d)
+The first columns are saved, in chunks k = 0 .. K of c_k <= c columns. The chunks lie at the end of the memory. So dB can
+be written from the start of the memory, chunk by chunk, and never overwrites exponentials that are still to be read:
 
-The next columns are saved in the memory in which backward keeps G of one macro-tile at a time: they are its first G.
+    dB     | 0 | 1 | 2 | 3 |                                       chunk k: c_k rows of d numbers
+    e      |            | chunk 0 | chunk 1 | chunk 2 | chunk 3 |  chunk k: n x c_k numbers
 
-``needs_repair`` is set if the shift suits some row badly: forward had to repair a sum, or the log-sum-exp of the row is so
-far below t that its exponentials underflow. Then G is computed again and overwrites the exponentials, and every f_i is 1;
-the host does not need to know. Decision 0019 has the costs.
+    (c_0 + .. + c_k) d + (c_k + .. + c_K) n <= m d   for every k <= K;   sum c_k <= (m - c) d / max(n, d) is enough
+
+The columns that follow are saved in another buffer: the one in which backward later keeps G of one macro-tile at a time.
+
+``needs_repair`` is set if t does not suit some row: forward had to repair a sum, or the log-sum-exp of the row is so far
+below t that probabilities of the row would underflow or f_i a_i overflow. Then backward computes G again, over the
+exponentials, and every f_i is 1. The device decides; the host does not need to know. Decision 0019 has the costs.
 """
 
 from __future__ import annotations
@@ -42,34 +46,35 @@ from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor,
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
-NARROWEST = 1024  # features; with fewer, the store leaves shared memory for one program instead of two: no gain
-MOST_ROWS = 16384  # one macro-tile: the product with G is then the gradient, and needs no accumulator
+NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory that one program runs instead of two
+MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
-COLS = 8192  # of a chunk, at least
-SCORES = 2**26  # of a chunk: with few rows chunks are wide, since a small product does not fill the card
-FULL_TILES = 256  # divides the number of columns of a last, narrower chunk
+COLS = 8192  # fewest columns of a chunk, the last one excepted
+SCORES = 2**26  # rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card
+FULL_TILES = 256  # divides the number of columns of every chunk in the memory of dB
 ALIGNED = 8  # numbers of a half type in 16 bytes
-# Largest log2 of exp(t - lse): probabilities down to 2**-36 are then normal numbers, and f_i a_i is finite
+# Largest log2 of exp(t - lse_i). Probabilities down to 2**-36 are then normal numbers in E, and f_i a_i is finite.
 FARTHEST = tl.constexpr(90.0)
-# Smallest |g| relative to |g_pos|: a smaller g is replaced by it, so that E can represent the entry of g_pos
+# Smallest |g_i| in f_i, relative to |g_pos_i|, the gradient of the positive's score; a smaller g_i is replaced. Otherwise
+# the positive's entry of E, about g_pos_i / f_i, could overflow.
 SMALLEST_SHARE = tl.constexpr(2.0**-20)
-ROUNDING = tl.constexpr(2.0**-7)  # more than the rounding of any type
-FACTOR_ROWS, WIDTH = 32, 256
-CHECKED_ROWS = 1024  # at a time
+ROUNDING = tl.constexpr(2.0**-7)  # larger than the relative rounding error of bfloat16
+FACTOR_ROWS, WIDTH = 32, 256  # rows of one program of `factor_kernel`, and its features at a time
+CHECKED_ROWS = 1024  # rows that `check_kernel` reads at a time
 
 
 @dataclass
 class SavedColumns:
-    """The exponentials of some columns, in the future memory of the gradient of all columns and of G."""
+    """The exponentials of some columns, in the memory that dB and G will have in backward."""
 
-    memory: Tensor  # (m, d)
-    rows: int
-    cols: int  # of a chunk, at most
-    inside: int  # columns whose exponentials lie in the memory
-    buffer: Tensor | None = None  # the future memory of G, flat
-    behind: int = 0  # columns whose exponentials lie there, following the others
-    peaks: Tensor | None = None  # from which the shift is estimated
-    needs_repair: Tensor | None = None  # (1,) float32: 0, or a number above every span
+    memory: Tensor  # (m, d), later dB
+    rows: int  # n
+    cols: int  # most columns of a chunk
+    inside: int  # number of columns whose exponentials lie in `memory`; the first columns
+    buffer: Tensor | None = None  # flat, later G of a macro-tile
+    behind: int = 0  # number of columns whose exponentials lie in `buffer`; they follow those in `memory`
+    peaks: Tensor | None = None  # the largest scores of a sample, from which t is estimated
+    needs_repair: Tensor | None = None  # (1,) float32: 0, or 1e9 if backward must compute G of the saved columns
     probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
 
     @staticmethod
@@ -82,7 +87,7 @@ class SavedColumns:
             return None
         if pair.row_skip is not None or pair.row_shift is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        room = m * d // max(n, d)  # columns, with narrow chunks; wide chunks leave less
+        room = m * d // max(n, d)  # upper bound on the saved columns, reached if chunks are very narrow
         cols = max(COLS, min(SCORES // n, room // 4) // FULL_TILES * FULL_TILES)
         inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
         if inside < cols:
@@ -95,18 +100,18 @@ class SavedColumns:
         return self.inside + self.behind
 
     def allocate_g(self, cols: int, empty: Callable[..., Tensor]) -> None:
-        """Allocate G of ``cols`` columns for backward, and save as many more columns in it."""
+        """Allocate `buffer`, in which backward keeps G of ``cols`` columns; forward saves as many columns there."""
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
             self.buffer = empty(self.rows * aligned(self.behind), dtype=self.memory.dtype)
 
     def columns(self) -> list[slice]:
-        """The columns of each chunk."""
+        """The columns of each chunk, first those in `memory`, then those in `buffer`."""
         first, last = pieces(self.inside, self.cols), pieces(self.behind, self.cols)
         return first + [slice(self.inside + j.start, self.inside + j.stop) for j in last]
 
     def chunk(self, j: slice) -> Tensor | None:
-        """The memory of the exponentials of the columns j, one of `columns`: (n, W); None for columns not saved."""
+        """The place of the exponentials of the columns j, a chunk of `columns`: (n, len(j)); None if j is not saved."""
         n, width = self.rows, j.stop - j.start
         if j.start >= self.end:
             return None
@@ -118,7 +123,7 @@ class SavedColumns:
         return self.buffer[start : start + n * stride].view(n, stride)[:, :width]
 
     def g(self, rows: int, cols: int) -> Tensor | None:
-        """The memory of G, once its exponentials are used: (rows, cols); None if it is too small."""
+        """`buffer` as (rows, cols), for use after the exponentials in it were read; None if it is too small."""
         if self.buffer is None or self.buffer.numel() < rows * cols:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
@@ -126,9 +131,9 @@ class SavedColumns:
     def check(
         self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor | None, only_if: Tensor | None
     ) -> None:
-        """At the end of forward: set ``needs_repair`` if the shift, estimated from ``peaks``, suits some row badly.
+        """At the end of forward: set ``needs_repair`` if t, estimated from ``peaks``, does not suit some row.
 
-        It is also set if ``only_if`` is 0 on the device: nothing was saved then.
+        It is also set if ``repaired`` is set, or if ``only_if`` holds 0, because then nothing was saved.
         """
         assert peaks is not None
         assert row_lse is not None
@@ -138,7 +143,7 @@ class SavedColumns:
         call.prepare(check_kernel, warps=8).put(values).launch(1)
 
     def factors(self, call: Call, factor: Tensor, place: Tensor | None) -> tuple[Tensor, Tensor]:
-        """f_i: (n,), and f_i a_i: (n, d), which may be written to ``place``. ``factor`` is that of all gradients."""
+        """f_i: (n,), and f_i a_i: (n, d), written to ``place`` if given. ``factor`` multiplies all gradients."""
         assert self.peaks is not None
         n, d = call.a.shape
         each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
@@ -166,7 +171,11 @@ def column_pieces(cols: int, step: int, saved: SavedColumns | None) -> list[slic
 
 @kernel(optional=("only_if",), dynamic=("peak_count", "n"))
 def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n, BLOCK: tl.constexpr):
-    """Write 0, or a number above every span if a sum was repaired, nothing was saved, or t is too far above a row."""
+    """Write 0, or 1e9 if a sum was repaired, nothing was saved, or t is too far above the log-sum-exp of a row.
+
+    Backward passes this number to `gradient_kernel` as ``span``. The kernel computes G if it is at least WIDEST_SPAN, and
+    returns at once for 0.
+    """
     top = estimated_top(peaks, peak_count) + BELOW_PEAK
     far = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, n, BLOCK):
@@ -184,10 +193,13 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, n
                   each, scaled,  # outputs
                   peak_count, a_stride, n, m, first, ahead,
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """f_i = g_i exp(t - lse_i) and f_i a_i; 1 and a_i if ``needs_repair`` is set. A row without columns has 0.
+    """each_i = f_i = g_i exp(t - lse_i) and scaled_i = f_i a_i; 1 and a_i if ``needs_repair`` is set.
 
-    The entry of the positive is the largest of its row in E, and often most of its gradient. If it is among the m saved
-    columns, the last digits of f_i are changed, so that the entry is G / f_i before and after rounding.
+    A row without scores (lse_i = -inf) has f_i = 0.
+
+    The positive's entry is often the largest of its row in E, and most of the row's gradient. In E it is rounded to the
+    type of the features. If the positive is among the m saved columns, f_i is changed by at most that rounding, so that
+    f_i times the rounded entry is G.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
