@@ -1,6 +1,6 @@
 """The filter of the torch backend: products of gathered rows and columns. See `filter_plan` for the method.
 
-Axes: n rows of a, m rows of b, d features; r, c the current rows and columns, t the tiles of W columns among them.
+Axes: n rows of a, m rows of b, d features; r, c the current rows and columns, t the tiles among them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TorchFilter:
 
 
 def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Tensor, bool]:
-    """The order of the columns, and whether a sample of the rows keeps so many pairs that computing all is faster.
+    """The order of the columns, and whether a sample of the rows keeps so many entries that computing all is faster.
 
     The mean row, whose scores give the order, takes the first place of the sample, so that the columns are read only
     once. It is not counted. A sample is taken only on a CPU, and only in a large call.

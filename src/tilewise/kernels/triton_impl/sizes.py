@@ -37,7 +37,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class PairSizes:
-    """How the kernels over kept (row, tile) pairs of the filter divide their work."""
+    """How the kernels over kept (row, tile) entries of the filter divide their work."""
 
     rows: int  # pairs at a time
     depth: int  # features at a time, of the scores and of the row gradients

@@ -1,1 +1,1 @@
-"""Gradients without the (row, tile) pairs that carry almost no probability."""
+"""Gradients without the (row, tile) entries that carry almost no probability."""

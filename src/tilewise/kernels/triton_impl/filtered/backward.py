@@ -1,4 +1,4 @@
-"""Backward of the filter: the gradients of the kept pairs, and of the tile means that replace the others."""
+"""Backward of the filter: the gradients of the kept entries, and of the tile means that replace the others."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LIST_BLOCK = 1024
 
 
 class FilterBackward(FilterCall):
-    """The kept pairs, a group of tiles at a time; the means of the tiles for the others."""
+    """The kept entries, a group of tiles at a time; the means of the tiles for the others."""
 
     def run(
         self, stats: Stats, plan: FilterPlan, grad: GradStats, needs: Needs, saved: SavedColumns | None = None
     ) -> Grads | None:
-        """The gradients, or None if too many pairs are kept."""
+        """The gradients, or None if too many entries are kept."""
         self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
         found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
-        # All that does not depend on the number of pairs is launched or prepared before the host waits.
+        # All that does not depend on the number of entries is launched or prepared before the host waits.
         self._start()
         self._kernels()
         *counts, keep_all = found.tensor().tolist()
@@ -46,7 +46,7 @@ class FilterBackward(FilterCall):
         return self._finish()
 
     def _start(self) -> None:
-        """The list of kept pairs, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
+        """The list of kept entries, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
         pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
         self.sizes = pair_sizes(self.device, pair.a.dtype)
         step = self.sizes.rows
@@ -83,7 +83,7 @@ class FilterBackward(FilterCall):
         return out if factor == 1.0 else out.mul_(factor)
 
     def _kernels(self) -> None:
-        """The kernels of the kept pairs with all arguments except the pairs."""
+        """The kernels of the kept entries with all arguments except the entries."""
         pair, sizes = self.pair, self.sizes
         self.score = self.prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
@@ -99,7 +99,7 @@ class FilterBackward(FilterCall):
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:
-        """The gradients of the kept pairs, group by group."""
+        """The gradients of the kept entries, group by group."""
         pair, budget = self.pair, self.options.workspace_bytes
         most_g = max(*blocks.counts, budget // 8 // (self.width * pair.a.element_size()))
         most_u = max(self.sizes.rows, budget // 2 // (4 * self.d)) if self.need_a else max(1, blocks.pairs)
@@ -120,7 +120,7 @@ class FilterBackward(FilterCall):
                 self.column.launch((t.stop - t.start) * cdiv(self.d, self.features))
 
     def _add_rows(self, rows: Tensor) -> None:
-        """total[row] += u[pair], for the pairs of each row in the order of their tiles."""
+        """total[row] += u[entry], for the entries of each row in the order of their tiles."""
         ordered, pairs = torch.sort(rows, stable=True)
         starts = torch.searchsorted(ordered, self.marks, out_int32=True)
         self.add.put({"pairs": pairs, "starts": starts}).launch(self.n * cdiv(self.d, self.added))
@@ -142,7 +142,7 @@ class FilterBackward(FilterCall):
 
 
 class Blocks:
-    """Kept pairs, tile by tile, divided into blocks of at most ``step`` rows; plain numbers on the host.
+    """Kept entries, tile by tile, divided into blocks of at most ``step`` rows; plain numbers on the host.
 
     >>> blocks = Blocks([3, 0, 5, 1], 4)
     >>> blocks.pairs
@@ -160,7 +160,7 @@ class Blocks:
         self.pairs = self.starts[-1]
 
     def groups(self, most: int) -> Iterator[slice]:
-        """Tiles with at most ``most`` pairs together; no tile has more."""
+        """Tiles with at most ``most`` entries together; no tile has more."""
         first, tiles = 0, len(self.counts)
         while first < tiles:
             stop = bisect.bisect_right(self.starts, self.starts[first] + most) - 1
@@ -169,7 +169,7 @@ class Blocks:
             first = stop
 
     def batches(self, tiles: slice, most: int) -> Iterator[tuple[slice, slice]]:
-        """Blocks of these tiles with at most ``most`` pairs together (at least a block's), and those pairs."""
+        """Blocks of these tiles with at most ``most`` entries together (at least a block's), and those entries."""
         block = first_block = self.firsts[tiles.start]
         pair = first_pair = self.starts[tiles.start]
         for count in self.counts[tiles]:

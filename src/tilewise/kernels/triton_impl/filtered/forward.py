@@ -75,7 +75,7 @@ class FilterForward(FilterCall):
         super().__init__(pair, spec, options)
         self.save = save
         self.sizes = mass_sizes(self.device, pair.a.dtype, self.width)
-        # A kept pair costs the same for a tile of any width.
+        # A kept entry costs the same for a tile of any width.
         self.share = self.width / plans.WIDEST_TILE if self.device.type == "cuda" else 1.0
         # float16 lacks the range of products.
         self.sample_dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype
@@ -130,7 +130,7 @@ class FilterForward(FilterCall):
         return plans.sample_size(self.n, self.m, self.sample_dtype.itemsize, self.options)
 
     def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many pairs."""
+        """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many entries."""
         pair = self.pair
         assert pair.row_key is not None
         those = plans.sample_of(self.n, asked)

@@ -1,6 +1,6 @@
 """Kernels of the filter, which drops entries that carry almost no probability. `filter_plan` has the equations.
 
-An *entry* is one row and one tile, a (row, tile) pair; names with ``pair`` in this package mean entries.
+An *entry* is one row and one tile. In the names of this file (`pair_kernel`, ``pair``, ``pairs``), a pair is an entry.
 
     forward    gather_kernel      a chunk of the columns in their new order, and the mean column of each tile
                mass_kernel        the log-sum-exp of each entry; probe_kernel: the same for a sample of the rows

@@ -1,13 +1,13 @@
 """The strategy `filtered` of the Triton backend: the memory that it takes, and how the exact case is handled.
 
 What a call allocates above inputs and gradients, with w the workspace: forward, the plan (at most w / 2), a chunk of the
-columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some pairs
-(w / 8, or that of one tile), the row gradients of some pairs (w / 2), and one float32 accumulator for the row gradients.
+columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some entries
+(w / 8, or that of one tile), the row gradients of some entries (w / 2), and one float32 accumulator for the row gradients.
 
-A large call probes a sample of its rows first (at most w / 2, freed before the masses): how many pairs would they keep?
+A large call probes a sample of its rows first (at most w / 2, freed before the masses): how many entries would they keep?
 The answer, `keep_all`, stays on the device. The kernels of both cases are launched, those of the filter and those of the
 exact loss (`two_pass`), which also saves exponentials; the kernels of one case return at once. The host learns which at
-the start of backward, where it needs the number of kept pairs anyway.
+the start of backward, where it needs the number of kept entries anyway.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TritonFilter:
         *,
         saved: object | None = None,
     ) -> Grads | None:
-        """Gradients of the kept pairs. The host waits once, for their number.
+        """Gradients of the kept entries. The host waits once, for their number.
 
         If the probe in forward found that the exact case is faster, the host has that answer already and does not wait.
         """
