@@ -1,7 +1,9 @@
 # make demo   trains a real image-text model on the icons that ship, and shows what it learned
 # make test   everything that needs no GPU: lint, types, tests      make check   the quick half of it
 # make bench  CPU benchmarks    make test-gpu, make bench-gpu   on a machine with a CUDA device
+# make test-cards    every kernel, compiled for every supported card
 # make test-peers    other packages' own tests, with the losses of this one
+# make docs   the documentation site in build/site; a warning is an error    make docs-serve   the same, while you write
 # make test-matrix   the tests with the oldest and the newest supported torch    make dist   wheel and sdist, checked
 PYTHON ?= python3
 VENV   ?= .venv
@@ -20,8 +22,11 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 TRAIN := $(VENV)/.train
 READY := $(VENV)/.ready
+DOCS  := $(VENV)/.docs
+# The theme announces its successor in every build. Packages are pinned in constraints.txt.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: install lint types check test test-matrix test-peers bench test-gpu bench-gpu demo dist clean
+.PHONY: install lint types check test test-matrix test-peers test-cards bench test-gpu bench-gpu demo docs docs-serve dist clean
 install: $(READY)
 
 # What the demo needs.
@@ -47,13 +52,17 @@ types: $(READY)
 	$(BIN)/mypy
 
 check: lint types
-	$(BIN)/pytest -q -m "not slow and not group and not gpu" -n 2
+	$(BIN)/pytest -q -m "not slow and not group and not gpu and not cards" -n 2
 
 test: lint types
-	$(BIN)/pytest -q -m "not gpu" -n 2
+	$(BIN)/pytest -q -m "not gpu and not cards" -n 2
 
 test-peers: $(READY)
 	$(BIN)/python tools/peers.py $(PEER_FLAGS)
+
+# Every kernel compiled for every supported card; needs Triton, and no GPU.
+test-cards: $(READY)
+	$(BIN)/pytest -q -m cards tests/kernels/test_triton_compiles.py
 
 test-matrix:
 	$(PYTHON) tools/test_matrix.py $(MATRIX_FLAGS)
@@ -61,6 +70,7 @@ test-matrix:
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.charts
 
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m tests.gpu.parallel $(GPU_PROCESSES)
@@ -71,6 +81,17 @@ bench-gpu:
 
 demo: $(TRAIN)
 	$(BIN)/tilewise demo
+
+# What the site needs. The reference is read from the sources, which are not imported.
+$(DOCS): $(TRAIN)
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS)
+	$(MKDOCS) build --strict
+
+docs-serve: $(DOCS)
+	$(MKDOCS) serve
 
 dist: $(TRAIN)
 	$(PIP) -e ".[release]"

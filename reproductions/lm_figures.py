@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from examples import train_lm
 from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
 from benchmarks import measure, run
+from examples import train_lm
 from reproductions import lm_pictures, lm_text
 from reproductions.lm_held_out import THRESHOLD, TOLERANCES, figure_3, held_out_loss, seen_of
 from reproductions.records import RESULTS

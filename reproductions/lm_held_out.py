@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from examples import train_lm
 from examples.train_lm import Settings
 from torch import Tensor, nn
 
 import tilewise as tw
+from examples import train_lm
 from tilewise.ops.filter_report import record_filtering
 
 THRESHOLD = 2.0**-12

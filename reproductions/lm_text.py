@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy
 import torch
-from examples import train_lm
 from examples.train_lm import Settings
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from examples import train_lm
 
 NAMES = ("pretraining", "tuning", "held_out", "other")
 PART_TUNED, PART_HELD_OUT = 5, 8  # 1 of 5 files is not in pretraining; 1 of 8 of those is held out

@@ -24,7 +24,8 @@ ALLOWED = {
     "retrieval": BASE | {"ring", "kernels.ranks", "kernels.registry"},
     "cache": BASE,
     "integrations": BASE | {"losses", "cache"},
-    "train": BASE | {"losses", "retrieval", "cache", "ring", ""},
+    "tools": BASE | {"kernels", ""},
+    "train": BASE | {"losses", "retrieval", "cache", "ring", "tools", ""},
     "": BASE | {"losses", "ops", "retrieval"},  # tilewise/__init__.py
 }
 IMPLEMENTATIONS = {"kernels.torch_impl", "kernels.triton_impl"}
@@ -38,7 +39,7 @@ OPTIONAL = {
     "pyarrow": {"train"},
     "PIL": {"train"},
     "typer": {"train"},
-    "rich": {"train", "retrieval"},
+    "rich": {"train", "retrieval", "tools"},
     "matplotlib": {"train"},
     "tensorboard": {"train"},
     "safetensors": {"train"},

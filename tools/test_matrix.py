@@ -26,8 +26,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "results" / "matrix.json"
 OLDEST, NEWEST = "2.11.0", "2.15.0"
-QUICK = "not slow and not group and not gpu"
-FULL = "not gpu"
+QUICK = "not slow and not group and not gpu and not cards"
+FULL = "not gpu and not cards"
 PACKAGES = ("torch", "triton", "numpy", "transformers")
 VERSIONS = """
 import json, platform, sys

@@ -37,3 +37,13 @@ def test_page_shows_the_results() -> None:
     report = json.loads((heads.RESULTS / "heads-nvidia-h200.json").read_text())
     page = heads.PAGE.read_text()
     assert heads.with_table(page, report) == page, "run: python -m benchmarks.heads --page"
+
+
+def test_readme_says_what_was_measured() -> None:
+    rows = json.loads((heads.RESULTS / "heads-nvidia-h200.json").read_text())["results"]
+    ours, theirs = (next(row for row in rows if row["method"] == name) for name in ("tilewise", "TRL"))
+    times = round(theirs["log_prob_error"] / ours["log_prob_error"], -2)
+    readme = " ".join((heads.RESULTS.parents[1] / "README.md").read_text().split())
+    assert f"an error {times:.0f} times smaller than that of bf16 logits" in readme
+    time, memory = ours["ms"] / theirs["ms"], 100 * ours["bytes"] / theirs["bytes"]
+    assert f"in {time:.2f} times the time and {memory:.0f} % of the" in readme

@@ -444,6 +444,9 @@ def test_ids_of_strings():
     assert ids.tolist() == st.hash_ids(["b", "a", "b", ""]).tolist()
     assert ids.unique().numel() == 3
     assert ids[1].item() == 4681665781835383343  # the same in every process and release
+    assert st.hash_ids(torch.tensor([3, -1]).numpy()).tolist() == [3, -1]
+    with pytest.raises(RangeError, match="fit into 64 bits"):
+        st.hash_ids([2**63])
     loss = st.MultipleNegativesRankingLoss(None, labels_as_ids=True)
     columns = [normal(N, D), normal(N, D)]
     with pytest.raises(ConfigError, match="column of integers named 'label'"):

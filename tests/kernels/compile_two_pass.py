@@ -1,6 +1,6 @@
 """Compile the two-pass kernels for many cards: `python -m tests.kernels.compile_two_pass`. See `compiling`."""
 
-from tests.kernels.compiling import compiled, compiled_tiles, row_for, show
+from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
@@ -51,8 +51,11 @@ LOSSES = {
     "cross entropy, saved": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED),
     "cross entropy, if not filtered": (of("ROWS"), of("ROWS"), 0, ONE, True, SAVED | {"only_if"}),
     "tokens": (
-        *(of("ROWS", "ENTROPY", "TOP"), of("ROWS", "ENTROPY", "BIAS_COLS"), of("BIAS", "SOFTCAP"), ONE, True),
-        ROWS | {"bias", "bias_part", "row_key", "row_entropy", "grad_entropy", "row_top", "row_top_col"},
+        *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ", "BIAS_COLS")),
+        *(of("BIAS", "SOFTCAP"), ONE, True),
+        ROWS
+        | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
+        | {"row_top", "row_top_col"},
     ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
@@ -67,19 +70,11 @@ LOSSES = {
         BOTH | {"row_skip", "col_skip"},
     ),
 }
-SAVING = "cross entropy, saved", "cross entropy, if not filtered"
-# (capability, type, wide features, losses)
-CARDS = [
-    (90, "bf16", False, tuple(loss for loss in LOSSES if loss not in SAVING)),
-    (90, "bf16", True, ("cross entropy", "cross entropy, bias", *SAVING, "tokens", "supcon", "info_nce with ids")),
-    (90, "fp32", False, ("clip",)),
-    (80, "bf16", False, ("clip", "supcon")),
-    (80, "fp32", False, ("clip",)),
-    (89, "bf16", False, ("clip",)),
-    (89, "fp32", False, ("clip",)),
-    (100, "bf16", False, ("clip",)),
-    (100, "fp32", False, ("clip",)),
-]
+SAVING = "cross entropy, saved", "cross entropy, if not filtered"  # of wide features
+WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "supcon", "info_nce with ids"
+QUICK = "clip", "cross entropy, saved"
+ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered"  # differ little from others
+FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
 def kernels_over_tiles(loss, stats, sizes, wide_sizes):
@@ -101,30 +96,43 @@ def small_kernels(loss, kind, sizes):
     return found
 
 
+def sizes_of(capability, dtype, every):
+    """(loss, sizes in forward, sizes in backward) of all losses, with narrow and with wide features."""
+    row = row_for(capability, dtype)
+    narrow = row.forward, row.gradient
+    wide = row.forward_wide or row.forward, row.gradient_wide or row.gradient
+    found = [(loss, *narrow) for loss in LOSSES if loss not in SAVING]
+    found += [(loss, *wide) for loss in (WIDE if wide != narrow else SAVING)]
+    if capability != 90:
+        found = [case for case in found if case[0] not in ON_HOPPER]
+    return found if every else [case for case in found if case[0] == "clip" or (case[0] in QUICK and wide != narrow)]
+
+
 def main() -> None:
-    for capability, dtype, wide_features, losses in CARDS:
-        row = row_for(capability, dtype)
-        sizes, wide_sizes = row.forward, row.gradient
-        if wide_features:
-            sizes, wide_sizes = row.forward_wide, row.gradient_wide
-        for loss in losses:
+    for capability, dtype, every in cards():
+        for loss, sizes, gradient_sizes in sizes_of(capability, dtype, every):
             stats, terms, score, kind, wide, present = LOSSES[loss]
+            if cannot_compile(capability) and (kind == MANY or score & bit.SKIP.value):
+                continue
             shared = {"D": 512, "SCORE": score, "POSITIVE": kind, "EXACT": FULL, "STATS": stats, "TERMS": terms}
             shared["WIDE"] = wide
             shared["STRIP"] = sizes.strip if "peaks" in present and stats & bit.COLS.value else 1
             types = {"row_key": "*i32"} if kind == MANY else {}
-            for kernel, own in kernels_over_tiles(loss, stats, sizes, wide_sizes):
+            for kernel, own in kernels_over_tiles(loss, stats, sizes, gradient_sizes):
+                if not every and kernel.__name__ not in FEW:
+                    continue
                 made = compiled_tiles(kernel, shared, present, dtype, capability, own, types=types)
                 show(capability, kernel.__name__, made, own.programs, loss=loss, dtype=dtype)
-            if capability == 90 and dtype == "bf16" and (not wide_features or loss in SAVING):
-                for kernel, constants, more in small_kernels(loss, kind, sizes):
-                    constants = shared | {"P": 64, "K": 64} | constants
-                    made = compiled(kernel, constants, present | more, dtype, capability)
-                    show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
-    for capability in sorted({card[0] for card in CARDS}):
-        constants = {"BLOCK": small_batch.SUM_BLOCK}
-        made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
-        show(capability, "loss_kernel", made)
+            for kernel, constants, more in (
+                small_kernels(loss, kind, sizes) if every and not cannot_compile(capability) else ()
+            ):
+                constants = shared | {"P": 64, "K": 64} | constants
+                made = compiled(kernel, constants, present | more, dtype, capability)
+                show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
+        if every:
+            constants = {"BLOCK": small_batch.SUM_BLOCK}
+            made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
+            show(capability, "loss_kernel", made)
 
 
 if __name__ == "__main__":

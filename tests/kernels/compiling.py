@@ -1,15 +1,19 @@
 """Compile kernels for cards that are not present. Triton needs no card to compile.
 
-A script prints a line of JSON for each kernel and card. It runs in a process of its own, without TRITON_INTERPRET.
+A script prints a line of JSON for each kernel and card. It runs in a process of its own, without TRITON_INTERPRET:
+`python -m tests.kernels.compile_ranks quick`, or `full` for all kernels and cards.
 """
 
 import json
+import sys
+from collections.abc import Iterator
 
 import triton
-from tests.kernels.resources import stack_bytes
+from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tilewise.kernels.known_faults import FAULTS, release
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 
@@ -34,6 +38,30 @@ POINTERS = dict.fromkeys(
 )
 POINTERS |= dict.fromkeys(("row_key", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64")
 FEATURES = {"a", "b", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
+
+
+CAPABILITIES = 80, 86, 89, 90, 100, 120
+# Every capability, and both sizes of a type on each row of the size table
+QUICK = (80, "bf16"), (89, "bf16"), (90, "bf16"), (100, "bf16"), (80, "fp32"), (86, "fp32"), (90, "fp32"), (120, "fp32")
+
+
+def cards() -> Iterator[tuple[int, str, bool]]:
+    """(capability, type, whether all kernels are compiled for it) of this run.
+
+    The code of float16 and bfloat16 differs only in the instruction of the product, and float32 has smaller tiles. So
+    the largest kernels are compiled in all three types, and the rest in bfloat16. Capability 8.6 has the sizes of 8.9.
+    """
+    full = {"quick": False, "full": True}[sys.argv[1]]
+    for dtype in ("bf16", "fp16", "fp32"):
+        for capability in CAPABILITIES:
+            if full or (capability, dtype) in QUICK:
+                yield capability, dtype, full and dtype == "bf16" and capability != 86
+
+
+def cannot_compile(capability: int) -> bool:
+    """Whether this version of Triton fails to compile some kernels for the card. "auto" takes none of them there."""
+    faults = [fault for fault in FAULTS if release(triton.__version__) in fault.versions and not fault.compiles]
+    return any(divmod(capability, 10) in fault.capabilities for fault in faults)
 
 
 def row_for(capability: int, dtype: str):
@@ -86,5 +114,6 @@ def compiled_tiles(kernel, constants, present, dtype, capability, sizes, **more)
 
 def show(capability, kernel, result, programs=1, **more) -> None:
     """Print a line about a compiled kernel."""
-    line = {"capability": capability, "kernel": kernel, "shared": result.metadata.shared, "programs": programs} | more
-    print(json.dumps(line | {"stack": stack_bytes(result.asm["cubin"])}), flush=True)
+    line = {"capability": capability, "kernel": kernel, "shared": result.metadata.shared, "programs": programs}
+    line |= {"threads": 32 * result.metadata.num_warps} | resources(result.asm["cubin"])
+    print(json.dumps(line | more), flush=True)

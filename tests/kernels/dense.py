@@ -51,6 +51,7 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
         row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
         row_sum=None if pair.col_weight is None else x_nm @ pair.col_weight.to(x_nm.dtype),
         row_entropy=_entropy(x_nm) if spec.row_entropy else None,
+        row_sum_sq=_sum_sq(x_nm) if spec.row_sum_sq else None,
         row_top=None if top is None else (top.values - (0 if pair.row_shift is None else pair.row_shift)).detach(),
         row_top_col=None if top is None else top.indices + pair.col_start,
         col_lse=torch.logsumexp(x_nm - col_shift, 0) if spec.col_lse else None,
@@ -63,3 +64,10 @@ def _entropy(x_nm: Tensor) -> Tensor:
     log_p = torch.log_softmax(x_nm.masked_fill(empty, 0.0), 1)
     terms = log_p.exp() * torch.where(log_p == -torch.inf, 0.0, log_p)
     return -terms.masked_fill(empty, 0.0).sum(1)
+
+
+def _sum_sq(x_nm: Tensor) -> Tensor:
+    """log sum_j p_ij^2 of p = softmax(x): (n,), 0 for a row whose pairs are all excluded."""
+    empty = (x_nm == -torch.inf).all(1, keepdim=True)
+    log_p = torch.log_softmax(x_nm.masked_fill(empty, 0.0), 1)
+    return torch.logsumexp(2.0 * log_p, 1).masked_fill(empty[:, 0], 0.0)

@@ -142,7 +142,7 @@ def cross_entropy_of_a_slice(make: Maker) -> Case:
 def tokens(make: Maker) -> Case:
     """What a language model's user asks for beside the loss: entropy, largest score."""
     pair, spec = cross_entropy(make)
-    return pair, dataclasses.replace(spec, row_entropy=True, row_top=True, softcap=6.0)
+    return pair, dataclasses.replace(spec, row_entropy=True, row_sum_sq=True, row_top=True, softcap=6.0)
 
 
 @case
@@ -169,6 +169,21 @@ def tokens_surely_known(make: Maker) -> Case:
         row_key=make.integers(m, n),
     )
     return pair, PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one")
+
+
+@case
+def tokens_with_labels(make: Maker) -> Case:
+    """Token statistics beside a weighted sum and several positives in a row."""
+    n, m = make.rows(40), make.rows(90)
+    pair = Pair(
+        a=make.features(n, 24, 1.0),
+        b=make.features(m, 24, 1.0),
+        scale=make.number(3.0),
+        row_key=make.integers(7, n),
+        col_key=make.integers(7, m),
+        col_weight=make.features(m, 1, 1.0)[:, 0].to(make.number(1.0).dtype),
+    )
+    return pair, PairSpec(row_lse=True, row_entropy=True, row_sum_sq=True, row_top=True, row_sum=True, positive="many")
 
 
 @case

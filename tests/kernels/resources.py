@@ -10,11 +10,12 @@ from triton.backends import nvidia
 TOOL = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes of stack per thread: registers spill there, and a loop that spills is slow."""
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack per thread. Registers spill to the stack, and a loop that spills is slow."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(TOOL), "--dump-resource-usage", file.name]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", shown))
+    names = {"registers": "REG", "stack": "STACK"}
+    return {name: max(map(int, re.findall(rf"\b{word}:(\d+)", shown))) for name, word in names.items()}

@@ -59,6 +59,7 @@ def some_stats(seed: int) -> Stats:
         **{name: vector() for name in ("row_pos", "num_positives", "row_softplus", "row_sum", "col_lse")},
         row_lse=lse,
         row_entropy=torch.where(lse == -torch.inf, 0.0, vector().abs() / 100),
+        row_sum_sq=torch.where(lse == -torch.inf, 0.0, -vector().abs() / 100),
         row_top=lse.round(decimals=-2),  # some are equal
         row_top_col=torch.randint(0, 9, (7,), generator=generator),
     )
@@ -87,6 +88,16 @@ def test_entropy_of_far_apart_and_of_equal_parts():
     two = Stats(row_lse=other, row_entropy=torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64))
     want = torch.tensor([1.0 + math.log(2), 1e-9, 0.5, 0.0], dtype=torch.float64)
     torch.testing.assert_close(one.merge(two).row_entropy, want, rtol=1e-15, atol=0.0)
+
+
+def test_squares_of_far_apart_and_of_equal_parts():
+    """Two halves of the same weight: the sum of squares halves. A part that weighs nothing changes nothing."""
+    lse = torch.tensor([5.0, 1000.0, -torch.inf, -torch.inf], dtype=torch.float64)
+    other = torch.tensor([5.0, -1000.0, 3.0, -torch.inf], dtype=torch.float64)
+    one = Stats(row_lse=lse, row_sum_sq=torch.tensor([-1.0, -1e-9, 0.0, 0.0], dtype=torch.float64))
+    two = Stats(row_lse=other, row_sum_sq=torch.tensor([-1.0, -2.0, -0.5, 0.0], dtype=torch.float64))
+    want = torch.tensor([-1.0 - math.log(2), -1e-9, -0.5, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(one.merge(two).row_sum_sq, want, rtol=1e-14, atol=0.0)
 
 
 def test_of_equal_largest_scores_the_lower_column_wins():
@@ -124,7 +135,7 @@ def test_gradients_of_blocks_give_the_whole(name):
     needs = Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
     total_a, total_scale, columns, biases = 0.0, 0.0, [], []
     for part in column_blocks(pair):
-        rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy}
+        rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_sum_sq": stats.row_sum_sq}
         own = Stats(**rows, col_lse=None if stats.col_lse is None else stats.col_lse[part])
         incoming = dataclasses.replace(grad, col_lse=None if grad.col_lse is None else grad.col_lse[part])
         grads = BACKEND.backward(column_block(pair, part), own, incoming, needs, spec, OPTIONS)

@@ -60,7 +60,9 @@ def pairs(draw, dtype):
         softcap=softcap,
     )
     if spec.row_lse and not spec.col_lse and not symmetric:
-        spec = dataclasses.replace(spec, row_entropy=draw(st.booleans()), row_top=draw(st.booleans()))
+        spec = dataclasses.replace(
+            spec, row_entropy=draw(st.booleans()), row_sum_sq=draw(st.booleans()), row_top=draw(st.booleans())
+        )
     high = draw(st.sampled_from([2, 7, 1000]))
     row_key = integers(n, high)
     if positive == "one":

@@ -12,11 +12,10 @@ from tests.kernels.pair_cases import HARD, make_case
 from tests.kernels.pair_maker import Maker
 
 import tilewise as tw
-from benchmarks import tune
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl import sizes, tune
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
@@ -106,7 +105,12 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
             rows, cols = macro_of(Forward, pair, spec, options, size)
             rows, cols = min(rows, n), min(cols, m)
             both, many = spec.col_lse or spec.symmetric, spec.positive == "many"
-            parts = 4 * rows * -(-cols // size.cols) * (1 + many + spec.row_sum + spec.row_entropy + 2 * spec.row_top)
+            parts = (
+                4
+                * rows
+                * -(-cols // size.cols)
+                * (1 + many + spec.row_sum + spec.row_entropy + spec.row_sum_sq + 2 * spec.row_top)
+            )
             parts += both * 4 * cols * -(-rows // size.rows) * (1 + many)
             least = 256 + tile
             assert parts <= 1.2 * options.workspace_bytes / 2 or max(rows, cols) <= least
@@ -135,11 +139,6 @@ REFUSED = {
     "no columns": (a_pair(m=0), ROWS, "empty side"),
     "no features": (a_pair(d=0), ROWS, "empty side"),
     "far away": (dataclasses.replace(a_pair(), row_start=2**31), ROWS, "32 bits"),
-    "labels of tokens": (
-        a_pair(),
-        PairSpec(row_lse=True, row_entropy=True, positive="many"),
-        "entropies and largest scores beside one positive",
-    ),
     "many sigmoids": (a_pair(), PairSpec(softplus=True, positive="many"), "one positive in each row"),
 }
 
@@ -169,7 +168,10 @@ CARDS |= {(10, 3): "sm_100", (12, 0): "other", (13, 0): "other"}
 def card(request, monkeypatch):
     """A card of this compute capability, and its architecture in the table."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
-    return CARDS[request.param]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card that nobody has tuned")
+    sizes.forget_tuned()
+    yield CARDS[request.param]
+    sizes.forget_tuned()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -193,12 +195,10 @@ def test_sizes_suit_the_card(card, dtype, width, columns):
 
 
 @pytest.mark.parametrize("item", [2, 4])
-def test_the_filter_fits_100_kib_with_one_stage_more(item):
-    """Triton 3.9 takes one stage more than 3.6."""
-    row, width = sizes.TABLE["other", item], 256
-    masses, pairs = row.filter_masses, row.filter_pairs
-    for rows, depth, stages in ((masses.rows, masses.depth, masses.stages), (pairs.rows, pairs.depth, pairs.stages)):
-        assert (stages + 1) * (rows + width) * depth * item <= 99 * 1024
+def test_the_masses_fit_100_kib_with_one_stage_more(item):
+    """Triton 3.9 takes one stage more than 3.6. The compile tests check all kernels, with the installed version."""
+    masses = sizes.TABLE["other", item].filter_masses
+    assert (masses.stages + 1) * (masses.rows + masses.cols) * masses.depth * item <= 99 * 1024
 
 
 @pytest.mark.parametrize("module", [sizes, tune], ids=lambda module: module.__name__)

@@ -349,13 +349,18 @@ def tokens_with_entropy(make: Maker) -> Problem:
     counted = target != -100
 
     def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
-        stats = tw.linear_token_stats(p.hidden, p.classifier, target, linear_bias=p.bias, logit_scale=p.scale, **how)
-        return reduced(-stats.log_prob - 0.3 * stats.entropy, reduction)
+        want = ("log_prob", "entropy", "log_sum_sq_prob", "mean_logit")
+        given = {"linear_bias": p.bias, "logit_scale": p.scale, "want": want}
+        stats = tw.linear_token_stats(p.hidden, p.classifier, target, **given, **how)
+        extra = 0.2 * stats.log_sum_sq_prob + 0.1 * stats.mean_logit
+        return reduced(-stats.log_prob - 0.3 * stats.entropy + extra, reduction)
 
     def dense(p: Any, reduction: str = "mean") -> Tensor:
-        log_p = (p.scale * p.hidden @ p.classifier.T + p.bias).log_softmax(1)
+        logits = p.scale * p.hidden @ p.classifier.T + p.bias
+        log_p = logits.log_softmax(1)
         own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
-        return reduced(torch.where(counted, -own + 0.3 * (log_p.exp() * log_p).sum(1), 0.0), reduction)
+        extra = 0.2 * (2 * log_p).logsumexp(1) + 0.1 * logits.mean(1)
+        return reduced(torch.where(counted, -own + 0.3 * (log_p.exp() * log_p).sum(1) + extra, 0.0), reduction)
 
     leaves = {
         "hidden": make.random(make.n, make.d),

@@ -13,17 +13,19 @@ from tests.ring.virtual import run_virtual
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.errors import ConfigError
+from tilewise.errors import ConfigError, RangeError
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.losses.token_stats import WANT
+from tilewise.losses.token_stats import DEFAULT, NEED_TARGET, WANT
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")
-SMOOTH = ("log_prob", "entropy", "logsumexp")
+SMOOTH = ("log_prob", "entropy", "logsumexp", "log_sum_sq_prob", "mean_logit")
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
     "capped": {"bias": True, "softcap": 5.0},
     "shifted": {"shift": 1},
+    "hot": {"bias": True, "temperature": 1.7},
+    "cold and capped": {"bias": True, "softcap": 5.0, "temperature": 0.6},
 }
 
 
@@ -48,15 +50,19 @@ def leaves(x: Any, bias: bool) -> list[Tensor]:
 
 
 def ours(x: Any, bias: bool = False, **settings: Any) -> tw.TokenStats:
+    if "want" not in settings:
+        settings["want"] = [name for name in WANT if x.target is not None or name not in NEED_TARGET]
     return tw.linear_token_stats(
         x.hidden, x.head, x.target, linear_bias=x.bias if bias else None, logit_scale=x.scale, **settings
     )
 
 
-def dense(x: Any, bias: bool = False, softcap: float | None = None, shift: int = 0) -> tw.TokenStats:
+def dense(
+    x: Any, bias: bool = False, softcap: float | None = None, shift: int = 0, temperature: float = 1.0
+) -> tw.TokenStats:
     hidden, target = x.hidden[..., : x.hidden.shape[-2] - shift, :], x.target[..., shift:]
     logits = x.scale.to(hidden.dtype) * hidden @ x.head.T + (x.bias if bias else 0.0)
-    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature
     log_p, valid = logits.log_softmax(-1), target != -100
     log_prob = log_p.gather(-1, target.clamp(min=0)[..., None])[..., 0]
     return tw.TokenStats(
@@ -65,6 +71,8 @@ def dense(x: Any, bias: bool = False, softcap: float | None = None, shift: int =
         argmax=torch.where(valid, logits.argmax(-1), -1),
         correct=(logits.argmax(-1) == target) & valid,
         logsumexp=torch.where(valid, logits.logsumexp(-1), 0.0),
+        log_sum_sq_prob=torch.where(valid, (2.0 * log_p).logsumexp(-1), 0.0),
+        mean_logit=torch.where(valid, logits.mean(-1), 0.0),
         valid=valid,
     )
 
@@ -93,7 +101,9 @@ def test_float64(setting):
         assert_close(one, other, 1e-12)
 
 
-@pytest.mark.parametrize("names", [("entropy",), ("log_prob", "entropy")], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [("entropy",), ("log_prob", "entropy"), ("log_sum_sq_prob", "mean_logit")], ids="+".join
+)
 def test_gradcheck(names):
     x = tokens(n=10, classes=7, d=3)
 
@@ -200,7 +210,29 @@ def test_nothing_counts():
 
 def test_empty():
     stats = tw.linear_token_stats(torch.zeros(0, 4), torch.zeros(9, 4), torch.zeros(0, dtype=torch.long))
-    assert all(getattr(stats, name).shape == (0,) for name in WANT)
+    assert all(getattr(stats, name).shape == (0,) for name in DEFAULT)
+
+
+def test_means_leave_out_ignored_tokens():
+    x = tokens()
+    stats, valid = ours(x), x.target != -100
+    for name in (*SMOOTH, "correct"):
+        values, digits = getattr(stats, name).double(), 1e-7 if name == "correct" else 1e-14
+        assert_close(stats.mean(name), values[valid].mean(), digits, name)
+        rows = torch.stack([values[i][valid[i]].mean() for i in range(len(valid))])
+        assert_close(stats.mean(name, dim=-1), rows, digits, name)
+    assert_close(stats.mean("correct"), stats.accuracy, 0.0)
+    assert torch.equal(stats.top1, stats.correct)
+    every = tw.linear_token_stats(x.hidden, x.head)
+    assert_close(every.mean("entropy"), every.entropy.mean(), 1e-14)
+    with pytest.raises(ConfigError, match=r"mean of 'mean_logit' is not available.*Computed were: entropy"):
+        every.mean("mean_logit")
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_is_positive(temperature):
+    with pytest.raises(RangeError, match="temperature"):
+        ours(tokens(), temperature=temperature)
 
 
 @pytest.mark.parametrize("call, message", [

@@ -89,7 +89,16 @@ def test_a_model_is_described_by_its_sizes():
     assert (changed.vocabulary, changed.hidden) == (256_000, 4096)
 
 
-@pytest.mark.parametrize("wrong", [("--tokens", "0"), ("--memory-gib", "nan"), ("--reserve-gib", "inf")])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--tokens", "0"),
+        ("--memory", "nan"),
+        ("--memory", "80 bananas"),
+        ("--memory", "-1GiB"),
+        ("--reserve-gib", "inf"),
+    ],
+)
 def test_the_command_refuses_what_no_model_can_have(wrong):
     result = CliRunner().invoke(app, ["plan", "lm", *wrong])
     assert isinstance(result.exception, RangeError)

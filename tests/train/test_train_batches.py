@@ -220,7 +220,7 @@ def test_plain_icons_keep_their_captions(some_icons):
 def test_a_run_that_stops_does_not_decode_another_batch_first(tmp_path, monkeypatch):
     for i in range(40):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
-    source = open_source(DataConfig(source="folder", path=str(tmp_path)), 8, SkipLog())
+    source = open_source(DataConfig(source="folder", path=str(tmp_path), eval_share=0), 8, SkipLog())
     read, seen, second = source.read, [], threading.Event()
 
     def slowly(key):

@@ -6,11 +6,13 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 from PIL import Image
 from tests.train.small_icons import write_small_icons
+from tests.train.test_train_help import PROGRAM
 from typer.testing import CliRunner
 
 from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError
@@ -42,7 +44,7 @@ def run(tmp_path_factory):
     assert result.exit_code == 0, result.output
     shown = result.output.splitlines()
     assert shown[1].startswith(
-        "model   embed_dim=16  width=32  "
+        'model   name="icon"  embed_dim=16  width=32  '
     )  # settings that differ from the defaults, one line per section
     sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} weights on \S+; 4 steps, 6 an epoch"
     assert re.fullmatch(sizes, shown[4])
@@ -56,7 +58,7 @@ def test_search_writes_a_sheet_and_lists_the_best(run):
     result = invoke("search", run, "arrow left", "heart", "--top", 4)
     assert result.exit_code == 0
     assert "arrow left" in result.output
-    assert len(re.findall(r"^ +-?\d\.\d{3}  ", result.output, re.M)) == 8
+    assert len(re.findall(r"^[ *] -?\d\.\d{3}  ", result.output, re.M)) == 8
     with Image.open(run / "search.png") as sheet:
         assert sheet.width > 300
         assert sheet.convert("L").getextrema()[0] < 128
@@ -184,9 +186,9 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
             (tmp_path / "classes" / name / f"{i}.txt").write_text(name)
     (tmp_path / "c.toml").write_text("")
     settings = [
-        "model.name=clip-tiny", "data.source=folder", f"data.path={tmp_path / 'classes'}", "loop.batch_size=18",
-        "loop.chunk_size=8", "loop.steps=15", "loop.threads=1", "optim.lr=2e-3", f"output.folder={tmp_path / 'run'}",
-        "output.report=false", "output.tensorboard=false",
+        "model.name=clip-tiny", "data.source=folder", f"data.path={tmp_path / 'classes'}", "data.eval_share=0",
+        "loop.batch_size=18", "loop.chunk_size=8", "loop.steps=15", "loop.threads=1", "optim.lr=2e-3",
+        f"output.folder={tmp_path / 'run'}", "output.report=false", "output.tensorboard=false",
     ]  # fmt: skip
     assert invoke("train", tmp_path / "c.toml", *settings).exit_code == 0
     result = invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "classes", "--pairs", tmp_path / "classes")
@@ -245,6 +247,22 @@ def test_other_settings_are_refused_with_both_values(run):
         invoke("train", run / "config.toml", "loop.seed=5")
 
 
+@pytest.mark.parametrize("command", ["evaluate", "search", "export"])
+def test_a_small_model_starts_without_large_packages(run, tmp_path, command):
+    """torch takes most of the start. transformers, sympy and dynamo would double it."""
+    more = {
+        "evaluate": [],
+        "search": ["heart", "--sheet", str(tmp_path / "s.png")],
+        "export": [str(tmp_path / "model")],
+    }
+    program = PROGRAM.format(arguments=[command, str(run), *more[command]])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert "torch" in modules
+    assert {"transformers", "sympy", "pyarrow", "tensorboard", "matplotlib", "triton"} & set(modules) == set()
+
+
 def test_version_and_options_with_dashes(run):
     assert re.match(r"tilewise \d", invoke("--version").output)
     with pytest.raises(ConfigError, match="without dashes"):
@@ -270,7 +288,7 @@ def test_the_demo_has_large_batches_through_the_cache(cuda):
 
 def test_help_is_quick_to_read_and_names_the_commands():
     result = invoke("--help")
-    for command in ("train", "evaluate", "search", "demo", "config"):
+    for command in ("train", "evaluate", "search", "embed", "report", "export", "status", "demo", "config", "plan"):
         assert command in result.output
 
 
@@ -286,7 +304,7 @@ def test_the_demo_runs_to_its_report(tmp_path):
     extra = ["optim.warmup_steps=1", f"data.path={icons}", f"output.folder={tmp_path / 'demo'}"]
     result = invoke("demo", *SETTINGS, *extra)
     assert result.exit_code == 0
-    for words in ("held-out recall", "text to image", "shopping cart", "report:", "tilewise search"):
+    for words in ("held-out recall", "text to image", "shopping cart", "report:", " search ", "train data.path=FOLDER"):
         assert words in result.output
     assert (tmp_path / "demo" / "report.html").is_file()
     assert (tmp_path / "demo" / "searches.png").is_file()

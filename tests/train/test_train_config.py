@@ -51,8 +51,7 @@ def test_overrides_reach_their_section(tmp_path):
         ("optim.betas=0.9", ("a list",)),
         ("data.crop_scale=[0.9, 0.1]", ("low <= high",)),
         ("data.source=table", ("path is needed",)),
-        ("loop.chunk_size=9999", ("chunk_size", "batch_size")),
-        ("model.weights=x", ("clip-*",)),
+        ("model.name=clip", ("takes the sizes of the model from model.weights",)),
         ("loss.initial_scale=200", ("max_scale",)),
         ("steps=3", ("did you mean 'loop.steps'",)),
         ("model.name=ViT-B-32", ("did you mean 'clip-vit-b-32'",)),
@@ -66,6 +65,41 @@ def test_refusals_name_the_setting_and_what_was_wanted(override, words):
         load_config(None, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_chunk_shrinks_with_the_batch():
+    assert load_config(None, ["loop.batch_size=64"]).loop.chunk_size == 64
+    assert load_config(None, ["loop.batch_size=64", "loop.chunk_size=9999"]).loop.chunk_size == 64
+    assert load_config(None, ["loop.batch_size=64", "loop.chunk_size=16"]).loop.chunk_size == 16
+
+
+@pytest.mark.parametrize(
+    "overrides, source, name",
+    [
+        ([], "icons", "icon"),
+        (["data.path=icons.zip"], "icons", "icon"),
+        (["data.path=pictures"], "folder", "clip-tiny"),
+        (["data.path=pairs.tsv"], "table", "clip-tiny"),
+        (["data.path=data/{00..11}.tar"], "shards", "clip-tiny"),
+        (["data.path=pictures", "model.weights=w"], "folder", "clip"),
+        (["data.path=pictures", "model.text_weights=w"], "folder", "vit-bert"),
+        (["data.path=pictures.v2", "data.source=folder", "model.name=clip-vit-b-16"], "folder", "clip-vit-b-16"),
+    ],
+)
+def test_the_path_and_the_weights_choose_the_source_and_the_model(overrides, source, name):
+    config = load_config(None, overrides)
+    assert (config.data.source, config.model.name) == (source, name)
+    assert config.data.eval_share == (-1.0 if source in ("folder", "table") else 0.0)
+    assert build(RunConfig, to_dict(config)) == config
+
+
+def test_conflicts_are_found_after_the_source_is_known():
+    with pytest.raises(ConfigError, match=r"data\.eval_share holds out pairs of a folder or table"):
+        load_config(None, ["data.path=x.tar", "data.eval_share=0.1"])
+    with pytest.raises(ConfigError, match=r"mask_same_id=true would have no effect"):
+        load_config(None, ["data.path=pictures", "loss.mask_same_id=true"])
+    with pytest.raises(ConfigError, match=r"weights needs a clip-\* model"):
+        load_config(None, ["model.name=icon", "model.weights=x"])
 
 
 def test_a_far_choice_is_not_suggested():

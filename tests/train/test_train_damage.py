@@ -146,7 +146,7 @@ def test_a_report_leaves_out_lines_without_its_numbers(whole, tmp_path):
         text + '{"step": 7, "kind": "train"}\n{"step": 7, "kind": "eval", "t2i_r1": "x"}\n'
     )
     (tmp_path / "config.toml").write_text((whole / "config.toml").read_text())
-    assert write_report(tmp_path, None, None, None, None).is_file()
+    assert write_report(tmp_path, None, None).is_file()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tilewise.train.demo import CPU_SETTINGS
 from tilewise.train.settings import to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ("training.md", "data.md", "checkpoints.md")
+DOCS = ("training.md", "data.md", "checkpoints.md", "command-line.md")
 FILES = ("md", "py", "toml", "safetensors")
-COMMANDS = [[name, "--help"] for name in ("train", "evaluate", "search", "export", "status", "demo", "config")]
-COMMANDS += [["plan", "--help"], ["plan", "lm", "--help"], ["--help"]]
+NAMES = ("train", "evaluate", "search", "embed", "report", "export", "status", "demo", "config", "tune", "doctor")
+COMMANDS = [[name, "--help"] for name in NAMES]
+COMMANDS += [["plan", "--help"], ["plan", "lm", "--help"], ["plan", "clip", "--help"], ["--help"]]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -80,5 +81,5 @@ def test_every_model_is_documented():
 
 def test_commands_in_the_documentation_exist():
     text = "".join((ROOT / "docs" / "concepts" / name).read_text() for name in DOCS)
-    for command in set(re.findall(r"tilewise (train|evaluate|search|export|status|demo|config)\b", text)):
+    for command in set(re.findall(rf"tilewise ({'|'.join(NAMES)})\b", text)):
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0

@@ -88,3 +88,13 @@ def test_templates_without_a_place_for_the_class_are_refused():
         class_features(encoders({}), ["a"], ["a photo"])
     with pytest.raises(RangeError, match="0 and 1"):
         class_features(encoders({}), [], ["{}"])
+
+
+def test_zero_shot_names_the_class_that_images_are_taken_for():
+    table = {name: axis(i) for i, name in enumerate("abcd")}
+    images = pixels(axis(0), axis(1), axis(1), axis(2), axis(1), axis(1))
+    labels = torch.tensor([0, 0, 0, 0, 1, 1])
+    found = evaluate_zero_shot(encoders(table), [images], labels, list("abcd"))["per_class"]
+    assert found["a"] == {"images": 4, "top1": 0.25, "taken_for": "b"}
+    assert found["b"] == {"images": 2, "top1": 1.0, "taken_for": ""}
+    assert found["c"] == {"images": 0, "top1": 0.0, "taken_for": ""}

@@ -208,13 +208,13 @@ def test_special_files_are_skipped_and_do_not_block(tmp_path):
     (tmp_path / "b.png").write_bytes(picture())
     os.mkfifo(tmp_path / "b.txt")
     skips = SkipLog()
-    source = open_source(DataConfig(source="folder", path=str(tmp_path)), 8, skips)
+    source = open_source(DataConfig(source="folder", path=str(tmp_path), eval_share=0), 8, skips)
     rows = source.rows(torch.arange(len(source)), Draw(0, 0, 0, 0, len(source)), skips)
     assert len(rows.ids) == 1
     assert skips.counts == {"image is not a regular file": 3, "no caption": 1}
     (tmp_path / "t.csv").write_text("image,caption\n/dev/zero,zeros\nx.png,fifo\na.png,a cup\n")
     skips = SkipLog()
-    source = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv")), 8, skips)
+    source = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), eval_share=0), 8, skips)
     rows = source.rows(torch.arange(3), Draw(0, 0, 0, 0, 3), skips)
     assert len(rows.ids) == 1
     assert skips.counts == {"image is not a regular file": 2}
@@ -276,7 +276,7 @@ def small_run(tmp_path, *overrides):
     return load_config(None, [
         "model.name=clip-tiny", "loop.batch_size=4", "loop.chunk_size=4", "loop.threads=1", "loop.device=cpu",
         "loop.steps=3", f"output.folder={tmp_path / 'run'}", "output.report=false", "output.tensorboard=false",
-        *overrides,
+        "data.eval_share=0", *overrides,
     ])  # fmt: skip
 
 

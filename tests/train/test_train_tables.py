@@ -47,7 +47,7 @@ def make_table(folder, kind):
 def test_tables_skip_count_and_report_what_is_broken(tmp_path, kind):
     path = make_table(tmp_path, kind)
     skips = SkipLog()
-    source = open_source(DataConfig(source="table", path=path), 8, skips)
+    source = open_source(DataConfig(source="table", path=path, eval_share=0), 8, skips)
     assert len(source) == 7  # rows that share an image are one entry
     batch = stream(source, 7, skips=skips).make(Position(), 0)
     assert batch.images.shape == (5, 3, 8, 8)
@@ -68,7 +68,7 @@ def test_parquet_with_bytes_and_lists_of_captions(tmp_path):
         {"image": [{"bytes": picture()}, {"bytes": picture((1, 2, 3))}], "caption": [["a", "b"], ["c"]]}
     )
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    config = DataConfig(source="table", path=str(tmp_path / "t.parquet"))
+    config = DataConfig(source="table", path=str(tmp_path / "t.parquet"), eval_share=0)
     pairs = open_eval_pairs(config, 8, SkipLog(), config.path)
     assert pairs.texts == ["a", "b", "c"]
     assert pairs.images.take([1])[0, :, 4, 4].tolist() == [1, 2, 3]
@@ -102,7 +102,7 @@ def test_unusable_tables_say_what_is_wrong(tmp_path, name, content, words):
     if name:
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
-        open_source(DataConfig(source="table", path=str(tmp_path / (name or "gone.csv"))), 8, SkipLog())
+        open_source(DataConfig(source="table", path=str(tmp_path / (name or "gone.csv")), eval_share=0), 8, SkipLog())
     for word in words:
         assert word in str(caught.value)
 
@@ -110,15 +110,15 @@ def test_unusable_tables_say_what_is_wrong(tmp_path, name, content, words):
 def test_folders_and_tables_given_for_one_another_say_so(tmp_path):
     path = make_table(tmp_path, "csv")
     with pytest.raises(DataError, match=r"It is a folder: set data\.source='folder'"):
-        open_source(DataConfig(source="table", path=str(tmp_path)), 8, SkipLog())
+        open_source(DataConfig(source="table", path=str(tmp_path), eval_share=0), 8, SkipLog())
     with pytest.raises(DataError, match=r"is not a folder.*For a table set data\.source='table'"):
-        open_source(DataConfig(source="folder", path=path), 8, SkipLog())
+        open_source(DataConfig(source="folder", path=path, eval_share=0), 8, SkipLog())
 
 
 def test_a_table_of_a_spreadsheet_begins_with_a_mark(tmp_path):
     (tmp_path / "0.png").write_bytes(picture())
     (tmp_path / "t.csv").write_text("\ufeffimage,caption\n0.png,a café\n", encoding="utf-8")
-    source = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv")), 8, SkipLog())
+    source = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), eval_share=0), 8, SkipLog())
     assert source.read(0).captions == ("a café",)
 
 
@@ -139,7 +139,9 @@ def test_a_share_of_the_pairs_is_held_out_of_training(tmp_path, kind):
     assert held_out != [f"{i:02d}" for i in range(4)]  # whatever the order of the pairs
     assert open_eval_pairs(config, 8, SkipLog()).texts == held_out
     assert len(open_eval_pairs(config, 8, SkipLog(), config.path).texts) == 20  # of other pairs, all are used
-    assert open_eval_pairs(DataConfig(**where), 8, SkipLog()) is None
+    assert open_eval_pairs(DataConfig(**where, eval_share=0), 8, SkipLog()) is None
+    assert len(open_eval_pairs(DataConfig(**where), 8, SkipLog()).texts) == 2  # a tenth, if the settings say nothing
+    assert len(open_source(DataConfig(**where), 8, SkipLog())) == 18
 
 
 @pytest.mark.parametrize("mask", ["true", "false"])
@@ -169,7 +171,7 @@ def test_a_share_is_refused_where_it_would_do_nothing(other):
 def test_a_batch_without_any_usable_record_is_an_error(tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.png").write_bytes(b"broken")
-    source = open_source(DataConfig(source="folder", path=str(tmp_path)), 8, SkipLog())
+    source = open_source(DataConfig(source="folder", path=str(tmp_path), eval_share=0), 8, SkipLog())
     with pytest.raises(DataError, match="none of the 4 records"):
         stream(source, 4).make(Position(), 0)
 
@@ -189,14 +191,16 @@ def test_ids_of_a_table_mark_what_shows_the_same(tmp_path):
     columns = {"image": [f"{i}.png" for i in range(4)], "caption": ["w"] * 4, "product": values}
     parquet.write_table(arrow.table(columns), tmp_path / "t.parquet")
     for name in ("t.csv", "t.parquet"):
-        config = DataConfig(source="table", path=str(tmp_path / name), id_column="product")
+        config = DataConfig(source="table", path=str(tmp_path / name), id_column="product", eval_share=0)
         rows = open_source(config, 8, SkipLog()).rows(torch.arange(4), Draw(0, 0, 0, 0, 4), SkipLog())
         assert rows.ids[0] == rows.ids[2]  # the first id of an image counts
         assert len(rows.ids.unique()) == 3  # an empty cell gets its own id
         assert rows.ids[3] == 3
     with pytest.raises(DataError, match=r"no column 'colour'.*data\.id_column"):
-        open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), id_column="colour"), 8, SkipLog())
-    plain = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv")), 8, SkipLog())
+        open_source(
+            DataConfig(source="table", path=str(tmp_path / "t.csv"), eval_share=0, id_column="colour"), 8, SkipLog()
+        )
+    plain = open_source(DataConfig(source="table", path=str(tmp_path / "t.csv"), eval_share=0), 8, SkipLog())
     assert plain.rows(torch.arange(4), Draw(0, 0, 0, 0, 4), SkipLog()).ids.tolist() == [0, 1, 2, 3]
 
 
@@ -204,9 +208,11 @@ def test_ids_of_coco_annotations(tmp_path):
     (tmp_path / "0.png").write_bytes(picture())
     content = {"images": [{"id": 7, "file_name": "0.png"}], "annotations": [{"image_id": 7, "caption": "a", "kind": 5}]}
     (tmp_path / "c.json").write_text(json.dumps(content))
-    open_source(DataConfig(source="table", path=str(tmp_path / "c.json"), id_column="kind"), 8, SkipLog())
+    open_source(DataConfig(source="table", path=str(tmp_path / "c.json"), eval_share=0, id_column="kind"), 8, SkipLog())
     with pytest.raises(DataError, match=r"no annotation of .* has 'product'"):
-        open_source(DataConfig(source="table", path=str(tmp_path / "c.json"), id_column="product"), 8, SkipLog())
+        open_source(
+            DataConfig(source="table", path=str(tmp_path / "c.json"), eval_share=0, id_column="product"), 8, SkipLog()
+        )
 
 
 @pytest.mark.parametrize("source", ["folder", "table", "shards"])
@@ -251,7 +257,7 @@ def test_cells_of_any_kind_are_read_or_skipped_and_never_end_a_run(tmp_path, kin
         }
         path.write_text("\n".join(map(json.dumps, found)) if kind == "jsonl" else json.dumps(coco))
     skips = SkipLog()
-    source = open_source(DataConfig(source="table", path=str(path)), 8, skips)
+    source = open_source(DataConfig(source="table", path=str(path), eval_share=0), 8, skips)
     batch = stream(source, len(source), skips=skips).make(Position(), 0)
     assert len(batch.ids) == (1 if kind == "parquet" else 2)  # 0.png and the one that is called 7
     assert len(batch.ids) + skips.total == len(source) == (2 if kind == "parquet" else 6)
@@ -270,7 +276,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
     data[4:200] = bytes(196)
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"t\.parquet is damaged"):
-        open_source(DataConfig(source="table", path=str(path)), 8, SkipLog())
+        open_source(DataConfig(source="table", path=str(path), eval_share=0), 8, SkipLog())
 
 
 def test_names_and_captions_of_other_encodings(tmp_path):

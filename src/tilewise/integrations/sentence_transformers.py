@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -284,11 +285,14 @@ def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
     >>> hash_ids(["a", "b", "a"]).unique().numel()
     2
     """
-    if isinstance(ids, str) or not all(isinstance(value, str | int) for value in ids):
+    if isinstance(ids, str) or not all(isinstance(value, str | Integral) for value in ids):
         raise DtypeError(
             f"ids is a list of strings or of integers, got {ids!r:.60}. Pass one string or integer per row"
         )
-    return torch.tensor([_hash(value) if isinstance(value, str) else value for value in ids], dtype=torch.int64)
+    numbers = [_hash(value) if isinstance(value, str) else int(value) for value in ids]
+    if large := [number for number in numbers if not -(2**63) <= number < 2**63]:
+        raise RangeError(f"integer ids must fit into 64 bits, got {large[0]}. Pass larger ones as strings")
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _hash(text: str) -> int:

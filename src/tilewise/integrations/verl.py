@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise import _check
-from tilewise.errors import ConfigError, RangeError
+from tilewise.errors import ConfigError
 from tilewise.losses.token_stats import linear_token_stats
 from tilewise.options import TileOptions
 
@@ -46,9 +45,6 @@ def linear_cross_entropy(
     >>> [round(value, 4) for value in (log_prob[0].item(), entropy[0].item())]
     [-1.3863, 1.3863]
     """
-    _check.check_number("temperature", temperature)
-    if not temperature > 0.0:
-        raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}. Use one of these")
     states = hidden.reshape(-1, hidden.shape[-1])
@@ -62,7 +58,7 @@ def linear_cross_entropy(
         weight,
         labels.reshape(-1),
         want=("log_prob", "entropy"),
-        logit_scale=1.0 / temperature,
+        temperature=temperature,
         group=dist_process_group,
         options=options,
     )

@@ -121,7 +121,7 @@ class Backend:
         """Gradients, given the saved statistics (see `STATISTICS`) over ALL blocks; ``row_pos`` may be missing.
 
         G_ij = g_lse_i p_ij + g_pos_i [positive] + g_col_j exp(x_ij - col_lse_j) + ...,   p_ij = exp(x_ij - row_lse_i)
-               + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i)
+               + g_entropy_i p_ij (row_lse_i - x_ij - row_entropy_i) + 2 g_sum_sq_i (p_ij^2 exp(-row_sum_sq_i) - p_ij)
         dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
 
         ``grad_dtype`` is the type of the feature gradients, by default that of the features. A ring, which sums the

@@ -7,12 +7,14 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import BackendError
 from tilewise.kernels.backend import Backend
+from tilewise.kernels.known_faults import Fault, faults_on, warn_once
 from tilewise.kernels.ranks import Scorer
 from tilewise.kernels.spec import Pair, PairShape, PairSpec, wanted_names
 from tilewise.options import BACKEND_NAMES, TileOptions
@@ -51,9 +53,36 @@ def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str 
     return None if installed("triton") else "the package triton is not installed"
 
 
+def _faults(name: str, device: torch.device) -> list[Fault]:
+    """Known faults that the backend meets on this device."""
+    return faults_on(device) if name == "triton" else []
+
+
+def _why_avoided(faults: list[Fault], options: TileOptions) -> str | None:
+    """Warn about the faults that a call meets. The reason why "auto" avoids them, or None."""
+    auto = options.backend == "auto"
+    for fault in faults:
+        warn_once(fault, auto)
+    return faults[0].reason if faults and auto else None
+
+
 # Backends are imported when they are first used. "auto" prefers the first that can serve a call; torch always can.
 _LOADERS: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
 _AUTO = tuple(_LOADERS)
+
+
+def tuner() -> ModuleType:
+    """The module that measures tile sizes. Needs Triton."""
+    from tilewise.kernels.triton_impl import tune
+
+    return tune
+
+
+def size_table() -> ModuleType:
+    """The module with the tile sizes. Does not need Triton."""
+    from tilewise.kernels.triton_impl import sizes
+
+    return sizes
 
 
 def register_backend(backend: Backend) -> None:
@@ -83,7 +112,20 @@ def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -
     backend = load_backend(name)
     if backend.statistics is not None and (missing := set(wanted_names(spec)) - backend.statistics):
         return f"it does not compute {', '.join(sorted(missing))}"
-    return backend.why_not(shape, spec, options)
+    if reason := backend.why_not(shape, spec, options):
+        return reason
+    return _why_avoided(_faults(name, shape.device), options)
+
+
+def refusals(shape: PairShape, spec: PairSpec, options: TileOptions) -> dict[str, str]:
+    """The backends that "auto" prefers to the one it chooses, with the reasons why they cannot serve this call."""
+    found: dict[str, str] = {}
+    for name in _AUTO if options.backend == "auto" else ():
+        reason = why_not(name, shape, spec, options)
+        if reason is None:
+            break
+        found[name] = reason
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -115,6 +157,8 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
             return _scorer_of_forward(backend, device, width, dtype, options)
         if backend is not None:
             reason = backend.why_no_ranks(device, width, dtype)
+            if reason is None:
+                reason = _why_avoided(_faults(name, device), options)
             if reason is None:
                 return backend.scorer(device, width, dtype, options)
         log.debug("backend %s not chosen: %s", name, reason)

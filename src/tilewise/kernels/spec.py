@@ -40,8 +40,10 @@ class PairSpec:
         softplus: for each row, the sum of softplus(x_ij), with -x_ij at the positive.
         row_sum: for each row, the sum of col_weight_j * x_ij.
         row_entropy: the entropy of each row's softmax, sum_j p_ij (row_lse_i - x_ij), p_ij = exp(x_ij - row_lse_i).
+        row_sum_sq: the log of the sum of the squares of each row's softmax, log sum_j p_ij^2.
         row_top: the largest score of each row and the global index of its column (the lowest, if several are equal).
-            ``row_entropy`` and ``row_top`` need ``row_lse`` and exclude ``col_lse``, ``symmetric`` and ``softplus``.
+            ``row_entropy``, ``row_sum_sq`` and ``row_top`` need ``row_lse`` and exclude ``col_lse``, ``symmetric`` and
+            ``softplus``.
         positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
             the row's own; ``col_key`` is not used), or any number (equal keys).
         mask_self: a row and a column of equal global index are the same sample; their score is -inf.
@@ -60,6 +62,7 @@ class PairSpec:
     softplus: bool = False
     row_sum: bool = False
     row_entropy: bool = False
+    row_sum_sq: bool = False
     row_top: bool = False
     positive: Positive = "none"
     mask_self: bool = False
@@ -76,8 +79,13 @@ class PairSpec:
 
     @property
     def token_stats(self) -> bool:
-        """Whether the entropy or the largest score of each row is wanted."""
-        return self.row_entropy or self.row_top
+        """Whether the entropy, the sum of squares or the largest score of each row is wanted."""
+        return self.row_moments or self.row_top
+
+    @property
+    def row_moments(self) -> bool:
+        """Whether the entropy or the sum of squares of each row is wanted."""
+        return self.row_entropy or self.row_sum_sq
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +175,7 @@ class Stats:
     row_softplus: Tensor | None = None  # (n,)
     row_sum: Tensor | None = None  # (n,)
     row_entropy: Tensor | None = None  # (n,)
+    row_sum_sq: Tensor | None = None  # (n,)
     row_top: Tensor | None = None  # (n,) the largest score
     row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
     col_lse: Tensor | None = None  # (m,)
@@ -228,6 +237,19 @@ def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
     return lse, share(*one) + share(*other)
 
 
+def merged_sum_sq(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and q = log sum p^2 over two blocks, each given as (log-sum-exp, q):
+
+    q = log(w_1^2 exp(q_1) + w_2^2 exp(q_2)),   w_k = exp(lse_k - lse);   0 if both are empty.
+    """
+    lse = torch.logaddexp(one[0], other[0])
+
+    def share(block_lse: Tensor, q: Tensor) -> Tensor:
+        return torch.where(block_lse == -torch.inf, -torch.inf, q + 2.0 * (block_lse - lse))
+
+    return lse, torch.where(lse == -torch.inf, 0.0, torch.logaddexp(share(*one), share(*other)))
+
+
 def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The larger of two scores and its column, each given as (score, column); of equal ones the lower column.
 
@@ -248,7 +270,7 @@ def _part_of(merge: Callable[..., tuple[Tensor, Tensor]], names: tuple[str, str]
     return lambda one, other: merge(values(one), values(other))[part]
 
 
-ENTROPY, TOP = ("row_lse", "row_entropy"), ("row_top", "row_top_col")
+ENTROPY, SUM_SQ, TOP = ("row_lse", "row_entropy"), ("row_lse", "row_sum_sq"), ("row_top", "row_top_col")
 # A new statistic needs a line here, a flag of `PairSpec` and a field of `Stats`.
 STATISTICS: tuple[Statistic, ...] = (
     Statistic("row_lse", lambda spec: spec.row_lse, _log_sum_of("row_lse"), saved=True),
@@ -256,6 +278,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("row_softplus", lambda spec: spec.softplus, _sum_of("row_softplus")),
     Statistic("row_sum", lambda spec: spec.row_sum, _sum_of("row_sum")),
     Statistic("row_entropy", lambda spec: spec.row_entropy, _part_of(merged_entropy, ENTROPY, 1), saved=True),
+    Statistic("row_sum_sq", lambda spec: spec.row_sum_sq, _part_of(merged_sum_sq, SUM_SQ, 1), saved=True),
     Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
     Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
     Statistic("row_top", lambda spec: spec.row_top, _part_of(merged_top, TOP, 0), gradient=False),

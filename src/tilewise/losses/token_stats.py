@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError
-from tilewise.kernels.spec import PairSpec, Stats
+from tilewise.errors import ConfigError, RangeError
+from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import (
     NAMES,
     _check_classifier,
@@ -27,7 +27,8 @@ from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.options import TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
-WANT = ("log_prob", "entropy", "argmax", "correct", "logsumexp")
+WANT = ("log_prob", "entropy", "log_sum_sq_prob", "mean_logit", "argmax", "correct", "logsumexp")
+DEFAULT = ("log_prob", "entropy", "argmax", "correct", "logsumexp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,10 @@ class TokenStats:
 
     log_prob: Tensor | None = None  # of the target; float32 (float64 for float64), differentiable
     entropy: Tensor | None = None  # of the softmax, in nats; differentiable
+    log_sum_sq_prob: Tensor | None = None  # log of the sum of squared probabilities; differentiable
+    mean_logit: Tensor | None = None  # over all classes; differentiable
     argmax: Tensor | None = None  # int64, the class with the largest logit; the lowest of equal ones
-    correct: Tensor | None = None  # bool, whether the target is the argmax
+    correct: Tensor | None = None  # bool, whether the target is the argmax: an equal logit of a lower class wins
     logsumexp: Tensor | None = None  # of the logits; differentiable
     valid: Tensor | None = None  # bool, False for an ignored token; None without targets
 
@@ -54,6 +57,29 @@ class TokenStats:
             )
         return self.correct.sum() / self.valid.sum()
 
+    @property
+    def top1(self) -> Tensor | None:
+        """``correct``, by the name that TRL gives it."""
+        return self.correct
+
+    def mean(self, name: str, dim: int | None = None) -> Tensor:
+        """Mean of a field over the tokens that are not ignored: of all tokens, or along ``dim``; NaN if there are none.
+
+        >>> target = torch.tensor([[0, 1, -100], [2, -100, 3]])
+        >>> stats = linear_token_stats(torch.zeros(2, 3, 4), torch.ones(5, 4), target)
+        >>> stats.mean("entropy").exp(), stats.mean("log_prob", dim=-1).exp()
+        (tensor(5.0000), tensor([0.2000, 0.2000]))
+        """
+        values = getattr(self, name) if name in WANT else None
+        if values is None:
+            there = ", ".join(field for field in WANT if getattr(self, field) is not None)
+            raise ConfigError(f"the mean of {name!r} is not available. Computed were: {there}. Add it to want")
+        if self.valid is None:
+            values = values if values.is_floating_point() else values.float()
+            return values.mean() if dim is None else values.mean(dim)
+        total = torch.where(self.valid, values, 0)
+        return total.sum() / self.valid.sum() if dim is None else total.sum(dim) / self.valid.sum(dim)
+
 
 def linear_token_stats(
     input: Tensor,
@@ -65,30 +91,33 @@ def linear_token_stats(
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
+    temperature: float = 1.0,
     shift: int = 0,
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> TokenStats:
     """Log-probability, entropy, argmax and correctness of each token. The logits are never stored.
 
-    With logits as in `linear_cross_entropy`, equals::
+    With logits as in `linear_cross_entropy`, divided by the temperature after the soft cap, equals::
 
         log_p = logits.log_softmax(-1)
         log_prob = log_p.gather(-1, target[..., None])[..., 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
+        log_sum_sq_prob = log_p.exp().square().sum(-1).log();  mean_logit = logits.mean(-1)
         argmax = logits.argmax(-1);  correct = argmax == target;  logsumexp = logits.logsumexp(-1)
 
-    ``log_prob``, ``entropy`` and ``logsumexp`` have exact gradients, all from one backward pass. The loss of
-    `linear_cross_entropy` is ``-log_prob.sum() / valid.sum()``.
+    All of them except ``argmax`` and ``correct`` have exact gradients, all from one backward pass. The loss of
+    `linear_cross_entropy` is ``-stats.mean("log_prob")``.
 
     Args:
         input: (..., d), hidden states.
         linear_weight: (V, d), the classifier.
         target: (...) integers in [0, V), or ``ignore_index``. With None no token is ignored.
-        want: names of the fields of `TokenStats` to compute; None for all fields that are available.
+        want: names of the fields of `TokenStats` to compute; None for all that are available, except
+            ``log_sum_sq_prob`` and ``mean_logit``.
         linear_bias: (V,).
-        ignore_index, softcap, logit_scale, shift, group: as in `linear_cross_entropy`; a temperature T is
-            ``logit_scale=1 / T``.
+        temperature: divides the logits, after scale, bias and soft cap; positive.
+        ignore_index, softcap, logit_scale, shift, group: as in `linear_cross_entropy`.
         options: how the statistics are computed; see `TileOptions`. ``filter_tolerance`` and ``gradients`` have no
             effect.
 
@@ -107,23 +136,34 @@ def linear_token_stats(
     bias = check_bias("linear_bias", linear_bias, c)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
+    if (t := check_temperature(temperature)) != 1.0:
+        # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
+        scale, bias, cap = scale / t, None if bias is None else bias / t, cap / t
     y = valid = key = row_shift = None
+    compared = ""
+    if name:
+        settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
+        compared = call_settings(want="+".join(names), ignore_index=ignore_index, **settings)
+    start, classes = shard_of_columns(c, compared, name)
     if target is not None:
-        compared = call_settings(ignore_index=ignore_index, shift=shift, logit_scale=logit_scale) if name else ""
-        start, classes = shard_of_columns(c, compared, name)
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
         row_shift = _target_scores(a, c, key - start, scale, bias, cap, name)
+    col_weight = None
+    if "mean_logit" in names:
+        col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / classes
     stats = pair_stats(
         a,
         c,
         scale,
         bias,
-        keys=PairKeys(row_key=key, row_shift=row_shift),
+        keys=PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight),
         spec=PairSpec(
             row_lse=True,
+            row_sum=col_weight is not None,
             row_entropy="entropy" in names,
+            row_sum_sq="log_sum_sq_prob" in names,
             row_top="argmax" in names or "correct" in names,
             positive="one" if "log_prob" in names else "none",
             softcap=cap,
@@ -144,7 +184,7 @@ def linear_token_stats(
 def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
     """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in."""
     found: dict[str, Tensor] = {}
-    lse, entropy, top = stats.row_lse, stats.row_entropy, stats.row_top_col
+    lse, top = stats.row_lse, stats.row_top_col
     assert lse is not None
     if "log_prob" in names:
         assert valid is not None
@@ -154,8 +194,8 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
         found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
     if "logsumexp" in names:
         found["logsumexp"] = lse if row_shift is None else lse + row_shift
-    if "entropy" in names and entropy is not None:
-        found["entropy"] = entropy
+    others = {"entropy": stats.row_entropy, "log_sum_sq_prob": stats.row_sum_sq, "mean_logit": stats.row_sum}
+    found |= {field: value for field, value in others.items() if field in names and value is not None}
     if valid is not None:
         found = {field: torch.where(valid, value, 0.0) for field, value in found.items()} | {"valid": valid}
     if "argmax" in names and top is not None:
@@ -163,10 +203,18 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
     return found
 
 
+def check_temperature(temperature: float) -> float:
+    """Check a temperature: a positive, finite number."""
+    _check.check_number("temperature", temperature)
+    if not temperature > 0.0:
+        raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
+    return float(temperature)
+
+
 def _check_want(want: Sequence[str] | None, target: Tensor | None) -> tuple[str, ...]:
     """Check the requested fields. Returns their names."""
     if want is None:
-        return tuple(field for field in WANT if target is not None or field not in NEED_TARGET)
+        return tuple(field for field in DEFAULT if target is not None or field not in NEED_TARGET)
     names = (want,) if isinstance(want, str) else tuple(want)
     for field in names:
         if field not in WANT:

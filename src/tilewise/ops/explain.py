@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tilewise.errors import ConfigError
+from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, stat_dtype
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
@@ -27,6 +28,7 @@ class Decision:
     Args:
         operator: "pair_stats" (vectors) or "pair_loss" (a scalar).
         backend: its name.
+        refused: (backend, reason) of each backend that "auto" prefers and could not choose.
         strategy: "two_pass", "one_pass" or "filtered".
         reason: why this strategy.
         rows, cols, width, dtype, device: of the scores and their features.
@@ -48,6 +50,7 @@ class Decision:
     gradient_bytes: int
     accumulator_bytes: int
     workspace_bytes: int
+    refused: tuple[tuple[str, str], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -62,9 +65,10 @@ class Decision:
             "workspace": self.workspace_bytes,
         }
         memory = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in parts.items() if size)
+        refused = "".join(f"; {name} not chosen: {reason}" for name, reason in self.refused)
         return (
             f"{self.operator}: {self.rows:,} x {self.cols:,} scores of width {self.width:,}, {kind} on {self.device}\n"
-            f"  backend   {self.backend}\n"
+            f"  backend   {self.backend}{refused}\n"
             f"  strategy  {self.strategy}: {self.reason}\n"
             f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory})"
         )
@@ -107,6 +111,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
         accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
         workspace_bytes=settings.options.workspace_bytes,
+        refused=tuple(refusals(shape, settings.spec, settings.options).items()),
     )
     for found in _listeners:
         found.append(decision)

@@ -34,12 +34,13 @@ class Found(NamedTuple):
         return self._replace(stats=Stats(), plan=None)
 
 
+NOTHING = contextlib.nullcontext()
+
+
 def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[object]:
     """Products here choose their own types. Outside of an autocast region this costs nothing."""
     kind = features.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING
 
 
 def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:

@@ -1,4 +1,4 @@
-"""The command line: ``tilewise train | evaluate | search | export | status | demo | config | plan``.
+"""The command line: ``tilewise --help`` lists the commands.
 
 Heavy imports are inside the commands that need them, so that ``tilewise --help`` is quick.
 """
@@ -61,15 +61,33 @@ def _is_first() -> bool:
 
 @app.command(context_settings={"ignore_unknown_options": True})  # --loop.steps=3 gets our own error message
 def train(
-    config: Annotated[Path, typer.Argument(help="a TOML file; see `tilewise config`")], overrides: Overrides = None
+    config: Annotated[
+        str, typer.Argument(help="a TOML file with settings; may be left out if settings are given")
+    ] = "",
+    overrides: Overrides = None,
 ) -> None:
-    """Train a run, or continue a run that was stopped. Start it with torchrun to use several ranks."""
+    """Train a run, or continue a run that was stopped. Start it with torchrun to use several ranks.
+
+    The shortest form is `tilewise train data.path=FOLDER`, for a folder of images with captions.
+    """
+    from tilewise.errors import ConfigError
     from tilewise.train.config import load_config
     from tilewise.train.settings import changed_settings
     from tilewise.train.status import check_free
 
+    if not config:
+        raise ConfigError(
+            "train needs settings. Give a TOML file (`tilewise config` prints one), or settings such as "
+            "data.path=FOLDER for a folder of images with captions. `tilewise demo` trains on the icons that ship"
+        )
+    given = list(overrides or [])
+    file: Path | None = Path(config)
+    if "=" in config and not Path(config).is_file():
+        file, given = None, [config, *given]
+    elif Path(config).is_dir() and not (Path(config) / "config.toml").is_file():
+        raise ConfigError(f"{config} is a folder. To train on the images in it: tilewise train data.path={config}")
     console = _console()
-    settings = load_config(config, overrides or [])
+    settings = load_config(file, given)
     if _is_first():  # before torch is imported, so that the user sees at once that the run starts
         check_free(Path(settings.output.folder))
         for section, line in changed_settings(settings).items():
@@ -78,7 +96,8 @@ def train(
     from tilewise.train.loop import train as run
     from tilewise.train.run_folder import check_not_moved
 
-    check_not_moved(config, settings, overrides or [])
+    if file is not None:
+        check_not_moved(file, settings, given)
     _leave(run(settings, console), console, quiet=not _is_first())
 
 
@@ -102,6 +121,10 @@ def _leave(result: Any, console: Any, quiet: bool = False) -> None:
         _say(console, f"done: {result.step} steps in {result.folder}")
         if (result.folder / "report.html").is_file():
             _say(console, f"report: {(result.folder / 'report.html').resolve()}")
+        if result.metrics:  # there are held-out pairs
+            from tilewise.train.demo import own_command
+
+            _say(console, f"next:   {own_command()} search {result.folder} WORDS")
 
 
 @app.command()
@@ -132,22 +155,69 @@ def evaluate(
 @app.command()
 def search(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    queries: Annotated[list[str], typer.Argument(help="words to search for")],
-    top: Annotated[int, typer.Option(help="number of images per query", min=1)] = 10,
+    queries: Annotated[
+        list[str] | None, typer.Argument(help="words to search for; quote a query of several words")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="image file to find captions for, instead of words; may be repeated")
+    ] = None,
+    top: Annotated[int, typer.Option(help="number of results per query", min=1)] = 10,
     sheet: Annotated[Path | None, typer.Option(help="PNG file to write; default: search.png in the run folder")] = None,
-    pairs: Annotated[str, typer.Option(help="search in other images: a folder, table or shards")] = "",
+    pairs: Annotated[str, typer.Option(help="search in other pairs: a folder, table or shards")] = "",
     images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
     checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
-    """Show the best held-out images, or other images, for some words, in the terminal and as a PNG sheet."""
+    """Find images by words, or captions by an image, among the held-out pairs of a run or other pairs.
+
+    Results whose pair is the query are marked with a star, and with a green frame in the sheet.
+    """
+    from tilewise.errors import RangeError
     from tilewise.train.search import open_gallery, save_sheet, show_hits
 
+    if not queries and not image:
+        raise RangeError("search needs words, or --image with an image file")
     console = _console()
-    found = open_gallery(run, device, console, pairs, images, checkpoint).search(queries, top)
-    for query, hits in zip(queries, found, strict=True):
-        show_hits(console, query, hits)
-    _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
+    gallery = open_gallery(run, device, console, pairs, images, checkpoint)
+    for file, hits in zip(image or [], gallery.captions(image, top) if image else [], strict=True):
+        show_hits(console, str(file), hits)
+    if queries:
+        found = gallery.search(queries, top)
+        for query, hits in zip(queries, found, strict=True):
+            show_hits(console, query, hits)
+        _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
+    if not pairs:
+        _say(console, f"searched {len(gallery.features):,} held-out images; --pairs PATH searches in others")
+
+
+@app.command()
+def embed(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    file: Annotated[Path, typer.Argument(help="file to write, with the ending .safetensors")],
+    pairs: Annotated[str, typer.Option(help="encode other pairs: a folder, table or shards")] = "",
+    images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
+    checkpoint: Which = "best",
+    device: Device = "auto",
+) -> None:
+    """Write the features of images and captions as safetensors, and their names as JSON beside it."""
+    from tilewise.train.embed import embed_pairs
+
+    console = _console()
+    for written in embed_pairs(console, run, file, pairs, images, checkpoint, device):
+        _say(console, f"written: {written}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="the folder of a run")],
+    checkpoint: Which = "best",
+    device: Device = "auto",
+) -> None:
+    """Write report.html for a run in any state: finished, running, stopped, killed or failed."""
+    from tilewise.train.report import report_run
+
+    console = _console()
+    _say(console, f"report: {report_run(console, run, device, checkpoint).resolve()}")
 
 
 @app.command()
@@ -185,6 +255,29 @@ def show_config(overrides: Overrides = None) -> None:
     from tilewise.train.settings import apply_overrides, build, to_toml
 
     print(to_toml(build(RunConfig, apply_overrides({}, overrides or [])), help=True))
+
+
+@app.command()
+def tune(
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; may be repeated. Default: both")] = None,
+    width: Annotated[list[int] | None, typer.Option(help="features of a row; may be repeated", min=16)] = None,
+    jobs: Annotated[int | None, typer.Option(help="processes that compile side by side", min=1)] = None,
+    table: Annotated[bool, typer.Option("--table", help="also print rows for the size table of the source")] = False,
+) -> None:
+    """Measure tile sizes of the kernels on this GPU, and use the best ones from now on. Takes some minutes."""
+    from tilewise.tools.tune_cli import run_tune
+
+    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Show versions, devices and how losses are computed here. Exit code 1 if something is wrong."""
+    from tilewise.tools.doctor import check_up
+
+    found = check_up()
+    print(found.as_json() if json else found)
+    raise typer.Exit(found.exit_code)
 
 
 def main() -> None:

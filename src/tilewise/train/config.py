@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tilewise.errors import ConfigError
 from tilewise.train.settings import apply_overrides, build, check_section, differences, read_toml, setting, to_dict
 
-SourceName = Literal["icons", "folder", "table", "shards"]
-ModelName = Literal["icon", "clip-vit-b-32", "clip-vit-b-16", "clip-vit-l-14", "clip-tiny", "vit-bert", "vit-bert-tiny"]
+SourceName = Literal["auto", "icons", "folder", "table", "shards"]
+ModelName = Literal[
+    "auto", "icon", "clip", "clip-vit-b-32", "clip-vit-b-16", "clip-vit-l-14", "clip-tiny", "vit-bert", "vit-bert-tiny"
+]
 LossName = Literal["tilewise", "dense", "local"]
 
 
@@ -21,12 +23,16 @@ class DataConfig:
     """The source of the pairs, and the preparation of images."""
 
     source: SourceName = setting(
-        "icons", "icons (ship with tilewise), folder, table (CSV/TSV/JSONL/Parquet/COCO json) or shards"
+        "auto", "icons (ship with tilewise), folder, table (CSV/TSV/JSONL/Parquet/COCO json) or shards; auto: by path"
     )
     path: str = setting("", "a file, a folder, or shards as 'data/{00000..00041}.tar'; empty: the icons that ship")
     eval_path: str = setting("", "held-out pairs, same source; empty: the icons' test family, or no evaluation")
     eval_share: float = setting(
-        0.0, "share of a folder or table that is held out of training, if there is no eval_path", least=0, most=0.5
+        -1.0,
+        "share of a folder or table that is held out of training, if there is no eval_path; 0: none; "
+        "-1: a tenth, at most 1,000 images",
+        least=-1,
+        most=0.5,
     )
     image_root: str = setting("", "base folder of relative image paths in a table; empty: the table's own folder")
     image_column: str = setting("image", "column of a table that holds image paths (or image bytes, Parquet)")
@@ -52,15 +58,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
-        if self.source != "icons" and not self.path:
+        if self.source not in ("auto", "icons") and not self.path:
             raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise. Set it")
-        if self.eval_share and (self.eval_path or self.source not in ("folder", "table")):
+        if self.eval_share > 0 and (self.eval_path or self.source not in ("auto", "folder", "table")):
             other = "eval_path" if self.eval_path else f"source={self.source!r}"
             raise ConfigError(
                 f"eval_share holds out pairs of a folder or table, got {self.eval_share} with {other}. Set only one of "
                 "eval_share and eval_path. For shards, name some of them in eval_path"
             )
-        if self.id_column and self.source not in ("table", "shards"):
+        if self.id_column and self.source not in ("auto", "table", "shards"):
             raise ConfigError(
                 f"id_column needs source 'table' (a column) or 'shards' (an entry of .json), got {self.source!r}"
             )
@@ -74,7 +80,11 @@ class DataConfig:
 class ModelConfig:
     """The two towers."""
 
-    name: ModelName = setting("icon", "icon (the demo's), clip-*, or vit-bert (two separate towers)")
+    name: ModelName = setting(
+        "auto",
+        "icon (the demo's), clip-*, vit-bert (two separate towers), or clip (any sizes, from model.weights); "
+        "auto: icon for icons, clip or vit-bert with weights, else clip-tiny",
+    )
     weights: str = setting("", "safetensors weights of a clip-* model: a local folder or a hub id")
     image_weights: str = setting("", "safetensors weights of vit-bert's image tower: a local folder or a hub id")
     text_weights: str = setting("", "safetensors weights of vit-bert's text tower: a local folder or a hub id")
@@ -93,11 +103,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
-        if self.weights and not self.name.startswith("clip"):
+        if self.name == "clip" and not self.weights:
+            raise ConfigError(
+                "name='clip' takes the sizes of the model from model.weights, which is empty. Set it, or choose a name "
+                "with sizes, such as clip-vit-b-32"
+            )
+        if self.weights and not self.name.startswith(("auto", "clip")):
             raise ConfigError(
                 f"weights needs a clip-* model, got name={self.name!r}; see image_weights and text_weights"
             )
-        if (self.image_weights or self.text_weights) and not self.name.startswith("vit-bert"):
+        if (self.image_weights or self.text_weights) and not self.name.startswith(("auto", "vit-bert")):
             raise ConfigError(f"image_weights and text_weights need a vit-bert model, got name={self.name!r}")
         if self.lock_image and not (self.weights or self.image_weights):
             missing = {"c": "weights", "v": "image_weights"}.get(self.name[0])
@@ -159,9 +174,11 @@ class OptimConfig:
 class LoopConfig:
     """Length, batch size and precision."""
 
-    batch_size: int = setting(4096, "pairs per step, over all ranks", least=2)
-    chunk_size: int = setting(1024, "pairs that an encoder processes at once", least=1)
-    epochs: float = setting(8.0, "passes over the data (a fraction is fine)", above=0, most=1e9)
+    batch_size: int = setting(4096, "pairs per step, over all ranks; at most all training pairs", least=2)
+    chunk_size: int = setting(1024, "pairs that an encoder processes at once; at most a whole batch", least=1)
+    epochs: float = setting(
+        0.0, "passes over the data (a fraction is fine); 0: 8, or as many as give 200 steps", least=0, most=1e9
+    )
     steps: int = setting(0, "total number of steps; 0: use epochs", least=0)
     precision: Literal["float32", "bf16", "fp16"] = setting("float32", "autocast of the encoders")
     seed: int = setting(0, "seed of the weights, the order and the augmentation", least=0, most=2**63 - 1)
@@ -170,6 +187,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
+        object.__setattr__(self, "chunk_size", min(self.chunk_size, self.batch_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +200,9 @@ class OutputConfig:
     checkpoint_every: int = setting(100, "steps between checkpoints; one is always written at the end", least=1)
     keep_last: int = setting(2, "number of checkpoints to keep in addition to the best one", least=1)
     tensorboard: bool = setting(True, "also write TensorBoard events")
+    wandb: str = setting(
+        "", "project of Weights & Biases that also gets the numbers (needs the package wandb); empty: none"
+    )
     report: bool = setting(True, "write report.html at the end")
 
     def __post_init__(self) -> None:
@@ -209,29 +230,62 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        if self.loop.chunk_size > self.loop.batch_size:
-            raise ConfigError(
-                f"loop.chunk_size {self.loop.chunk_size} is above loop.batch_size {self.loop.batch_size}; "
-                "a chunk is a part of the batch"
-            )
-        if self.loss.mask_same_id and self.data.source != "icons" and not self.data.id_column:
+        if self.loss.mask_same_id and self.data.source not in ("auto", "icons") and not self.data.id_column:
             table = "write the pairs as a table and " if self.data.source == "folder" else ""
             raise ConfigError(
                 f"loss.mask_same_id=true would have no effect: pairs of data.source={self.data.source!r} have no ids. "
                 f"To give them ids, {table}set data.id_column, or set loss.mask_same_id=false"
             )
-        if self.data.augment == "icon" and self.data.source != "icons":
+        if self.data.augment == "icon" and self.data.source not in ("auto", "icons"):
             raise ConfigError("data.augment='icon' needs data.source='icons'; use 'crop' or 'none'")
-        if (self.model.name == "icon") != (self.data.source == "icons") and self.model.name == "icon":
+        if self.model.name == "icon" and self.data.source not in ("auto", "icons"):
             raise ConfigError(
                 "model.name='icon' reads 32-pixel grey icons (data.source='icons'); choose a clip-* or vit-bert model"
             )
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the configuration in a TOML file (or the defaults), and apply overrides ``section.key=value``."""
+    """Load the configuration in a TOML file (or the defaults), apply overrides ``section.key=value``, and settle it."""
     values: dict[str, Any] = read_toml(path) if path is not None else {}
-    return build(RunConfig, apply_overrides(values, overrides))
+    return settled(build(RunConfig, apply_overrides(values, overrides)))
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """Replace "auto" in data.source and model.name by what the path and the weights say.
+
+    >>> settled(RunConfig(data=DataConfig(path="pairs.csv"))).model.name
+    'clip-tiny'
+    """
+    data, model = config.data, config.model
+    source = source_of(data.path) if data.source == "auto" else data.source
+    split = source in ("folder", "table") and not data.eval_path
+    share = data.eval_share if split or data.eval_share > 0 else 0.0
+    name = model.name
+    if name == "auto" and model.weights:
+        name = "clip"
+    elif name == "auto" and (model.image_weights or model.text_weights):
+        name = "vit-bert"
+    elif name == "auto":
+        name = "icon" if source == "icons" else "clip-tiny"
+    try:
+        data = replace(data, source=source, eval_share=share)
+    except ConfigError as error:
+        raise ConfigError(f"data.{error}") from None
+    return replace(config, data=data, model=replace(model, name=name))
+
+
+def source_of(path: str) -> SourceName:
+    """Return the kind of data at a path, by its name. A name without an ending is a folder.
+
+    >>> source_of("data/{000..041}.tar"), source_of("pairs.csv"), source_of("pictures"), source_of("")
+    ('shards', 'table', 'folder', 'icons')
+    """
+    if not path or path.endswith(".zip"):
+        return "icons"
+    if ".tar" in path:
+        return "shards"
+    place = Path(path)
+    return "table" if place.is_file() or (place.suffix and not place.is_dir()) else "folder"
 
 
 # Settings that may change when a run continues: output, decoding threads, and the location of the same data. A change
@@ -245,7 +299,7 @@ FREE_TO_CHANGE = (
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
     """Refuse to continue a run with settings that change its result. Settings unknown to it have their defaults."""
     try:
-        before = to_dict(build(RunConfig, saved))
+        before = to_dict(settled(build(RunConfig, saved)))
     except ConfigError as error:
         raise ConfigError(
             f"the run in {config.output.folder} was started by another version, with settings that this version "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +67,28 @@ def show_result(console: Console, result: RunResult) -> None:
     for query, hits in zip(QUERIES, found, strict=True):
         show_hits(console, query, hits[:5])
     sheet = save_sheet(result.folder / "searches.png", QUERIES, found)
-    console.print(f"search yourself:  tilewise search {result.folder} 'shopping cart'", highlight=False)
-    console.print(f"sheet:   {sheet}", highlight=False)
-    console.print(f"report:  {RunFolder(result.folder).report.resolve()}", highlight=False)
+    console.print(f"sheet:   {sheet}", highlight=False, soft_wrap=True)
+    console.print(f"report:  {RunFolder(result.folder).report.resolve()}", highlight=False, soft_wrap=True)
+    command = own_command()
+    console.print(f"search:  {command} search {result.folder} 'shopping cart'", highlight=False, soft_wrap=True)
+    console.print(f"your own images:  {command} train data.path=FOLDER", highlight=False, soft_wrap=True)
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if command != "tilewise" and activate.is_file():
+        console.print(
+            f"To type only tilewise, first run:  source {shown_path(activate)}", highlight=False, soft_wrap=True
+        )
+
+
+def own_command() -> str:
+    """Return how this program can be started again from the same shell: by its name if the shell finds it."""
+    started, found = Path(sys.argv[0]), shutil.which("tilewise")
+    if found and Path(found).resolve() == started.resolve():
+        return "tilewise"
+    if started.name == "tilewise" and started.is_file():
+        return shown_path(started)
+    return "tilewise" if found else f"{shown_path(Path(sys.executable))} -m tilewise.train.cli"
+
+
+def shown_path(path: Path) -> str:
+    """Return a path from the current folder if it is below it. Links are kept: those of an environment matter."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -123,10 +123,11 @@ def evaluate_zero_shot(
     labels: Tensor,
     classes: Sequence[str],
     templates: Sequence[str] = ("{}",),
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the share of images whose class ranks first (``top1``) and among the first five (``top5``).
 
-    ``top1_chance`` and ``top5_chance`` are the values of a random order.
+    ``top1_chance`` and ``top5_chance`` are the values of a random order. ``per_class`` has one entry per class: its
+    number of images, its ``top1``, and the other class that its images are most often taken for ("" if there is none).
 
     Args:
         images: chunks of uint8 images, N in total.
@@ -134,9 +135,18 @@ def evaluate_zero_shot(
         classes: names of the classes.
         templates: sentences with {} in the place of the name.
     """
-    image = encoders.images(images)
-    ranks = retrieval_ranks(image, class_features(encoders, classes, templates), labels.to(image.device))
+    image, text = encoders.images(images), class_features(encoders, classes, templates)
+    ranks = retrieval_ranks(image, text, labels.to(image.device))
     found = recall_at_k(ranks, (1, 5))
     count = len(classes)
     chance = {"top1_chance": 1 / count, "top5_chance": min(1.0, 5 / count)}
-    return {"top1": found[1], "top5": found[5], "classes": float(count), **chance}
+    chosen = torch.cat([(rows @ text.T).argmax(1) for rows in image.split(encoders.chunk_size)]).cpu()
+    per_class = {name: _class_result(number, labels.cpu(), chosen, classes) for number, name in enumerate(classes)}
+    return {"top1": found[1], "top5": found[5], "classes": float(count), **chance, "per_class": per_class}
+
+
+def _class_result(number: int, labels: Tensor, chosen: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    taken = chosen[labels == number]
+    wrong = taken[taken != number]
+    other = classes[int(wrong.mode().values)] if len(wrong) else ""
+    return {"images": len(taken), "top1": 1 - len(wrong) / len(taken) if len(taken) else 0.0, "taken_for": other}

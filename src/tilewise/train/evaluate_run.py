@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from tilewise.errors import DataError
 from tilewise.train.checkpoint import write_atomically
-from tilewise.train.config import DataConfig, SourceName
+from tilewise.train.config import DataConfig, source_of
 from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.open import EvalImages, try_images
@@ -63,6 +64,7 @@ def evaluate_run(
         five = f", top-5 {100 * found['top5']:.1f} % (chance {500 / count:.1f} %)" if count > 5 else ""
         one = f"top-1 {100 * found['top1']:.1f} % (chance {100 / count:.1f} %)"
         console.print(f"zero-shot over {count:.0f} classes: {one}{five}", highlight=False)
+        console.print(class_table(found["per_class"]))
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:
@@ -90,19 +92,36 @@ def recall_table(metrics: dict[str, float]) -> Table:
     return table
 
 
+def class_table(per_class: dict[str, dict[str, Any]], most: int = 30) -> Table:
+    """Return a table of the results per class, the worst classes first."""
+    title = f"the {most} worst classes of {len(per_class)}" if len(per_class) > most else "results per class"
+    table = Table(title=f"{title}; all are in evaluation.json")
+    table.add_column("class", overflow="fold")
+    table.add_column("images", justify="right")
+    table.add_column("top-1", justify="right")
+    table.add_column("most often taken for", overflow="fold")
+    for name, found in sorted(per_class.items(), key=lambda item: item[1]["top1"])[:most]:
+        table.add_row(Text(name), f"{found['images']:,}", f"{100 * found['top1']:.1f} %", Text(found["taken_for"]))
+    return table
+
+
 def open_pairs(
     config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog, watch: Watch | None = None
 ) -> EvalPairs | None:
     """Open the held-out pairs of the run, or those at a path. The name of the path determines its kind."""
     if not path:
+        if config.source in ("folder", "table") and not config.eval_path and not Path(config.path).exists():
+            raise DataError(
+                f"the pairs of the run were in {config.path}, which does not exist here. Start the command in the "
+                "folder in which the run was trained, or give pairs with --pairs"
+            )
         return open_eval_pairs(config, size, skips, watch=watch)
     config = dataclasses.replace(config, id_column="", eval_share=0.0)  # of the run's own pairs
     if path.endswith(".zip"):
         return open_eval_pairs(dataclasses.replace(config, source="icons"), size, skips, path)
     if config.source == "icons":
         raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
-    kind: SourceName = "shards" if ".tar" in path else "folder" if Path(path).is_dir() else "table"
-    other = dataclasses.replace(config, source=kind, path=path, image_root=image_root, augment="none")
+    other = dataclasses.replace(config, source=source_of(path), path=path, image_root=image_root, augment="none")
     return open_eval_pairs(other, size, skips, path, watch)
 
 
@@ -146,9 +165,7 @@ def open_classes(
     return Classes(images, torch.tensor(labels)[images.keys], names)
 
 
-def classify(
-    encoders: Encoders, classes: Classes, templates: list[str], watch: Watch | None = None
-) -> dict[str, float]:
+def classify(encoders: Encoders, classes: Classes, templates: list[str], watch: Watch | None = None) -> dict[str, Any]:
     """Classify images by the names of their classes."""
     chunks = classes.images.chunks(encoders.chunk_size, watch)
     return evaluate_zero_shot(encoders, chunks, classes.labels, classes.names, templates)

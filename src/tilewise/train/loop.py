@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 
 from tilewise.errors import ConfigError, DataError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
-from tilewise.train.config import LoopConfig, RunConfig, check_same_run
+from tilewise.train.config import LoopConfig, RunConfig, check_same_run, settled
 from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
 from tilewise.train.diverged import DivergedError, likely_cause
@@ -33,12 +33,14 @@ from tilewise.train.settings import build, to_dict
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import status_kept
 from tilewise.train.step_memory import memory_counted, memory_now
+from tilewise.train.trackers import check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NOTICES = 5  # damaged shards that are named; further ones are counted
 BEST_METRIC = "t2i_r10"
+AUTO_EPOCHS, LEAST_STEPS = 8, 200  # the length of a run if the settings leave it open
 SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
 
 
@@ -76,18 +78,20 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, world: World, console: Console | None = None) -> None:
-        self.config, self.world = config, world
-        self.console = console if world.is_first else None
+        config = settled(config)
+        check_trackers(config)
+        self.world, self.console = world, console if world.is_first else None
         self.signal_number = 0
         self.saved_step = 0  # the step of the last checkpoint that was written or loaded
         self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = self._build_model()
+        self.model = self._build_model(config)
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
         self._say_notices("training pairs", self.skips)
+        self.config = config = self._fit_batch(config, len(source))
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
@@ -104,18 +108,26 @@ class Trainer:
         self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
 
-    def _build_model(self) -> TwoTowers:
+    def _fit_batch(self, config: RunConfig, pairs: int) -> RunConfig:
+        """Return the settings with a batch that is no larger than the data."""
+        size = max(2, self.world.size, min(config.loop.batch_size, pairs))
+        if size >= config.loop.batch_size:
+            return config
+        self._say(f"there are {pairs:,} training pairs, so a batch has {size:,} instead of {config.loop.batch_size:,}")
+        return replace(config, loop=replace(config.loop, batch_size=size))
+
+    def _build_model(self, config: RunConfig) -> TwoTowers:
         try:
-            return self.folder.build_model(self.config).to(self.world.device)
+            return self.folder.build_model(config).to(self.world.device)
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, TilewiseError):
                 raise
             sizes = ", ".join(
-                f"model.{name}={value}" for name, value in to_dict(self.config.model).items() if isinstance(value, int)
+                f"model.{name}={value}" for name, value in to_dict(config.model).items() if isinstance(value, int)
             )
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"the model {self.config.model.name!r} cannot be built on {self.world.device}: {why}. The sizes are "
+                f"the model {config.model.name!r} cannot be built on {self.world.device}: {why}. The sizes are "
                 f"{sizes}. Choose smaller ones"
             ) from error
 
@@ -125,7 +137,9 @@ class Trainer:
 
     def _length(self, config: LoopConfig) -> int:
         """Return the total number of steps."""
-        return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
+        if config.steps or config.epochs:
+            return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
+        return max(LEAST_STEPS, AUTO_EPOCHS * self.stream.steps_per_epoch)
 
     @property
     def step(self) -> int:
@@ -172,11 +186,21 @@ class Trainer:
             f"{self.state.pairs:,} pairs, {held_out} held-out images; {weights:,} weights on "
             f"{self.world.device}{ranks}; {self.steps:,} steps, {self.stream.steps_per_epoch:,} an epoch"
         )
+        if mismatch := self._name_mismatch():
+            self._say(f"warning: {mismatch}")
         if self.config.data.id_column and not self.config.loss.mask_same_id:
             self._say(
                 f"warning: data.id_column={self.config.data.id_column!r} is set, but loss.mask_same_id is false, so "
                 "pairs with the same id are negatives of one another. To mask them, set loss.mask_same_id=true"
             )
+
+    def _name_mismatch(self) -> str:
+        """Return how the name of the model differs from its weights, or an empty string."""
+        if self.model.kind == "icon":
+            return ""
+        from tilewise.train.models.pretrained import name_mismatch
+
+        return name_mismatch(self.config.model, self.model.configs)
 
     def _take_folder(self, held: ExitStack) -> None:
         """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""
@@ -305,13 +329,16 @@ class Trainer:
 
     # -- evaluation, saving, continuing --------------------------------------------------------------------
 
+    def encoders(self) -> Encoders:
+        """Return the model for encoding."""
+        return Encoders(self.model, self.world.device, self.config.loop.precision, self.config.loop.chunk_size)
+
     def _evaluate(self, log: MetricsLog | None, bar: RunProgress) -> None:
         if self.pairs is not None:
-            loop, state = self.config.loop, self.state
+            state = self.state
             with self.average.used() if self.average is not None else nullcontext():
-                encoders = Encoders(self.model, self.world.device, loop.precision, loop.chunk_size)
                 try:
-                    state.metrics = evaluate_retrieval(encoders, self.pairs, watch=bar.evaluating)
+                    state.metrics = evaluate_retrieval(self.encoders(), self.pairs, watch=bar.evaluating)
                 except CancelledError:
                     raise DataError(
                         "stopped by a signal while the held-out images could not be read: a read has not returned. "
@@ -372,7 +399,8 @@ class Trainer:
         if not self.world.is_first:
             yield None
             return
-        log = MetricsLog(self.folder, self.step, self.config.output.tensorboard)
+        trackers = open_trackers(self.config, self.folder.path, self.step)
+        log = MetricsLog(self.folder, self.step, trackers)
         if log.damaged:
             self._say(
                 f"{self.folder.metrics_file}: {len(log.damaged)} damaged lines were removed, the first was line "
@@ -422,5 +450,6 @@ def _train(config: RunConfig, world: World, console: Console | None) -> RunResul
     if result.finished and config.output.report and world.is_first:
         from tilewise.train.report import write_report
 
-        write_report(config.output.folder, trainer.model, trainer.average, world.device, trainer.pairs)
+        with trainer.average.used() if trainer.average is not None else nullcontext():
+            write_report(config.output.folder, trainer.encoders(), trainer.pairs)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
@@ -31,28 +31,51 @@ def png_data_uri(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def contact_sheet(titles: Sequence[str], rows: Sequence[Sequence[tuple[Tensor, str]]], side: int = 64) -> Image.Image:
-    """Return a sheet with one row of captioned pictures per title."""
-    gap, line = 12, 16
+def contact_sheet(
+    titles: Sequence[str], rows: Sequence[Sequence[tuple[Tensor, str, bool]]], side: int = 96
+) -> Image.Image:
+    """Return a sheet with one row of pictures per title, each with its whole caption below it.
+
+    Args:
+        titles: one for each row.
+        rows: (picture, caption, whether to put a green frame around it).
+        side: pixels of a picture.
+    """
+    gap, line = 12, 14
+    font = ImageFont.load_default()
     columns = max((len(row) for row in rows), default=1)
-    width = gap + columns * (side + gap)
-    height = gap + len(rows) * (side + 2 * line + 2 * gap)
-    sheet = Image.new("RGB", (max(width, 240), height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
-    top = gap
-    for title, row in zip(titles, rows, strict=True):
-        draw.text((gap, top), title, fill="black", font=font)
-        for column, (image, label) in enumerate(row):
-            left = gap + column * (side + gap)
-            sheet.paste(to_pil(image, side).convert("RGB"), (left, top + line))
-            draw.text((left, top + line + side + 2), _fit(label, side), fill=(90, 90, 90), font=font)
-        top += side + 2 * line + 2 * gap
+    width = max(gap + columns * (side + gap), 240)
+    heads = [_wrapped(title, width - 2 * gap, font) for title in titles]
+    labels = [[_wrapped(label, side, font) for _, label, _ in row] for row in rows]
+    heights = [
+        line * (len(head) + max((len(lines) for lines in below), default=0)) + side + 2 * gap
+        for head, below in zip(heads, labels, strict=True)
+    ]
+    sheet = Image.new("RGB", (width, gap + sum(heights)), "white")
+    draw, top = ImageDraw.Draw(sheet), gap
+    for head, row, below, height in zip(heads, rows, labels, heights, strict=True):
+        draw.text((gap, top), "\n".join(head), fill="black", font=font, spacing=2)
+        y = top + line * len(head) + 4
+        for column, ((image, _, framed), lines) in enumerate(zip(row, below, strict=True)):
+            x = gap + column * (side + gap)
+            if framed:
+                draw.rectangle([x - 3, y - 3, x + side + 2, y + side + 2], fill=(22, 163, 74))
+            sheet.paste(to_pil(image, side).convert("RGB"), (x, y))
+            draw.text((x, y + side + 4), "\n".join(lines), fill=(90, 90, 90), font=font, spacing=2)
+        top += height
     return sheet
 
 
-def _fit(label: str, side: int) -> str:
-    most = max(3, side // 6)
-    return label if len(label) <= most else label[: most - 1] + "…"
+def _wrapped(text: str, width: int, font: Any) -> list[str]:
+    """Break a text into lines of at most `width` pixels. Words that are too long are broken as well."""
+    lines, rest = [], " ".join(text.split())
+    while rest:
+        end = len(rest)
+        while end > 1 and font.getlength(rest[:end]) > width:
+            end = rest.rfind(" ", 0, end) if " " in rest[:end] else end - 1
+        lines.append(rest[:end])
+        rest = rest[end:].lstrip()
+    return lines
 
 
 def terminal_picture(image: Tensor, columns: int = 16) -> list[Text]:

@@ -1,8 +1,9 @@
-"""The command ``tilewise plan lm``: arguments in, a table out. The arithmetic is in `plan_lm`."""
+"""The commands ``tilewise plan lm`` and ``plan clip``: arguments in, a table out. `plan_lm` and `plan_clip` compute."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,36 +11,56 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tilewise.train.plan_lm import LmPlan, ModelShape
+    from tilewise.train.plan_clip import ClipShape
+    from tilewise.train.plan_lm import Cluster, LmPlan, ModelShape
 
-plan_app = typer.Typer(no_args_is_help=True, help="What fits into memory, before anything is trained.")
+plan_app = typer.Typer(no_args_is_help=True, help="Compute what fits into memory, before anything is trained.")
 
 
 @plan_app.callback()
 def _plan() -> None:
-    """What fits into memory, before anything is trained."""
+    """Compute what fits into memory, before anything is trained."""
+
+
+Gpus = Annotated[int, typer.Option(help="number of devices; default: those of this machine", min=0, show_default=False)]
+Memory = Annotated[
+    str, typer.Option(help="memory of one device, such as 80GiB or 24GB; default: that of this machine's devices")
+]
+Reserve = Annotated[float, typer.Option(help="GiB of each device that are left to libraries")]
+Workspace = Annotated[int, typer.Option(help="MiB of workspace of tilewise on each device")]
 
 
 @plan_app.command()
 def lm(
-    model: Annotated[str, typer.Argument(help="a model by name, such as 'gemma 2 2b'; none: all that are known")] = "",
-    vocab: Annotated[int, typer.Option(help="classes of the head")] = 0,
-    hidden: Annotated[int, typer.Option(help="features of a hidden state")] = 0,
-    layers: Annotated[int, typer.Option(help="blocks of the model")] = 0,
-    parameters: Annotated[str, typer.Option(help="of the whole model: 8030261248, 8.03B or 137M")] = "",
-    gpus: Annotated[int, typer.Option(help="devices that share the model and the batch")] = 16,
-    memory_gib: Annotated[float, typer.Option(help="memory of one device")] = 80.0,
-    reserve_gib: Annotated[float, typer.Option(help="of that, left to libraries")] = 5.0,
-    tokens: Annotated[int, typer.Option(help="of the batch whose memory is shown, over all devices")] = 65_536,
-    sequence_length: Annotated[int, typer.Option(help="show the largest batches in whole sequences, too")] = 0,
-    workspace_mib: Annotated[int, typer.Option(help="scratch memory of tilewise on each device; the paper: 0")] = 256,
-    parameter_bytes: Annotated[int, typer.Option(help="of a parameter with gradient and optimizer state")] = 8,
+    model: Annotated[
+        str,
+        typer.Argument(help="a known model, such as 'gemma 2 2b', or a config.json or its folder; none: all known"),
+    ] = "",
+    vocab: Annotated[int, typer.Option(help="classes of the head", show_default=False)] = 0,
+    hidden: Annotated[int, typer.Option(help="features of a hidden state", show_default=False)] = 0,
+    layers: Annotated[int, typer.Option(help="blocks of the model", show_default=False)] = 0,
+    parameters: Annotated[str, typer.Option(help="parameters of the whole model: 8030261248, 8.03B or 137M")] = "",
+    gpus: Gpus = 0,
+    memory: Memory = "",
+    reserve_gib: Reserve = 5.0,
+    tokens: Annotated[int, typer.Option(help="tokens of the batch whose memory is shown, over all devices")] = 65_536,
+    sequence_length: Annotated[
+        int, typer.Option(help="also show the largest batches in whole sequences", show_default=False)
+    ] = 0,
+    workspace_mib: Workspace = 256,
+    parameter_bytes: Annotated[
+        int, typer.Option(help="bytes of a parameter with its gradient and optimizer state")
+    ] = 8,
 ) -> None:
-    """Memory of a language model's logits, and the largest batch with them and without (table A3 of the CCE paper)."""
+    """Show the memory of a language model's logits, and the largest batch with and without them.
+
+    The numbers are computed as in table A3 of the Cut Cross-Entropy paper. On a machine without a GPU, the default is
+    16 devices of 80 GiB, as in that table.
+    """
     from rich.console import Console
 
     from tilewise.errors import RangeError
-    from tilewise.train.plan_lm import GIB, MIB, Cluster, plan_lm
+    from tilewise.train.plan_lm import plan_lm
 
     if sequence_length < 0:
         raise RangeError(
@@ -47,17 +68,8 @@ def lm(
         )
     if tokens < 1:
         raise RangeError(f"--tokens is a whole number, at least 1, got {tokens}")
-    for name, value in {"--memory-gib": memory_gib, "--reserve-gib": reserve_gib}.items():
-        if not math.isfinite(value):
-            raise RangeError(f"{name} is a finite number of GiB, got {value}")
-    cluster = Cluster(
-        gpus=gpus,
-        memory_bytes=round(memory_gib * GIB),
-        reserve_bytes=round(reserve_gib * GIB),
-        workspace_bytes=workspace_mib * MIB,
-        parameter_bytes=parameter_bytes,
-    )
     shapes = chosen_shapes(model, {"vocabulary": vocab, "hidden": hidden, "layers": layers}, parameters)
+    cluster = chosen_cluster(gpus, memory, reserve_gib, workspace_mib, parameter_bytes)
     plans: list[LmPlan] = []
     left_out: list[str] = []
     for shape in shapes:
@@ -72,24 +84,96 @@ def lm(
     for line in left_out:
         console.print(f"left out: {line}", highlight=False, markup=False)
     console.print(
-        f"{gpus} x {memory_gib:g} GiB, {reserve_gib:g} GiB of each reserved; {workspace_mib} MiB of workspace on each "
-        "with tilewise. Logits: float32, once. Activations: one 16-bit hidden state a layer (checkpointed). "
+        f"{described(cluster)}. Logits: float32, once. Activations: one 16-bit hidden state a layer (checkpointed). "
         f"Weights: {parameter_bytes} bytes a parameter, with gradient and optimizer. Everything is sharded.",
         highlight=False,
     )
 
 
+@plan_app.command()
+def clip(
+    model: Annotated[str, typer.Argument(help="a value of model.name, such as clip-vit-b-16")] = "clip-vit-b-16",
+    batch_size: Annotated[int, typer.Option(help="pairs of the batch whose memory is shown, over all devices")] = 32768,
+    chunk_size: Annotated[int, typer.Option(help="pairs that an encoder processes at once (loop.chunk_size)")] = 256,
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (loop.precision)")] = "bf16",
+    image_size: Annotated[
+        int, typer.Option(help="pixels along a side; default: the model's own", show_default=False)
+    ] = 0,
+    gpus: Gpus = 0,
+    memory: Memory = "",
+    reserve_gib: Reserve = 5.0,
+    workspace_mib: Workspace = 256,
+) -> None:
+    """Show the memory of image-text training on each device, and the largest batch, for each way to compute the loss.
+
+    The model is built without data for its tensors, and the activations of single rows are counted.
+    """
+    from rich.console import Console
+
+    from tilewise.errors import RangeError
+    from tilewise.train.plan_clip import check_batch, measure_shape
+
+    check_batch(batch_size, chunk_size)
+    if precision not in ("float32", "bf16", "fp16"):
+        raise RangeError(f"--precision is one of float32, bf16, fp16, got {precision!r}")
+    cluster = chosen_cluster(gpus, memory, reserve_gib, workspace_mib)
+    shape = measure_shape(model, precision, image_size)
+    console = Console()
+    console.print(clip_table(shape, cluster, batch_size, chunk_size), highlight=False)
+    console.print(
+        f"{described(cluster)}. {shape.parameters:,} weights, 16 bytes each with gradient and AdamW. Activations: "
+        f"{chunk_size} rows of {shape.row_bytes / 2**20:,.1f} MiB. With offload, the batch is in host memory: "
+        f"{shape.pair_bytes:,} bytes a pair. These are lower bounds.",
+        highlight=False,
+    )
+
+
+def chosen_cluster(gpus: int, memory: str, reserve_gib: float, workspace_mib: int, parameter_bytes: int = 8) -> Cluster:
+    """Return the devices that the options describe, or those of this machine."""
+    from tilewise.errors import RangeError
+    from tilewise.train.plan_lm import GIB, MIB, Cluster
+    from tilewise.train.plan_memory import choose_devices
+
+    if not math.isfinite(reserve_gib):
+        raise RangeError(f"--reserve-gib is a finite number of GiB, got {reserve_gib}")
+    devices = choose_devices(gpus, memory)
+    return Cluster(
+        gpus=devices.number,
+        memory_bytes=devices.memory_bytes,
+        reserve_bytes=round(reserve_gib * GIB),
+        workspace_bytes=workspace_mib * MIB,
+        parameter_bytes=parameter_bytes,
+    )
+
+
+def described(cluster: Cluster) -> str:
+    """Return the devices in words."""
+    from tilewise.train.plan_lm import GIB, MIB
+
+    return (
+        f"{cluster.gpus} x {cluster.memory_bytes / GIB:.4g} GiB, {cluster.reserve_bytes / GIB:g} GiB of each reserved; "
+        f"{cluster.workspace_bytes // MIB} MiB of workspace on each with tilewise"
+    )
+
+
 def chosen_shapes(model: str, sizes: dict[str, int], parameters: str) -> list[ModelShape]:
-    """Return the named model with the given sizes applied, a model described by sizes alone, or all known models."""
+    """Return the named model or that of a config.json with the given sizes applied, or all known models.
+
+    Without a name, all sizes describe a model.
+    """
     from dataclasses import replace
 
     from tilewise.errors import ConfigError
     from tilewise.train.plan_lm import MODELS, ModelShape, find_model
+    from tilewise.train.plan_lm_file import read_shape
 
     given = {name: size for name, size in sizes.items() if size}
     if parameters:
         given["parameters"] = parse_count(parameters)
     if model:
+        path = Path(model).expanduser()
+        if path.exists() or path.suffix == ".json":
+            return [read_shape(path, given)]
         shape = find_model(model)
         return [replace(shape, name=f"{shape.name}, changed", **given)] if given else [shape]
     if not given:
@@ -121,6 +205,29 @@ def parse_count(text: str) -> int:
     if value < 1:
         raise RangeError(f"--parameters is a positive number such as 8030261248, 8.03B or 137M, got {text!r}")
     return value
+
+
+def clip_table(shape: ClipShape, cluster: Cluster, batch: int, chunk_size: int) -> Table:
+    """The memory of one device and the largest batch, for each way to compute the loss."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from tilewise.train.plan_clip import METHODS, backbone_bytes, largest_batch, loss_bytes, peak_bytes
+    from tilewise.train.plan_lm import GIB
+
+    title = f"{shape.name}: GiB a device for {batch:,} pairs; largest batch"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("loss", no_wrap=True)
+    for head in ("of the loss", "of weights and\nactivations", "peak", "fits", "largest batch"):
+        table.add_column(head, justify="right", no_wrap=True)
+    chunk = min(chunk_size, -(-batch // cluster.gpus))
+    for method in METHODS:
+        peak = peak_bytes(shape, cluster, method, batch, chunk_size)
+        sizes = (loss_bytes(shape, cluster, method, batch), backbone_bytes(shape, chunk), peak)
+        fits = "yes" if peak <= cluster.usable_bytes else "no"
+        most = largest_batch(shape, cluster, method, chunk_size)
+        table.add_row(method, *(f"{size / GIB:,.1f}" for size in sizes), fits, f"{most:,}")
+    return table
 
 
 def plan_table(plans: list[LmPlan], sequence_length: int = 0) -> Table:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from tilewise.errors import CheckpointError, ConfigError, DataError
 from tilewise.train.charts import Line, bar_chart, line_chart
 from tilewise.train.checkpoint import latest_checkpoint, write_atomically
 from tilewise.train.config import RunConfig
-from tilewise.train.data import EvalPairs
+from tilewise.train.data import EvalPairs, SkipLog
 from tilewise.train.evaluate import KS, Encoders
+from tilewise.train.evaluate_run import open_pairs
+from tilewise.train.load_run import load_run
 from tilewise.train.memory import MIB
-from tilewise.train.models import TwoTowers
-from tilewise.train.optim import AveragedWeights
 from tilewise.train.pictures import png_data_uri, to_pil
+from tilewise.train.progress import counted
 from tilewise.train.run_folder import RunFolder
 from tilewise.train.search import Gallery, Hit
 from tilewise.train.settings import to_toml
+from tilewise.train.status import read_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ICON_QUERIES = (
     "shopping cart", "arrow left", "rain cloud", "bell", "lock", "music", "calendar", "battery",
@@ -49,28 +52,60 @@ th:first-child,td:first-child{text-align:left}
 .query{margin:0 0 14px}.hits{display:flex;flex-wrap:wrap;gap:8px;margin-top:4px}
 figure{margin:0;width:76px;text-align:center}
 figure img{width:64px;height:64px;border-radius:8px;background:#fff;border:1px solid var(--line)}
+figure.right img{outline:3px solid #16a34a}
 figcaption{font-size:11px;line-height:1.25;color:var(--soft);overflow-wrap:anywhere}
 pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px;font-size:12px}
 """
 
 
-def write_report(
-    folder: str | Path, model: TwoTowers, average: AveragedWeights | None, device: torch.device, pairs: EvalPairs | None
-) -> Path:
-    """Write report.html for a run whose model and held-out pairs are loaded."""
+def write_report(folder: str | Path, encoders: Encoders | None, pairs: EvalPairs | None, note: str = "") -> Path:
+    """Write report.html for a run in any state.
+
+    Args:
+        folder: folder of the run.
+        encoders: its model, for the searches; None if there is no checkpoint.
+        pairs: its held-out pairs, if there are any.
+        note: why there are no searches, if there should be.
+    """
     run = RunFolder(folder)
-    config = run.read_config()
     results: list[tuple[str, list[Hit]]] = []
-    if pairs is not None:
-        with average.used() if average is not None else nullcontext():
-            gallery = Gallery(Encoders(model, device, config.loop.precision, config.loop.chunk_size), pairs)
-            queries = report_queries(pairs)
-            results = list(zip(queries, gallery.search(queries, top=10), strict=True))
+    if pairs is not None and encoders is not None:
+        queries = report_queries(pairs)
+        results = list(zip(queries, Gallery(encoders, pairs).search(queries, top=10), strict=True))
     checkpoint, _ = latest_checkpoint(run.checkpoints)
     memory = checkpoint.state["memory"] if checkpoint is not None else {}
     skipped = checkpoint.state["skips"]["counts"] if checkpoint is not None else {}
-    write_atomically(run.report, render(config, run.read_metrics(), results, memory, skipped))
+    status = _status(run.path)
+    write_atomically(run.report, render(run.read_config(), run.read_metrics(), results, memory, skipped, status, note))
     return run.report
+
+
+def report_run(console: Console, folder: Path, device: str = "auto", which: str = "best") -> Path:
+    """Write the report of any run: finished, running, stopped, killed or failed, with or without a checkpoint."""
+    run = RunFolder(folder)
+    config = run.read_config()
+    encoders, pairs, note = None, None, ""
+    try:
+        _, encoders, checkpoint = load_run(folder, device, which)
+        console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
+        with counted(console, "reading held-out images") as watch:
+            pairs = open_pairs(config.data, encoders.model.pixels.size, "", "", SkipLog(), watch)
+    except (CheckpointError, DataError) as error:  # no checkpoint yet, or data that has moved
+        note = f"No searches: {error}"
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+    try:
+        return write_report(folder, encoders, pairs, note)
+    except OSError as error:
+        raise DataError(f"cannot write {run.report}: {error.strerror or error}. Is the run yours?") from error
+
+
+def _status(folder: Path) -> str:
+    """Return how far the run is, or an empty string for a finished run."""
+    try:
+        status = read_status(folder)
+    except ConfigError:  # an earlier version wrote no status
+        return ""
+    return "" if status.status == "finished" else status.sentence()
 
 
 def report_queries(pairs: EvalPairs) -> list[str]:
@@ -87,13 +122,15 @@ def render(
     results: Sequence[tuple[str, Sequence[Hit]]],
     memory: dict[str, Any],
     skipped: dict[str, int],
+    status: str = "",
+    note: str = "",
 ) -> str:
     """Return the page as text."""
     train = [line for line in metrics if line["kind"] == "train" and _has_numbers(line, TRAIN_NUMBERS)]
     evals = [line for line in metrics if line["kind"] == "eval" and _has_numbers(line, EVAL_NUMBERS)]
     sections = [
-        _headline(config, train, evals), _recalls(evals), _gallery(results), _curves(train, evals),
-        _memory(config, memory), _skipped(skipped), _settings(config),
+        _headline(config, train, evals), _paragraph(status), _recalls(evals), _gallery(results), _paragraph(note),
+        _curves(train, evals), _memory(config, memory, train), _skipped(skipped), _settings(config),
     ]  # fmt: skip
     name = html.escape(Path(config.output.folder).name)
     return (
@@ -128,6 +165,10 @@ def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequenc
     return f'<h1>{name}</h1><p class="soft">{html.escape(about)}</p><div class="row">{boxes}</div>'
 
 
+def _paragraph(text: str) -> str:
+    return f"<p>{html.escape(text[0].upper() + text[1:].rstrip('.'))}.</p>" if text else ""
+
+
 def _recalls(evals: Sequence[dict[str, Any]]) -> str:
     if not evals:
         return ""
@@ -145,14 +186,20 @@ def _gallery(results: Sequence[tuple[str, Sequence[Hit]]]) -> str:
         return ""
     blocks = []
     for query, hits in results:
-        figures = "".join(
-            f'<figure><img alt="{html.escape(hit.label, quote=True)}" src="{png_data_uri(to_pil(hit.image, 64))}">'
-            f"<figcaption>{html.escape(hit.label)}</figcaption></figure>"
-            for hit in hits
-        )
+        figures = "".join(_figure(hit) for hit in hits)
         blocks.append(f'<div class="query"><b>{html.escape(query)}</b><div class="hits">{figures}</div></div>')
-    about = "The best images for some queries, among held-out images that the model was not trained on."
+    about = (
+        "The best images for some queries, among held-out images that the model was not trained on. "
+        "Images whose caption is the query have a green frame."
+    )
     return f'<h2>Searches</h2><p class="soft">{about}</p>{"".join(blocks)}'
+
+
+def _figure(hit: Hit) -> str:
+    assert hit.image is not None
+    label, mark = html.escape(hit.label, quote=True), ' class="right"' if hit.right else ""
+    picture = png_data_uri(to_pil(hit.image, 64))
+    return f'<figure{mark}><img alt="{label}" src="{picture}"><figcaption>{label}</figcaption></figure>'
 
 
 def _curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
@@ -176,15 +223,19 @@ def _curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) ->
     return f'<h2>Curves</h2><div class="row wide">{cards}</div>'
 
 
-def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
+def _memory(config: RunConfig, memory: dict[str, Any], train: Sequence[dict[str, Any]]) -> str:
     if not memory:
         return ""
+    peak = max((line.get("memory_bytes") or 0 for line in train), default=0)
     own, dense = f"loss, {config.loss.name}", "loss, dense"
     rows = [
         ("data", memory["data"], memory["data"]), ("loss", memory["loss"], memory["dense_loss"]),
         ("backbone", memory["backbone"], memory["backbone"]), ("peak", memory["peak"], memory["dense_peak"]),
     ]  # fmt: skip
     table = "".join(f"<tr><td>{name}</td><td>{_mib(a)}</td><td>{_mib(b)}</td></tr>" for name, a, b in rows)
+    if peak:
+        whole = "of the device" if memory["measured"] else "of the whole process"
+        table += f"<tr><td>measured peak {whole}</td><td>{_mib(peak)}</td><td></td></tr>"
     chart = bar_chart(
         "Memory of the loss",
         [(own, memory["loss"], _mib(memory["loss"])), (dense, memory["dense_loss"], _mib(memory["dense_loss"]))],
@@ -196,7 +247,8 @@ def _memory(config: RunConfig, memory: dict[str, Any]) -> str:
     )
     return (
         '<h2>Memory</h2><p class="soft">peak = data + max(loss, backbone). This run\'s figures are '
-        f"{how}; those of the dense loss include the four score matrices that it stores in backward.</p>"
+        f"{how}; those of the dense loss include the four score matrices that it stores in backward. "
+        "The measured peak also has what belongs to no part: libraries, the reading of images and evaluations.</p>"
         '<div class="row wide"><div class="card"><table><tr><th>part</th><th>this run</th><th>dense loss</th></tr>'
         f'{table}</table></div><div class="card">{chart}</div></div>'
     )

@@ -1,4 +1,4 @@
-"""The folder of a run: lock, configuration, metrics and TensorBoard events."""
+"""The folder of a run: lock, configuration and metrics."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_a
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
+from tilewise.train.trackers import Tracker
 from tilewise.train.untrusted import parse_json
 
 
@@ -157,45 +158,34 @@ def _taken(handle: int) -> bool:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and to TensorBoard.
+    """Appends to metrics.jsonl and to the trackers.
 
     Args:
         folder: folder of the run.
         step: number of steps done. Later lines, written after the last checkpoint, are removed.
-        tensorboard: also write events.
+        trackers: TensorBoard and others.
 
     Attributes:
         damaged: the numbers of the lines that were damaged, and are no longer in the file.
     """
 
-    def __init__(self, folder: RunFolder, step: int, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, step: int, trackers: Sequence[Tracker] = ()) -> None:
         lines, self.damaged = folder.check_metrics()
         kept = [line for line in lines if line["step"] <= step]
         write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = folder.metrics_file.open("a", encoding="utf-8")
-        self._writer = _summary_writer(folder.path / "tensorboard", step) if tensorboard else None
+        self._trackers = trackers
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Write one line. Numbers are also written to TensorBoard as ``kind/name``."""
+        """Write one line. Trackers get the numbers as ``kind/name``."""
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
 
     def close(self) -> None:
         """Flush everything."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _summary_writer(path: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "output.tensorboard=true needs the package tensorboard; install it or set it to false"
-        ) from error
-    return SummaryWriter(str(path), purge_step=step + 1)
+        for tracker in self._trackers:
+            tracker.close()

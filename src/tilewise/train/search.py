@@ -1,4 +1,4 @@
-"""Find images by words in a trained run."""
+"""Find images by words, and captions by an image, in a trained run."""
 
 from __future__ import annotations
 
@@ -19,20 +19,32 @@ from tilewise.train.progress import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
+
+RIGHT = "*"  # printed beside an answer that is known to be right
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A search result: number of the image in the gallery, score, caption and picture."""
+    """A search result.
+
+    Args:
+        number: number of the image or caption in the gallery.
+        score: cosine similarity.
+        label: the caption.
+        image: the picture; None for a caption.
+        right: whether the result is known to be a right answer: the gallery pairs it with the query.
+    """
 
     number: int
     score: float
     label: str
-    image: Tensor
+    image: Tensor | None = None
+    right: bool = False
 
 
 class Gallery:
-    """Images to search in. They are encoded once.
+    """Images to search in, with their captions. They are encoded once.
 
     Args:
         encoders: the model.
@@ -43,31 +55,57 @@ class Gallery:
     def __init__(self, encoders: Encoders, pairs: EvalPairs, watch: Watch | None = None) -> None:
         self.encoders, self.pairs = encoders, pairs
         self.features = encoders.images(pairs.images.chunks(encoders.chunk_size, watch))
-        self._caption: dict[int, str] = {}
+        self._first_caption: dict[int, str] = {}
+        self._owners: dict[str, set[int]] = {}  # each caption once, with the ids of the images that it belongs to
         for text, owner in zip(pairs.texts, pairs.text_ids.tolist(), strict=True):
-            self._caption.setdefault(owner, text)
+            self._first_caption.setdefault(owner, text)
+            self._owners.setdefault(text, set()).add(owner)
+        self._text_features: Tensor | None = None
 
     def search(self, queries: Sequence[str], top: int = 10) -> list[list[Hit]]:
-        """Return the best images for each query."""
-        if top < 1:
-            raise RangeError(f"top must be at least 1, got {top}")
+        """Return the best images for each query. If a query is a caption of the gallery, its images are right."""
+        _check_top(top)
         if not all(query.strip() for query in queries):
             raise RangeError(f"a query must have words, got {list(queries)}. Leave the empty one out")
-        text = self.encoders.texts(list(queries))
+        features = self.encoders.texts(list(queries))
+        return [self._images_for(query, row, top) for query, row in zip(queries, features, strict=True)]
+
+    def _images_for(self, query: str, row: Tensor, top: int) -> list[Hit]:
+        right = self._owners.get(query.strip(), set())
+        scores, numbers = (self.features @ row).topk(min(top, len(self.features)))
+        images = self.pairs.images.take(numbers.tolist())
+        hits = []
+        for number, score, image in zip(numbers.tolist(), scores.tolist(), images, strict=True):
+            owner = int(self.pairs.image_ids[number])
+            hits.append(Hit(number, score, self._first_caption.get(owner, ""), image, owner in right))
+        return hits
+
+    def captions(self, files: Sequence[Path], top: int = 10) -> list[list[Hit]]:
+        """Return the best captions for each image file. If a file is in the gallery, its captions are right."""
+        _check_top(top)
+        from tilewise.train.inference import ImageTextModel
+
+        features = ImageTextModel(self.encoders, "").encode_image(files)
+        texts = list(self._owners)
+        if self._text_features is None:
+            self._text_features = self.encoders.texts(texts)
         results = []
-        for row in text:  # one query at a time: (images,) scores
-            scores, numbers = (self.features @ row).topk(min(top, len(self.features)))
-            images = self.pairs.images.take(numbers.tolist())
+        for file, row in zip(files, features, strict=True):
+            number = self.pairs.images.number_of(file)
+            own = None if number is None else int(self.pairs.image_ids[number])
+            scores, numbers = (self._text_features @ row).topk(min(top, len(texts)))
             results.append(
                 [
-                    Hit(number, score, self._label(number), image)
-                    for number, score, image in zip(numbers.tolist(), scores.tolist(), images, strict=True)
+                    Hit(number, score, texts[number], right=own in self._owners[texts[number]])
+                    for number, score in zip(numbers.tolist(), scores.tolist(), strict=True)
                 ]
             )
         return results
 
-    def _label(self, number: int) -> str:
-        return self._caption.get(int(self.pairs.image_ids[number]), "")
+
+def _check_top(top: int) -> None:
+    if top < 1:
+        raise RangeError(f"top must be at least 1, got {top}")
 
 
 def open_gallery(
@@ -85,26 +123,36 @@ def open_gallery(
 
 
 def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 5) -> None:
-    """Print a query and its best images."""
+    """Print a query and its results: pictures in a terminal, lines elsewhere and for captions."""
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(query, style="bold"))  # brackets in a query are markup to rich
-    if not console.is_terminal:
+    console.print(Text(query, style="bold"), soft_wrap=True)  # brackets in a query are markup to rich
+    pictures = [hit.image for hit in hits if hit.image is not None]
+    if not console.is_terminal or not pictures:
         for hit in hits:
-            console.print(f"  {hit.score:.3f}  {hit.label}", highlight=False, markup=False)
+            mark = RIGHT if hit.right else " "
+            console.print(f"{mark} {hit.score:.3f}  {hit.label}", highlight=False, markup=False, soft_wrap=True)
         return
-
+    count = max(1, min(columns, console.width // 18))
     table = Table.grid(padding=(0, 2))
-    shown = hits[: max(1, min(columns, console.width // 18))]
-    table.add_row(*(Text("\n").join(terminal_picture(hit.image)) for hit in shown))
-    table.add_row(*(Text(f"{hit.label[:16]}\n{hit.score:.3f}", style="dim") for hit in shown))
+    for _ in range(count):
+        table.add_column(width=16, overflow="fold")
+    table.add_row(*(Text("\n").join(terminal_picture(image)) for image in pictures[:count]))
+    table.add_row(*(_under(hit) for hit in hits[:count]))
     console.print(table)
 
 
+def _under(hit: Hit) -> Text:
+    from rich.text import Text
+
+    mark = f" {RIGHT}" if hit.right else ""
+    return Text(f"{hit.score:.3f}{mark}\n{hit.label}", style="bold green" if hit.right else "dim")
+
+
 def save_sheet(path: str | Path, queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> Path:
-    """Write queries and their best images as one PNG."""
-    rows = [[(hit.image, hit.label) for hit in hits] for hits in results]
+    """Write queries and their best images as one PNG. Right answers have a green frame."""
+    rows = [[(hit.image, hit.label, hit.right) for hit in hits if hit.image is not None] for hits in results]
     target = Path(path)
     try:
         contact_sheet(queries, rows).save(target, "PNG")

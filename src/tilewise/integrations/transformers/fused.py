@@ -1,16 +1,17 @@
 """Token statistics for a trainer whose own head returns them instead of logits.
 
 TRL's trainers replace the forward of the model by one with a fused head. They call
-``model(..., labels=labels, fused_lm_head=True)`` and read ``loss``, ``log_probs``, ``entropy``, ``is_top1`` and
-``label_mask`` of the result. The type of the result, its fields and their values are read from one such call on random
-tokens, and the values must equal ours.
+``model(..., labels=labels, fused_lm_head=True)`` and read ``loss``, ``log_probs``, ``entropy`` and the like of the
+result. The type of the result and its fields are read from one such call on random tokens, the temperature from the
+variables of the head's function. The values must then equal ours.
 
 Axes: b sequences, t tokens of each, n = b * t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,27 +21,41 @@ from tilewise.errors import ConfigError
 from tilewise.losses.token_stats import TokenStats
 
 FLAG = "fused_lm_head"  # keyword with which a trainer calls the fused head
-FIELDS = {"log_probs": "log_prob", "entropy": "entropy", "is_top1": "correct", "label_mask": "valid"}
+FIELDS = {
+    "log_probs": "log_prob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "correct",
+    "label_mask": "valid",
+}
 COPIED = ("loss", "aux_loss")  # copied from the model's own output
 
 
 class FusedOutput(NamedTuple):
-    """The output of the trainer's fused head: its type, and the fields that are not None."""
+    """The output of the trainer's fused head: its type, the fields that are not None, and its temperature."""
 
     make: Callable[..., Any]
     fields: tuple[str, ...]
+    temperature: float
+
+    @property
+    def want(self) -> tuple[str, ...]:
+        """The token statistics behind the fields. The log-probability is always among them: the loss needs it."""
+        names = {FIELDS[name] for name in self.fields if name in FIELDS} | {"log_prob"}
+        return tuple(sorted(names - {"valid"}))
 
     @classmethod
-    def of(cls, example: Any) -> FusedOutput:
-        """Read from one output of the trainer's head. Unknown fields are refused."""
+    def of(cls, example: Any, forwards: Sequence[Any]) -> FusedOutput:
+        """Read from one output of the trainer's head, and from its function. Unknown fields are refused."""
         fields = tuple(name for name in example if example[name] is not None)
         unknown = [name for name in fields if name not in (*FIELDS, *COPIED)]
         if unknown:
             raise ConfigError(
-                f"the trainer's head also computes {', '.join(unknown)}, which tilewise does not compute. TRL's "
-                "SFTTrainer does not need it. For other trainers do not use use_linear_cross_entropy"
+                f"the trainer's head also computes {', '.join(unknown)}, which tilewise does not compute. Tested is "
+                "TRL 1.16. With this version do not use use_linear_cross_entropy"
             )
-        return cls(type(example), fields)
+        return cls(type(example), fields, temperature_of(forwards))
 
     def fill(self, output: Any, stats: list[TokenStats], labels_bt: Tensor, shifted: bool) -> Any:
         """The output of this type, from our token statistics and the model's own output."""
@@ -56,7 +71,7 @@ class FusedOutput(NamedTuple):
         return self.make(**values)
 
     def compare(self, got: Any, want: Any, tolerance: float) -> None:
-        """Raise if the trainer's head computes other values, for example because of a temperature."""
+        """Raise if the trainer's head computes other values."""
         for name in self.fields:
             if name not in FIELDS or name == "is_top1":  # rounding decides between two nearly equal scores
                 continue
@@ -65,7 +80,8 @@ class FusedOutput(NamedTuple):
             if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= tolerance * largest:
                 raise ConfigError(
                     f"on random tokens, {name} of the trainer's own head differs from the cross-entropy of this model "
-                    "(a temperature, another precision?). For this trainer do not use use_linear_cross_entropy"
+                    f"at temperature {self.temperature:g} (another precision?). For this trainer do not use "
+                    "use_linear_cross_entropy"
                 )
 
 
@@ -74,11 +90,24 @@ def is_fused(forward: Any) -> bool:
     return FLAG in (getattr(forward, "__kwdefaults__", None) or ())
 
 
+def temperature_of(forwards: Sequence[Any]) -> float:
+    """The temperature of a trainer's fused head, the first among these: the variable of this name in its function."""
+    for forward in filter(is_fused, forwards):
+        function = getattr(forward, "__func__", forward)
+        if inspect.isfunction(function):
+            return float(inspect.getclosurevars(function).nonlocals.get("temperature", 1.0))
+    return 1.0
+
+
+def forwards_of(model: nn.Module) -> list[Any]:
+    """The forward of the model, and that of the model inside of its adapters."""
+    inside = getattr(model, "get_base_model", None)
+    return [one.forward for one in ((model, inside()) if callable(inside) else (model,))]
+
+
 def has_fused_head(model: nn.Module) -> bool:
     """Whether a trainer has added a fused head to the model, or to the model inside of its adapters."""
-    inside = getattr(model, "get_base_model", None)
-    models = (model, inside()) if callable(inside) else (model,)
-    return any(is_fused(one.forward) for one in models)
+    return any(map(is_fused, forwards_of(model)))
 
 
 def _by_sequence(values_n: Tensor, labels_bt: Tensor, shifted: bool) -> Tensor:

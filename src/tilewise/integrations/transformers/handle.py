@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError
-from tilewise.integrations.transformers.fused import FLAG, FusedOutput, detached, has_fused_head, is_fused
+from tilewise.integrations.transformers.fused import FLAG, FusedOutput, detached, forwards_of, has_fused_head, is_fused
 from tilewise.integrations.transformers.head_input import HeadInput
 from tilewise.integrations.transformers.lazy_logits import LazyLogits, LossSettings, replace_logits
 from tilewise.integrations.transformers.model import (
@@ -129,7 +129,7 @@ class LossHandle:
         if args and args[0] is self.model:  # accelerate's unwrap_model turns this object into a method
             args = args[1:]
         requested, self.fused_requested = self.fused_requested or bool(kwargs.get(FLAG)), False
-        if requested and self.active and self.model.training:
+        if requested and self._replaces_fused_head():
             return self._fused(args, kwargs)
         original = self.replaced if self.replaced is not None and kwargs.get(FLAG) else self._original()
         settings = self._current_settings()
@@ -227,6 +227,10 @@ class LossHandle:
             self.fused = self._probe_fused_head(self._fused_forward())
         return self._fused_output(self.fused, args, kwargs)
 
+    def _replaces_fused_head(self) -> bool:
+        """Whether calls of a trainer's fused head are computed by this handle: in training, or with ``evaluation``."""
+        return self.active and (self.model.training or self.evaluation)
+
     def _fused_forward(self) -> Callable[..., Any]:
         """The forward of the trainer's fused head: installed after this handle, or before it."""
         if self.replaced is not None:
@@ -239,7 +243,7 @@ class LossHandle:
         inputs = random_tokens(self.model)
         with torch.no_grad(), evaluation_mode(self.model):
             theirs = fused_forward(**inputs, **{FLAG: True})
-            kind = FusedOutput.of(theirs)
+            kind = FusedOutput.of(theirs, [fused_forward, *forwards_of(self.model)])
             ours = self._fused_output(kind, (), inputs)
         kind.compare(ours, theirs, self._tolerance())
         return kind
@@ -252,7 +256,7 @@ class LossHandle:
             raise ConfigError("the trainer requests log-probabilities without labels. Pass labels as a keyword")
         collected: list[TokenStats] = []
         inputs["labels"] = labels
-        settings = self.settings._replace(collected=collected)
+        settings = self.settings._replace(collected=collected, want=kind.want, temperature=kind.temperature)
         output = self._run_without_logits(self._original(), args, inputs, settings)
         result = kind.fill(output, collected, labels, shifted is not None)
         if self.statistics:
@@ -265,7 +269,7 @@ class LossHandle:
         Without the flag, the trainer's forward calls the forward that it replaced, which is this handle.
         """
         self.fused_requested = False
-        if not (self.active and model.training and kwargs.get(FLAG)) or _installed_handle(model) is self:
+        if not (self._replaces_fused_head() and kwargs.get(FLAG)) or _installed_handle(model) is self:
             return None
         self.fused_requested = True
         return args, {name: value for name, value in kwargs.items() if name != FLAG}
@@ -284,7 +288,7 @@ class LossHandle:
         The running call is computed by the trainer's head, with the same values. The next one reaches this handle.
         """
         outer = self.model.__dict__.get("forward")
-        if self.active and self.current is None and self.model.training and is_fused(outer):
+        if self._replaces_fused_head() and self.current is None and is_fused(outer):
             self.replaced, self.model.forward = outer, self
 
     def _tolerance(self) -> float:

@@ -32,6 +32,8 @@ class LossSettings(NamedTuple):
     options: TileOptions
     label_smoothing: float = 0.0
     collected: list[TokenStats] | None = None  # the token statistics of each loss are appended here
+    want: tuple[str, ...] = ("log_prob", "entropy", "correct", "logsumexp")  # which of them
+    temperature: float = 1.0  # of these statistics and of their loss
 
 
 class Term(NamedTuple):
@@ -262,7 +264,9 @@ def _cross_entropy(
     plain = weight is None and label_smoothing == 0.0
     if settings.collected is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and plain):
-            stats = linear_token_stats(hidden, classifier, target, want=STATISTICS, **shared)
+            stats = linear_token_stats(
+                hidden, classifier, target, want=settings.want, temperature=settings.temperature, **shared
+            )
         settings.collected.append(stats)
         if plain:
             return _from_statistics(stats, settings.z_loss, reduction)
@@ -270,16 +274,13 @@ def _cross_entropy(
     return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
 
 
-STATISTICS = ("log_prob", "entropy", "correct", "logsumexp")
-
-
 def _from_statistics(stats: TokenStats, z_loss: float, reduction: _check.Reduction) -> Tensor:
     """The loss from the token statistics: ``z_loss * logsumexp ** 2 - log_prob`` of each token."""
     assert stats.log_prob is not None
-    assert stats.logsumexp is not None
     assert stats.valid is not None
     loss_n = -stats.log_prob
     if z_loss:
+        assert stats.logsumexp is not None
         loss_n = loss_n + z_loss * stats.logsumexp.square()
     if reduction == "none":
         return loss_n

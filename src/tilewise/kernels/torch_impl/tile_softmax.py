@@ -14,7 +14,7 @@ again with a shift for each row and each column. Vectors are float64, because t 
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,21 +58,29 @@ def _log_sum(x_rc: Tensor, dim: int, scratch: Tensor) -> Tensor:
     return total.double().log() + shift.squeeze(dim).double()
 
 
-def tile_entropies(x_rc: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy of the softmax of each row of the tile: (r,), float64. Scores are overwritten.
+def tile_moments(x_rc: Tensor, scratch: Tensor, *, entropies: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, entropy and log sum p^2 of the softmax of each row of the tile: (r,), float64; 0 if not wanted.
 
     The shift t is the row's largest score. With e_j = exp(x_j - t) and S = sum_j e_j >= 1, nothing cancels in
 
-        lse = t + log S        entropy = log S + sum_j e_j (t - x_j) / S
+        lse = t + log S        entropy = log S + sum_j e_j (t - x_j) / S        log sum p^2 = log sum e_j^2 - 2 log S
+
+    The scores are overwritten.
     """
     top = x_rc.amax(1, keepdim=True)
     shift = torch.where(top == -torch.inf, 0.0, top)
     e_rc = torch.exp(x_rc.sub_(shift), out=scratch)
     total = e_rc.sum(1).double()
-    below = e_rc.mul_(x_rc.clamp_(min=NO_SHARE)).sum(1).double()  # 0 * -inf would be NaN
     log_total = total.log()
-    entropy = torch.where(log_total == -torch.inf, 0.0, log_total - below / total)
-    return log_total + shift.squeeze(1).double(), entropy
+    empty = log_total == -torch.inf
+    entropy = square = torch.zeros_like(log_total)
+    if squares:
+        norm = torch.linalg.vector_norm(e_rc, dim=1).double()
+        square = torch.where(empty, 0.0, 2.0 * (norm.log() - log_total))
+    if entropies:
+        below = e_rc.mul_(x_rc.clamp_(min=NO_SHARE)).sum(1).double()  # 0 * -inf would be NaN
+        entropy = torch.where(empty, 0.0, log_total - below / total)
+    return log_total + shift.squeeze(1).double(), entropy, square
 
 
 class SideWeights:
@@ -104,20 +112,29 @@ class SideWeights:
         return x_rc.sub_(coarse).sub_(rest.to(x_rc.dtype))
 
 
-def tile_entropy_gradient_(
-    x_rc: Tensor, scratch: Tensor, i: slice, rows: SideWeights, entropy: Tensor, grad_entropy: Tensor
-) -> Tensor:
-    """p_ij (g_i + h_i (row_lse_i - x_ij - entropy_i)), p_ij = exp(x_ij - row_lse_i), in place of the scores.
+class TokenWeights(NamedTuple):
+    """v, h and c of each row, (n,), float64: the gradient of a score is p (v + h (lse - x) + c p).
 
-    Args:
-        rows: the log-sum-exps and their gradients g.
-        entropy, grad_entropy: (n,), float64: the entropies of all rows and their gradients h.
+    The entropy H and q = log sum p^2, with gradients h and g, and the gradient of the log-sum-exp, make
+    v = grad_lse - h H - 2 g  and  c = 2 g exp(-q). v is the gradient of ``rows``.
     """
-    rows.log_softmax_(x_rc, i)
-    p_rc = torch.exp(x_rc, out=scratch)
-    h = grad_entropy[i, None]
-    offset = (rows.grad[i, None] - h * entropy[i, None]).to(x_rc.dtype)
-    return x_rc.clamp_(min=NO_SHARE).mul_(-h.to(x_rc.dtype)).add_(offset).mul_(p_rc)
+
+    rows: SideWeights
+    entropy: Tensor | None  # h
+    square: Tensor | None  # c
+
+    def gradient_(self, x_rc: Tensor, scratch: Tensor, i: slice) -> Tensor:
+        """The gradient of the scores of the rows i, in place of the scores."""
+        self.rows.log_softmax_(x_rc, i)
+        p_rc = torch.exp(x_rc, out=scratch)
+        if self.entropy is None:
+            x_rc.zero_()
+        else:
+            x_rc.clamp_(min=NO_SHARE).mul_(-self.entropy[i, None].to(x_rc.dtype))
+        x_rc.add_(self.rows.grad[i, None].to(x_rc.dtype))
+        if self.square is not None:
+            x_rc.addcmul_(p_rc, self.square[i, None].to(x_rc.dtype))
+        return x_rc.mul_(p_rc)
 
 
 def tile_softmax_(

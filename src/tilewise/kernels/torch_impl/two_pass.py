@@ -24,15 +24,16 @@ from tilewise.kernels.spec import (
     Stats,
     largest_gradient,
     merged_entropy,
+    merged_sum_sq,
     merged_top,
     wanted_stats,
 )
 from tilewise.kernels.torch_impl.tile_softmax import (
     SAFE_SCORE,
     SideWeights,
-    tile_entropies,
-    tile_entropy_gradient_,
+    TokenWeights,
     tile_log_sums,
+    tile_moments,
     tile_softmax_,
 )
 from tilewise.kernels.torch_impl.tiles import Tiles, score_bound
@@ -88,7 +89,7 @@ class _RunningStats:
 
         counted = "num_positives"  # from the keys, at the end
         self.now = Stats(**{stat.name: vector(stat) for stat in wanted_stats(spec) if stat.name != counted})
-        self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_entropy and is_bounded(pair, spec)
+        self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_moments and is_bounded(pair, spec)
 
     def add(self, i: slice, j: slice) -> None:
         """Add the tile of the rows i and the columns j."""
@@ -110,9 +111,14 @@ class _RunningStats:
             top = x_rc.max(1)  # the first of equal scores
             tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
             now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
-        if now.row_entropy is not None and now.row_lse is not None:
-            running, tile = (now.row_lse[i], now.row_entropy[i]), tile_entropies(x_rc, scratch)
-            now.row_lse[i], now.row_entropy[i] = merged_entropy(running, tile)
+        if now.row_lse is not None and self.spec.row_moments:
+            wanted = {"entropies": self.spec.row_entropy, "squares": self.spec.row_sum_sq}
+            running, (here, entropy, square) = now.row_lse[i], tile_moments(x_rc, scratch, **wanted)
+            if now.row_entropy is not None:
+                lse, now.row_entropy[i] = merged_entropy((running, now.row_entropy[i]), (here, entropy))
+            if now.row_sum_sq is not None:
+                lse, now.row_sum_sq[i] = merged_sum_sq((running, now.row_sum_sq[i]), (here, square))
+            now.row_lse[i] = lse
         elif now.row_lse is not None or now.col_lse is not None:
             self._add_exponentials(x_rc, scratch, i, j)
 
@@ -144,13 +150,20 @@ class _TileWeights:
 
     def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
-        self.rows = self.cols = self.entropy = self.grad_entropy = None
+        self.rows = self.cols = self.tokens = h = c = None
         grad_lse = grad.row_lse
-        if grad.row_entropy is not None:
-            assert stats.row_entropy is not None
-            self.entropy, self.grad_entropy = stats.row_entropy.double(), (grad.row_entropy / size).double()
-            grad_lse = torch.zeros_like(grad.row_entropy) if grad_lse is None else grad_lse
-        if grad_lse is not None:
+        if grad.row_entropy is not None or grad.row_sum_sq is not None:
+            assert stats.row_lse is not None
+            value = torch.zeros_like(stats.row_lse, dtype=torch.float64) if grad_lse is None else grad_lse.double()
+            if grad.row_entropy is not None:
+                assert stats.row_entropy is not None
+                value, h = value - grad.row_entropy * stats.row_entropy.double(), (grad.row_entropy / size).double()
+            if grad.row_sum_sq is not None:
+                assert stats.row_sum_sq is not None
+                twice = 2.0 * grad.row_sum_sq.double()
+                value, c = value - twice, twice / size * torch.exp(-stats.row_sum_sq.double())
+            self.tokens = TokenWeights(SideWeights(stats.row_lse, pair.row_shift, value / size), h, c)
+        elif grad_lse is not None:
             assert stats.row_lse is not None
             self.rows = SideWeights(stats.row_lse, pair.row_shift, grad_lse / size)
             if spec.symmetric:  # x_ij is also x_ji
@@ -161,7 +174,7 @@ class _TileWeights:
         self.pos = None if grad.row_pos is None else grad.row_pos / size
         self.sum = None if grad.row_sum is None else grad.row_sum / size
         self.softplus = None if grad.row_softplus is None else grad.row_softplus / size
-        exponentials = self.entropy is None and (self.rows is not None or self.cols is not None)
+        exponentials = self.rows is not None or self.cols is not None
         self.bounded = exponentials and is_bounded(pair, spec)
 
     def gradient(self, tiles: Tiles, i: slice, j: slice) -> Tensor:
@@ -174,8 +187,8 @@ class _TileWeights:
             g_rc = x_rc.sigmoid_()
             tiles.keys.flip_positives_(g_rc, i, j)
             g_rc.mul_(self.softplus[i, None].to(g_rc.dtype))
-        elif self.entropy is not None and self.grad_entropy is not None and self.rows is not None:
-            g_rc = tile_entropy_gradient_(x_rc, scratch, i, self.rows, self.entropy, self.grad_entropy)
+        elif self.tokens is not None:
+            g_rc = self.tokens.gradient_(x_rc, scratch, i)
         else:
             g_rc = tile_softmax_(x_rc, scratch, i, j, self.rows, self.cols, bounded=self.bounded)
         if self.pos is not None:

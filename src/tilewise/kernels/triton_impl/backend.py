@@ -17,7 +17,7 @@ from tilewise.options import TileOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
-TOKEN_STATS = {"row_entropy", "row_top", "row_top_col"}
+TOKEN_STATS = {"row_entropy", "row_sum_sq", "row_top", "row_top_col"}
 
 
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -55,8 +55,6 @@ class TritonBackend(Backend):
             return "it counts rows and columns in 32 bits"
         if spec.softplus and spec.positive == "many":
             return "it looks for one positive in each row of a sigmoid loss"
-        if spec.token_stats and (spec.positive == "many" or spec.row_sum):
-            return "it has entropies and largest scores beside one positive in each row only"
         return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:

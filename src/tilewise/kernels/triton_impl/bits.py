@@ -24,3 +24,4 @@ ENTROPY = tl.constexpr(32)  # of rows
 TOP = tl.constexpr(64)  # the largest score of a row and its column
 BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
 BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column
+SUM_SQ = tl.constexpr(512)  # log of the sum of squared probabilities of a row

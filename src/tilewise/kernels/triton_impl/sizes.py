@@ -1,17 +1,23 @@
 """Tile sizes of all kernels in one table: a row for each architecture and number of bytes of the type.
 
-`benchmarks/tune.py` measures candidates and prints rows of this table. CONTRIBUTING.md explains how to add an
-architecture.
+`tilewise tune` measures the candidates on a card and keeps the best ones in a file of the user. They replace fields of
+the row for that card (`row_of`). CONTRIBUTING.md explains how to add an architecture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from tilewise.kernels import tuned_file
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,10 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_80", 4): KernelSizes(
-        forward=Sizes(64, 64, 32, 4, 3, 2, 8),
+        forward=Sizes(64, 64, 16, 4, 3, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 3, 2, 8),
+        filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
+        filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
     ),
     ("sm_90", 2): KernelSizes(
         forward=Sizes(128, 128, 64, 4, 3, 2, 16, strip=8),
@@ -84,8 +92,8 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(128, 64, 32, 4, 3, 2, 8),
     ),
     ("sm_100", 2): KernelSizes(
-        forward=Sizes(128, 128, 64, 4, 2, 2, 16),
-        gradient=Sizes(128, 128, 32, 4, 2, 2, 8),
+        forward=Sizes(128, 64, 64, 4, 2, 2, 16),
+        gradient=Sizes(128, 64, 64, 4, 2, 2, 16),
         filter_pairs=PairSizes(64, 32, 64, 8, 8, 2),
     ),
     ("sm_100", 4): KernelSizes(
@@ -103,11 +111,51 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(32, 32, 32, 4, 2, 2, 8),
         filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
         filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
-        filter_pairs=PairSizes(16, 16, 64, 4, 8, 2),
+        filter_pairs=PairSizes(16, 32, 64, 8, 8, 2),
     ),
+}
+# What `tilewise tune` measures for each field, beside the sizes in the table.
+MORE_FORWARD = (
+    Sizes(128, 128, 64, 4, 3, 2, 16, strip=4),
+    Sizes(128, 128, 64, 4, 3, 2, 16),
+    Sizes(128, 128, 64, 4, 3, 2, 8),
+    Sizes(128, 128, 64, 4, 2, 3, 16),
+    Sizes(128, 128, 64, 4, 4, 1, 16),
+    Sizes(128, 256, 64, 8, 3, 1, 16),
+    Sizes(128, 256, 64, 8, 3, 1, 8),
+    Sizes(128, 256, 64, 8, 4, 1, 8),
+    Sizes(256, 128, 64, 8, 3, 1, 8),
+    Sizes(256, 128, 64, 8, 4, 1, 8),
+)
+MORE_GRADIENT = (
+    Sizes(128, 256, 64, 8, 3, 1, 16),
+    Sizes(128, 256, 64, 8, 3, 1, 8),
+    Sizes(256, 128, 64, 8, 3, 1, 16),
+    Sizes(128, 256, 64, 8, 4, 1, 16, pieces=2),
+    Sizes(128, 128, 32, 4, 4, 2, 16),
+    Sizes(128, 128, 32, 4, 4, 2, 8),
+    Sizes(128, 128, 32, 4, 6, 2, 16, pieces=2),
+    Sizes(128, 128, 64, 4, 2, 2, 16),
+    Sizes(128, 128, 64, 4, 3, 2, 16, pieces=2),
+    Sizes(128, 128, 64, 4, 3, 2, 8, pieces=2),
+    Sizes(128, 256, 32, 8, 5, 1, 16),
+    Sizes(128, 256, 32, 8, 6, 1, 8),
+)
+MORE: dict[str, tuple[Sizes | PairSizes, ...]] = {
+    "forward": MORE_FORWARD,
+    "forward_wide": MORE_FORWARD,
+    "gradient": MORE_GRADIENT,
+    "gradient_wide": MORE_GRADIENT,
+    "filter_masses": (
+        Sizes(128, 256, 64, 8, 2, 1, 16),
+        Sizes(64, 256, 64, 8, 3, 1, 16),
+        Sizes(64, 256, 32, 8, 3, 1, 8),
+    ),
+    "filter_pairs": (PairSizes(64, 64, 64, 8, 8, 2), PairSizes(32, 32, 64, 4, 8, 2), PairSizes(16, 16, 64, 4, 8, 2)),
 }
 INTERPRETED = Sizes(64, 64, 64, 1, 1, 1, 2)  # in the interpreter each block operation is slow: few, large blocks
 INTERPRETED_PAIRS = PairSizes(64, 64, 64, 1, 1, 1)
+_rows: dict[tuple[torch.device, int], KernelSizes] = {}  # those in use
 
 
 def interpreted() -> bool:
@@ -125,9 +173,65 @@ def architecture(capability: tuple[int, int]) -> str:
     return name if (name, 2) in TABLE and capability not in SMALL_SHARED else "other"
 
 
+def candidates(field: str, item: int) -> list[Sizes | PairSizes]:
+    """The sizes that may be tuned for a field of the table: those of all cards, and `MORE`."""
+    found = [getattr(row, field) for (_, size), row in TABLE.items() if size == item]
+    return [sizes for sizes in dict.fromkeys([*found, *MORE[field]]) if sizes is not None]
+
+
+def parse_tuned(values: Any) -> dict[int, dict[str, Any]]:
+    """Fields for each number of bytes of a type, from the contents of a file. Only candidates are accepted.
+
+    >>> parse_tuned({"4": {"gradient": [64, 64, 32, 4, 3, 2, 8, 1, 1]}})[4]["gradient"].rows
+    64
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for item, fields in values.items():
+        size = {"2": 2, "4": 4}[item]
+        found[size] = row = {}
+        for field, numbers in fields.items():
+            known = {dataclasses.astuple(sizes): sizes for sizes in candidates(field, size)}
+            row[field] = known[tuple(numbers)]
+    return found
+
+
+@functools.cache
+def tuned(card: str) -> dict[int, dict[str, Any]]:
+    """The fields that `tilewise tune` measured on this card; empty if there is no file, or no valid one."""
+    found, problem = tuned_file.read(card, parse_tuned)
+    if problem is not None:
+        warnings.warn(f"tilewise: {problem}", RuntimeWarning, stacklevel=2)
+    return found or {}
+
+
 def row_of(device: torch.device, item: int) -> KernelSizes | None:
-    """The row for a device and a type of ``item`` bytes; None in the interpreter."""
-    return None if device.type != "cuda" else TABLE[architecture(torch.cuda.get_device_capability(device)), item]
+    """The row in use for a device and a type of ``item`` bytes; None in the interpreter."""
+    row = _rows.get((device, item))
+    if row is None and device.type == "cuda":
+        table = TABLE[architecture(torch.cuda.get_device_capability(device)), item]
+        row = dataclasses.replace(table, **tuned(torch.cuda.get_device_name(device)).get(item, {}))
+        if device.index is not None:  # without an index it is the current device, which may change
+            _rows[device, item] = row
+    return row
+
+
+@contextlib.contextmanager
+def trying(device: torch.device, item: int, row: KernelSizes) -> Iterator[None]:
+    """Use another row, to measure it."""
+    before = _rows.get((device, item))
+    _rows[device, item] = row
+    try:
+        yield
+    finally:
+        del _rows[device, item]
+        if before is not None:
+            _rows[device, item] = before
+
+
+def forget_tuned() -> None:
+    """Read the files again at the next call: after tuning, and in tests."""
+    _rows.clear()
+    tuned.cache_clear()
 
 
 def forward_sizes(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> Sizes:

@@ -22,6 +22,7 @@ from tilewise.train.data.table import Columns, Entry, FileSource, read_folder, r
 from tilewise.train.icons import IconSet, load_icons
 
 Watch = Callable[[int, int], None]  # how many are done, of how many
+AUTO_HELD_OUT = 1000  # most images that are held out if the settings leave the share open
 
 
 @functools.lru_cache(maxsize=2)
@@ -55,9 +56,13 @@ def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
     columns = Columns(config.image_column, config.text_column, config.id_column)
     path = Path(config.path)
     entries = read_folder(path) if config.source == "folder" else read_table(path, config.image_root, columns)
-    if not config.eval_share:
+    if not config.eval_share or config.eval_path or len(entries) < 2:
         return entries, []
-    chosen = set(permutation(len(entries), "held-out")[: max(1, round(config.eval_share * len(entries)))].tolist())
+    share = 0.1 if config.eval_share < 0 else config.eval_share
+    count = max(1, round(share * len(entries)))
+    if config.eval_share < 0:
+        count = min(count, AUTO_HELD_OUT)
+    chosen = set(permutation(len(entries), "held-out")[:count].tolist())
     train = [entry for number, entry in enumerate(entries) if number not in chosen]
     return train, [entry for number, entry in enumerate(entries) if number in chosen]
 
@@ -110,6 +115,22 @@ class EvalImages:
             if watch is not None:
                 watch(end, len(self))
 
+    def name(self, number: int) -> str:
+        """Return the path of an image, or where else it is."""
+        if self.source is None:
+            return f"image {number}"
+        return self.source.describe(self.keys[number])
+
+    def number_of(self, file: Path) -> int | None:
+        """Return the number of the image with this path, or None if there is none."""
+        if not isinstance(self.source, FileSource):
+            return None
+        wanted = file.resolve()
+        names = (self.source.entries[key].image for key in self.keys)
+        return next(
+            (n for n, name in enumerate(names) if isinstance(name, str) and Path(name).resolve() == wanted), None
+        )
+
     def take(self, numbers: range | list[int]) -> Tensor:
         """Return the images with these numbers."""
         if self.everything is not None:
@@ -140,8 +161,11 @@ def open_eval_pairs(
     if config.source == "icons":
         return pairs_of_icons(_icons(path or config.path).split("test"))
     how = Preparation(image_size)
-    if not path and config.eval_share:
-        return pairs_of_files(FileSource(_split(config)[1], how, config.workers), skips, config.eval_memory_mib, watch)
+    if not path and config.eval_share and config.source in ("folder", "table"):
+        held_out = _split(config)[1]
+        if not held_out:  # a single image
+            return None
+        return pairs_of_files(FileSource(held_out, how, config.workers), skips, config.eval_memory_mib, watch)
     if not path:
         return None
     if config.source == "shards" and ".tar" in path:

@@ -27,7 +27,7 @@ def build_model(config: RunConfig) -> TwoTowers:
         return build_icon_model(sizes, scale)
     from tilewise.train.models import pretrained
 
-    arch = pretrained.ARCHITECTURES[settings.name]
+    arch = pretrained.ARCHITECTURES["clip-vit-b-32" if settings.name == "clip" else settings.name]
     kind = "clip" if settings.name.startswith("clip") else "vit-bert"
     towers = pretrained.clip_towers(settings, arch) if kind == "clip" else pretrained.vit_bert_towers(settings, arch)
     if towers.scale is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +165,56 @@ def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
             "they would start from random weights. Is it another kind of model?"
         )
     return model.float()  # weights may be stored in half precision; autocast rounds where it helps
+
+
+def name_mismatch(config: ModelConfig, configs: dict[str, Any]) -> str:
+    """Return a sentence if the sizes of the given weights are not those of the model's name, else an empty string.
+
+    Args:
+        config: settings of the model.
+        configs: configurations of the towers by sub-folder, as in `Towers`.
+    """
+    given = config.weights or config.image_weights or config.text_weights
+    if not given or config.name in ("clip", "vit-bert"):  # these names have no sizes of their own beside weights
+        return ""
+    if config.weights:
+        towers = {"image": configs[""].vision_config, "text": configs[""].text_config}
+    else:
+        weights = {"image": config.image_weights, "text": config.text_weights}
+        towers = {name: configs[name] for name, folder in weights.items() if folder}
+    found = _tower_sizes(towers)
+    wanted = _named_sizes(config.name, towers)
+    different = [f"{name} {found[name]} instead of {wanted[name]}" for name in found if found[name] != wanted[name]]
+    if not different:
+        return ""
+    kind = "clip" if config.weights else "vit-bert"
+    names = [name for name in ARCHITECTURES if name.startswith(kind) and _named_sizes(name, towers) == found]
+    return (
+        f"model.name={config.name!r} does not match the weights {given!r}, which have {', '.join(different)}. "
+        f"The sizes of the weights are used. Set model.name={(names or [kind])[0]}"
+    )
+
+
+def _tower_sizes(towers: dict[str, Any]) -> dict[str, int]:
+    """Width and layers of each tower, and patch and picture of the image tower, in pixels."""
+    sizes: dict[str, int] = {}
+    for name, tower in towers.items():
+        sizes |= {f"{name} width": tower.hidden_size, f"{name} layers": tower.num_hidden_layers}
+    if "image" in towers:
+        sizes |= {"patch size": towers["image"].patch_size, "image size": towers["image"].image_size}
+    return sizes
+
+
+def _named_sizes(model: str, towers: Iterable[str]) -> dict[str, int]:
+    """The same sizes of a named model."""
+    arch = ARCHITECTURES[model]
+    sizes: dict[str, int] = {}
+    for name in towers:
+        size: Size = getattr(arch, name)
+        sizes |= {f"{name} width": size.width, f"{name} layers": size.layers}
+    if "image" in towers:
+        sizes |= {"patch size": arch.patch, "image size": arch.pixels}
+    return sizes
 
 
 def _numbers(size: Size) -> dict[str, int]:

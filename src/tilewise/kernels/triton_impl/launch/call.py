@@ -231,8 +231,11 @@ def replayed(
     return replay_or_record(what, inputs, lambda recording: run(Call(pair, spec, options, recording)), pair.a.device)
 
 
+NOTHING = contextlib.nullcontext()
+
+
 def on_device(features: Tensor) -> contextlib.AbstractContextManager[object]:
     """Launches go to the device that holds the features."""
     if not features.is_cuda or features.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return NOTHING
     return torch.cuda.device(features.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats, largest_gradient
+from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
@@ -49,8 +50,27 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
     return rows, min(all_cols, max(tile, most), 65536)
 
 
+def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
+    """v, h and c of `token_terms` as the gradients of the log-sum-exp, the entropy and the squares of each row."""
+    if grad.row_entropy is None and grad.row_sum_sq is None:
+        return grad
+    assert stats.row_lse is not None
+    value = torch.zeros_like(stats.row_lse) if grad.row_lse is None else grad.row_lse
+    square = None
+    if grad.row_entropy is not None:
+        assert stats.row_entropy is not None
+        value = value - grad.row_entropy * stats.row_entropy
+    if grad.row_sum_sq is not None:
+        assert stats.row_sum_sq is not None
+        value, square = value - 2.0 * grad.row_sum_sq, 2.0 * grad.row_sum_sq * torch.exp(-stats.row_sum_sq)
+    return dataclasses.replace(grad, row_lse=value, row_sum_sq=square)
+
+
 class Backward:
-    """Gradients of all macro-tiles."""
+    """Gradients of all macro-tiles. The gradients of statistics are those of `folded_gradients`.
+
+    ``factors``: the factor of G inside the kernels, and the factor of the products with G; by default the scale and none.
+    """
 
     def __init__(
         self,
@@ -72,23 +92,15 @@ class Backward:
         rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
         self.saved = saved if rows_only and self.row_step >= self.n else None
         self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
-        if self.pair.a.dtype == torch.float16:
-            # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
-            inside, outside = factors
-            if inside is None or outside is None:
-                size = largest_gradient(grad).to(scale)
-                inside, outside = 1.0 / size, scale * size
-            self.inside = inside
-            self.outside: Tensor | None = outside
-        else:
-            self.inside, self.outside = scale, None
+        self.inside: Tensor = scale if factors[0] is None else factors[0]
+        self.outside = factors[1]
         call.by_row |= {
             "row_lse": vector(stats.row_lse),
-            "row_entropy": vector(stats.row_entropy),
             "grad_row": vector(grad.row_softplus if self.spec.softplus else grad.row_lse),
             "grad_pos": vector(grad.row_pos),
             "grad_sum": vector(grad.row_sum),
             "grad_entropy": vector(grad.row_entropy),
+            "grad_square": vector(grad.row_sum_sq),
         }
         if sym:  # a column is a row too
             as_column = {"col_lse": "row_lse", "grad_col": "grad_row", "grad_pos_col": "grad_pos"}
@@ -103,6 +115,7 @@ class Backward:
             (bit.ROW_SUM, grad.row_sum is not None),
             (bit.MIRROR, sym),
             (bit.ENTROPY, grad.row_entropy is not None),
+            (bit.SUM_SQ, grad.row_sum_sq is not None),
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )

@@ -1,7 +1,7 @@
 """The operand G of the gradient products, for a macro-tile, in the type of the features.
 
     G_ij = e_ij (u_i + v_j) + g_pos_i [positive] + ...     e_ij = exp(x_ij - t)
-           + g_entropy_i p_ij (row_lse_i - x_ij - entropy_i),   p_ij = exp(x_ij - row_lse_i)
+           + p_ij (v_i + h_i (row_lse_i - x_ij) + c_i p_ij),   p_ij = exp(x_ij - row_lse_i), see `token_terms`
     u_i = g_i exp(t - row_lse_i),  v_j = g_j exp(t - col_lse_j),  t = the largest log-sum-exp of all rows and columns
 
 One exponential serves both directions. If the log-sum-exps span too much for that (``span``), each direction computes its
@@ -24,6 +24,7 @@ from tilewise.kernels.triton_impl.bits import (
     ROWS,
     SOFTCAP,
     SOFTPLUS,
+    SUM_SQ,
 )
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
@@ -41,8 +42,8 @@ from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
 # Terms of G that may be missing, with their statistics
-OPTIONAL_TERMS = ("row_shift", "col_shift", "col_weight", "row_lse", "col_lse", "row_entropy", "grad_row", "grad_col",
-                  "grad_pos", "grad_pos_col", "grad_sum", "grad_entropy")  # fmt: skip
+OPTIONAL_TERMS = ("row_shift", "col_shift", "col_weight", "row_lse", "col_lse", "grad_row", "grad_col",
+                  "grad_pos", "grad_pos_col", "grad_sum", "grad_entropy", "grad_square")  # fmt: skip
 
 
 @triton.jit
@@ -54,13 +55,18 @@ def side(lse, shift, grad, at, ok, factor):
 
 
 @triton.jit
-def entropy_side(lse, shift, entropy, grad_entropy, grad, at, ok, factor):
-    """Log-sum-exp in units of log2 and its shift; h and v, such that the gradient of x is p (v - h (x - lse))."""
-    level, start, coming = side(lse, shift, grad_entropy, at, ok, factor)
-    value = -coming * tl.load(entropy + at, mask=ok, other=0.0)
-    if grad is not None:
-        value += tl.load(grad + at, mask=ok, other=0.0) * factor
-    return level, start, coming * LN2, value
+def token_terms(below, value, grad_entropy, grad_square, at, ok, factor, TERMS: tl.constexpr):
+    """p (v + h (lse - x) + c p) for below = x - lse in units of log2 and p = 2**below; v is ``value``, given times factor.
+
+    The entropy H and q = log sum p^2, with gradients h and g, and the gradient of the log-sum-exp, make v, h and c:
+    v = grad_lse - h H - 2 g,  c = 2 g exp(-q).
+    """
+    p = tl.exp2(below)
+    if SUM_SQ & TERMS:
+        value = value + tl.load(grad_square + at, mask=ok, other=0.0) * factor * p
+    if ENTROPY & TERMS:
+        value = value - tl.load(grad_entropy + at, mask=ok, other=0.0) * factor * LN2 * tl.maximum(below, NO_SHARE)
+    return p * value
 
 
 @triton.jit
@@ -90,8 +96,8 @@ def cap_slope(x, softcap):
 @kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
 def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
-                    row_lse, col_lse, row_entropy, row_share, col_share, span,  # statistics
-                    grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, factor,  # their gradients
+                    row_lse, col_lse, row_share, col_share, span,  # statistics
+                    grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # their gradients
                     g_desc, bias_part,  # outputs
                     n, m, first, ahead,
                     D: tl.constexpr, TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, WIDE: tl.constexpr,
@@ -125,12 +131,12 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             u = tl.load(row_share + rows, mask=ok_rows, other=0.0)
             v = tl.load(col_share + cols, mask=ok_cols, other=0.0)
             g = tl.exp2(x) * (u[:, None] + v[None, :])
-        elif ENTROPY & TERMS:
-            row_level, row_from, coming, value = entropy_side(
-                row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok_rows, f
-            )
+        elif (ENTROPY + SUM_SQ) & TERMS:
+            row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             below = (x - row_from[:, None]) - row_level[:, None]
-            g = tl.exp2(below) * (value[:, None] - coming[:, None] * tl.maximum(below, NO_SHARE))
+            g = token_terms(
+                below, row_in[:, None], grad_entropy, grad_square, rows[:, None], ok_rows[:, None], f, TERMS
+            )
         elif ROWS & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             if row_shift is not None:

@@ -59,7 +59,7 @@ class Forward:
     def _row_statistics(self) -> int:
         """How many numbers a tile writes for each of its rows, at least 1."""
         spec = self.spec
-        return 1 + (spec.positive == "many") + spec.row_sum + spec.row_entropy + 2 * spec.row_top
+        return 1 + (spec.positive == "many") + spec.row_sum + spec.row_entropy + spec.row_sum_sq + 2 * spec.row_top
 
     def _col_statistics(self) -> int:
         """How many numbers a strip of tiles writes for each of its columns, if it writes any."""
@@ -133,6 +133,7 @@ class Forward:
             (bit.ROW_SUM, spec.row_sum),
             (bit.MIRROR, mirrored),
             (bit.ENTROPY, spec.row_entropy),
+            (bit.SUM_SQ, spec.row_sum_sq),
             (bit.TOP, spec.row_top),
         )
         return {"STATS": stats, "STRIP": self._strip(i, j, columns)}

@@ -11,10 +11,11 @@ float32 numbers: the largest score of a sample, less BELOW_PEAK. Where t is too 
 ``needs_repair``. `repair_kernel` then computes that strip again with the maximum of each row and column. It writes
 logarithms instead of sums and marks them with t = +inf.
 
-Entropies and largest scores need the maximum t_i of each row of a tile. With them it is the shift of the row, nothing
-needs repair, and parts are logarithms, also marked with t = +inf:
+Entropies, sums of squared probabilities and largest scores need the maximum t_i of each row of a tile. With them it is
+the shift of the row, nothing needs repair, and parts are logarithms, also marked with t = +inf:
 
-    S_i = sum_j exp(x_ij - t_i) >= 1        entropy_i = log S_i + sum_j exp(x_ij - t_i) (t_i - x_ij) / S_i
+    e_ij = exp(x_ij - t_i),  S_i = sum_j e_ij >= 1
+    entropy_i = log S_i + sum_j e_ij (t_i - x_ij) / S_i        sum_sq_i = log sum_j e_ij^2 - 2 log S_i
 
 A further statistic of rows takes a line in `forward_kernel`, which stores its part of a tile, and one in `merge_kernel`.
 """
@@ -22,7 +23,7 @@ A further statistic of rows takes a line in `forward_kernel`, which stores its p
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, TOP
+from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, SUM_SQ, TOP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LARGEST_SUM,
@@ -149,10 +150,13 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             weighted = tl.sum(tl.where(ok_cols[None, :], x * weight[None, :], 0.0), 1)
             tl.store(at + rows, weighted * LN2, mask=ok_rows)
             at += col_tiles * n
-        if (ENTROPY + TOP) & STATS:
-            high = tl.max(x, 1)
+        if (ENTROPY + SUM_SQ + TOP) & STATS:
+            y = x
             if TOP & STATS:
-                place = tl.min(tl.where(x == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
+                y = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch.argmax
+            high = tl.max(y, 1)
+            if TOP & STATS:
+                place = tl.min(tl.where(y == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
                 tl.store(at + rows, high, mask=ok_rows)
                 tl.store(at + col_tiles * n + rows, place, mask=ok_rows)
                 at += 2 * col_tiles * n
@@ -165,6 +169,10 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             if ENTROPY & STATS:
                 gap = tl.sum(e * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
                 tl.store(at + rows, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total), mask=ok_rows)
+                at += col_tiles * n
+            if SUM_SQ & STATS:
+                square = tl.log2(tl.sum(e * e, 1)) - 2.0 * tl.log2(total)
+                tl.store(at + rows, tl.where(total == 0.0, 0.0, square), mask=ok_rows)
             tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
         elif (ROWS + COLS) & STATS:
             if peaks is None:
@@ -254,10 +262,11 @@ def fold_sum(part, out, at, ok, size, parts, FIRST: tl.constexpr):
 
 
 @triton.jit
-def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, size, parts, FIRST: tl.constexpr):
-    """out = the log-sum-exp of sums relative to their tops, or of logarithms, if a top is +inf. The entropy, if given:
+def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, square_part, square, at, ok, size, parts,
+             FIRST: tl.constexpr):  # fmt: skip
+    """out = the log-sum-exp of sums relative to their tops, or of logarithms, if a top is +inf. With w_p = exp(lse_p - lse):
 
-    entropy = sum_p w_p (entropy_p + lse - lse_p),   w_p = exp(lse_p - lse)
+    entropy = sum_p w_p (entropy_p + lse - lse_p)        square = log sum_p w_p^2 exp(square_p)
     """
     start = shifts(shift, at, ok)
     high = tl.full(at.shape, float("-inf"), tl.float32)
@@ -267,6 +276,9 @@ def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, si
         if entropy is not None:
             gap = tl.load(entropy + at, mask=ok, other=0.0) * LOG2E
     total = tl.where(high == float("-inf"), 0.0, 1.0)
+    squares = tl.zeros(at.shape, tl.float32)  # sum of (2**(lse_p - high))**2 2**square_p
+    if (square is not None) and not FIRST:
+        squares = total * tl.exp2(tl.load(square + at, mask=ok, other=0.0) * LOG2E)
     for first in range(0, parts, MANY_PARTS):
         p = first + tl.arange(0, MANY_PARTS)
         here = (p < parts)[:, None] & ok[None, :]
@@ -283,6 +295,9 @@ def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, si
             each += tl.where(value == float("-inf"), 0.0, safe[None, :] - value)
             rise = tl.where(high == float("-inf"), 0.0, safe - high)
             gap = kept * (gap + rise * total) + tl.sum(share * each, 0)
+        if square is not None:
+            each = tl.exp2(tl.load(square_part + where, mask=here, other=0.0))
+            squares = kept * kept * squares + tl.sum(share * share * each, 0)
         total = total * kept + tl.sum(share, 0)
         # NaN in a part must survive the maximum.
         lost = tl.max((value != value).to(tl.int32), 0) > 0
@@ -290,6 +305,9 @@ def fold_log(part, tops, top_step, shift, out, entropy_part, entropy, at, ok, si
     tl.store(out + at, (high + tl.log2(total)) * LN2, mask=ok)
     if entropy is not None:
         tl.store(entropy + at, tl.where(total == 0.0, 0.0, gap / total + tl.log2(total)) * LN2, mask=ok)
+    if square is not None:
+        found = tl.where(total == 0.0, 0.0, tl.log2(squares) - 2.0 * tl.log2(total))
+        tl.store(square + at, found * LN2, mask=ok)
 
 
 @triton.jit
@@ -310,8 +328,7 @@ def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.co
         score = tl.load(where, mask=here, other=float("-inf"))
         column = tl.load(where + parts * size, mask=here, other=NO_COLUMN)
         high = tl.max(score, 0)
-        # NaN equals nothing and finds no column; any column will do.
-        column = tl.min(tl.where(score == high[None, :], column, NO_COLUMN - 1.0), 0).to(tl.int64) + first
+        column = tl.min(tl.where(score == high[None, :], column, NO_COLUMN), 0).to(tl.int64) + first
         place = tl.where(high > best, column, tl.where(high == best, tl.minimum(place, column), place))
         best = tl.maximum(best, high)
     if LAST:
@@ -322,11 +339,12 @@ def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.co
 
 @kernel(
     optional=("row_shift", "col_part", "col_shift", "only_if", "row_lse", "row_softplus", "row_pos", "row_sum")
-    + ("row_top", "row_top_col", "row_entropy", "col_lse", "col_pos"),
+    + ("row_top", "row_top_col", "row_entropy", "row_sum_sq", "col_lse", "col_pos"),
     dynamic=("n", "row_parts", "m", "col_parts", "first"),
 )
 def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
-                 row_lse, row_softplus, row_pos, row_sum, row_top, row_top_col, row_entropy, col_lse, col_pos,  # in and out
+                 row_lse, row_softplus, row_pos, row_sum, row_top, row_top_col, row_entropy, row_sum_sq, col_lse,
+                 col_pos,  # in and out
                  n, row_parts, m, col_parts, first,
                  STATS: tl.constexpr, POSITIVE: tl.constexpr,
                  ROW_FIRST: tl.constexpr, COL_FIRST: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -360,13 +378,17 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
             part += 2 * size
         if ROWS & STATS:
             mine, shift = tops + (program * BLOCK // R) * row_parts, row_shift
-            if (ENTROPY + TOP) & STATS:  # subtracted already
+            square_part = part
+            if (ENTROPY + SUM_SQ + TOP) & STATS:  # subtracted already
                 shift = None
-            fold_log(row_part, mine, 1, shift, row_lse, part, row_entropy, at, ok, n, row_parts, ROW_FIRST)
+            if ENTROPY & STATS:
+                square_part += size
+            fold_log(row_part, mine, 1, shift, row_lse, part, row_entropy, square_part, row_sum_sq, at, ok, n, row_parts,
+                     ROW_FIRST)  # fmt: skip
     elif col_part is not None:
         begin = (program - row_blocks) * BLOCK
         at, mine, step = begin + tl.arange(0, BLOCK), tops + begin // C, row_parts * STRIP
         ok = at < m
-        fold_log(col_part, mine, step, col_shift, col_lse, None, None, at, ok, m, col_parts, COL_FIRST)
+        fold_log(col_part, mine, step, col_shift, col_lse, None, None, None, None, at, ok, m, col_parts, COL_FIRST)
         if (MANY == POSITIVE) and (MIRROR & STATS):
             fold_sum(col_part + col_parts * m, col_pos, at, ok, m, col_parts, COL_FIRST)

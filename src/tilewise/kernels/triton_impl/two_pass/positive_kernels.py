@@ -7,16 +7,27 @@ of that product holds the scores. n / P small products take the place of a searc
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.bits import BIAS, COLS, ENTROPY, MIRROR, ONE_BIAS, ROW_SUM, ROWS, SOFTCAP, SOFTPLUS
+from tilewise.kernels.triton_impl.bits import (
+    BIAS,
+    COLS,
+    ENTROPY,
+    MIRROR,
+    ONE_BIAS,
+    ROW_SUM,
+    ROWS,
+    SOFTCAP,
+    SOFTPLUS,
+    SUM_SQ,
+)
 from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, row_stride, tanh
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     cap_slope,
-    entropy_side,
     outer_factor,
     side,
     sigmoid,
+    token_terms,
 )
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
@@ -75,8 +86,8 @@ def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift,  # scores, k
 
 @kernel(optional=(*OPTIONAL_TERMS, "row_key", "row_factor"), dynamic=(*TILE_NUMBERS, "g_stride"))
 def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_weight,  # scores, keys, shifts, weights
-                             row_lse, col_lse, row_entropy,  # statistics
-                             grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, factor,  # gradients
+                             row_lse, col_lse,  # statistics
+                             grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # gradients
                              row_factor, g,  # see below; output
                              g_stride, n, m, first, ahead,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
@@ -93,10 +104,9 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
     value = tl.zeros((P,), tl.float32)
     if SOFTPLUS & TERMS:
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
-    if ENTROPY & TERMS:
-        level, _, coming, lifted = entropy_side(row_lse, row_shift, row_entropy, grad_entropy, grad_row, rows, ok, f)
-        below = from_shift - level
-        value += tl.exp2(below) * (lifted - coming * tl.maximum(below, NO_SHARE))
+    if (ENTROPY + SUM_SQ) & TERMS:
+        level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
+        value += token_terms(from_shift - level, coming, grad_entropy, grad_square, rows, ok, f, TERMS)
     elif ROWS & TERMS:
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
         value += coming * tl.exp2(from_shift - level)

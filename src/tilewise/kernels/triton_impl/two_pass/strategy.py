@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
-from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -75,11 +75,18 @@ def backward(
     with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
 
+        factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        if pair.a.dtype == torch.float16:
+            # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
+            size = largest_gradient(grad).to(pair.scale)
+            factors = 1.0 / size, pair.scale * size
+        folded = folded_gradients(stats, grad)
+
         def run(call: Call) -> tuple[Tensor | None, ...]:
-            grads = Backward(call, stats, grad, needs, out_dtype, saved).run()
+            grads = Backward(call, stats, folded, needs, out_dtype, saved, factors).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        known = [stats.row_lse, stats.row_pos, stats.row_entropy, stats.col_lse, *vars(grad).values()]
+        known = [stats.row_lse, stats.row_pos, stats.col_lse, *vars(folded).values(), *factors]
         layout = None
         if saved is not None:
             known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]

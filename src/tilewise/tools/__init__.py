@@ -1,0 +1,1 @@
+"""Tools for a machine: `tilewise tune` and `tilewise doctor`."""

@@ -1,0 +1,198 @@
+"""`tilewise tune`: measure tile sizes on this card, and keep the best ones for later processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.errors import DeviceError
+from tilewise.kernels import registry, tuned_file
+
+Show = Callable[[str, int, int, str], None]  # (phase, jobs done, jobs in all, the last job)
+TYPES = {"bfloat16": (torch.bfloat16, torch.float16), "float32": (torch.float32,)}  # those that share their sizes
+WIDTHS = (512, 2048)
+
+
+class Untunable(DeviceError):
+    """There is nothing to tune on this machine."""
+
+
+@dataclass
+class Tuning:
+    """What was measured, and what is used from now on."""
+
+    card: str
+    path: Path
+    rates: dict[Any, float]  # TFLOP/s of each job
+    failed: dict[Any, str]  # and why others have none
+    before: dict[int, Any]  # the row of the size table in use, for each number of bytes of a type
+    after: dict[int, Any]
+    rows: list[str]  # the new rows, as Python
+
+
+def check_tunable() -> torch.device:
+    """The current CUDA device. Raises `Untunable` if there is none, or no Triton."""
+    if not torch.cuda.is_available():
+        raise Untunable("tune needs a CUDA device, and torch sees none (see `tilewise doctor`)")
+    if not registry.installed("triton"):
+        raise Untunable(
+            "tune measures Triton kernels, and the package triton is not installed. Run: pip install triton"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def tune(
+    types: Sequence[str] = tuple(TYPES),
+    widths: Sequence[int] = WIDTHS,
+    processes: int | None = None,
+    show: Show = print,
+) -> Tuning:
+    """Measure all candidates on the current device, and write the file with the best ones.
+
+    Args:
+        types: names of `TYPES`.
+        widths: features of a row. From 1,024 on, the sizes for wide features are measured.
+        processes: how many compile side by side; by default one per core, at most 8.
+        show: is called after each job.
+    """
+    device, module = check_tunable(), registry.tuner()
+    processes = processes or min(8, os.cpu_count() or 1)
+    todo = [job for name in types for job in module.jobs(device, TYPES[name][0], widths)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        failed = compile_all(todo, device, pool, show)
+    timed = [job for job in todo if job not in failed]
+    rates, more = measure_all(timed, device, module.bench, show)
+    return keep_best(device, torch.cuda.get_device_name(device), rates, failed | more, widths, show)
+
+
+def compile_all(todo: Sequence[Any], device: torch.device, pool: Executor, show: Show) -> dict[Any, str]:
+    """Compile all jobs side by side. Returns those that cannot be compiled or launched, with the reasons.
+
+    If a process dies, the other jobs are compiled when they are measured.
+    """
+    module, failed = registry.tuner(), {}
+    futures = {pool.submit(module.compile_job, job, device): job for job in todo}
+    with contextlib.suppress(BrokenProcessPool):
+        for done, future in enumerate(as_completed(futures), start=1):
+            job = futures[future]
+            if reason := future.result():
+                failed[job] = reason
+            show("compiling", done, len(todo), name_of(job))
+    return failed
+
+
+def measure_all(
+    todo: Sequence[Any], device: torch.device, timer: Callable[..., float], show: Show, extent: Any = None
+) -> tuple[dict[Any, float], dict[Any, str]]:
+    """The rates of all jobs in TFLOP/s, and the reasons for those that fail."""
+    module, rates, failed = registry.tuner(), {}, {}
+    for done, job in enumerate(todo, start=1):
+        try:
+            rates[job] = module.run_job(job, device, extent or module.Extent(), timer)
+            text = f"{rates[job]:.0f} TFLOP/s"
+        except Exception as error:  # sizes that do not fit are no candidates
+            failed[job] = f"{type(error).__name__}: {error}"[:200]
+            text = "failed"
+        show("measuring", done, len(todo), f"{name_of(job)}: {text}")
+    return rates, failed
+
+
+def keep_best(
+    device: torch.device, card: str, rates: dict[Any, float], failed: dict[Any, str], widths: Sequence[int], show: Show
+) -> Tuning:
+    """Choose the fastest sizes that every kernel can be compiled with, and write them to the file of this card."""
+    module, sizes = registry.tuner(), registry.size_table()
+    items = sorted({job.dtype.itemsize for job in rates})
+    before = {item: module.base_row(device, item) for item in items}
+    after = dict(before)
+    kept, _ = tuned_file.read(card, sizes.parse_tuned)
+    found: dict[int, dict[str, Any]] = kept or {}
+    for done, item in enumerate(items, start=1):
+        show("checking", done, len(items), f"types of {item} bytes")
+        best = best_fields(device, item, before[item], rates, widths)
+        after[item] = dataclasses.replace(before[item], **best)
+        found.setdefault(item, {}).update(best)
+    lists = {
+        str(item): {name: list(dataclasses.astuple(best)) for name, best in row.items()} for item, row in found.items()
+    }
+    path = tuned_file.write(card, lists)
+    sizes.forget_tuned()
+    name = sizes.architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "other"
+    rows = [module.table_row(name, item, row) for item, row in after.items()]
+    return Tuning(card, path, rates, failed, before, after, rows)
+
+
+def best_fields(
+    device: torch.device, item: int, row: Any, rates: dict[Any, float], widths: Sequence[int]
+) -> dict[str, Any]:
+    """The fastest sizes for each field with which every call can be computed."""
+    fields = dict.fromkeys(job.field for job in rates if job.dtype.itemsize == item)
+    ranked = {field: registry.tuner().ranking(rates, field, item) for field in fields}
+    best = {field: found[0] for field, found in ranked.items() if found}
+    if why_not_all(device, item, dataclasses.replace(row, **best), widths) is None:
+        return best
+    best = {}
+    for field, found in ranked.items():  # some sizes are too large for another kernel: one field at a time
+        for sizes in found:
+            tried = dataclasses.replace(row, **best, **{field: sizes})
+            if tried == row or why_not_all(device, item, tried, widths) is None:
+                best[field] = sizes
+                break
+    return best
+
+
+def why_not_all(device: torch.device, item: int, row: Any, widths: Sequence[int]) -> str | None:
+    """Why some call cannot be computed with this row of sizes, or None. The jobs time only a few of the kernels."""
+    sizes, module = registry.size_table(), registry.tuner()
+    with sizes.trying(device, item, row):
+        for dtype in next(types for types in TYPES.values() if types[0].itemsize == item):
+            for width in widths:
+                module.replay._recordings.clear()  # recorded launches have other sizes
+                try:
+                    for result in calls(device, dtype, width):
+                        result.backward()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                except Exception as error:
+                    return f"{type(error).__name__}: {error}"
+    module.replay._recordings.clear()
+    return None
+
+
+def calls(device: torch.device, dtype: torch.dtype, width: int, rows: int = 512) -> Iterator[Tensor]:
+    """One loss for each kind of kernel."""
+    x, y = (torch.randn(rows, width, device=device, dtype=dtype).div_(width**0.5).requires_grad_() for _ in range(2))
+    number = torch.arange(rows, device=device)
+    bias = torch.zeros(rows, device=device, requires_grad=True)
+    both = tw.TileOptions(backend="triton"), tw.TileOptions(backend="triton", gradients="forward")
+    for options in both:
+        yield tw.clip_loss(x, y, 10.0, options=options)
+        yield tw.siglip_loss(x, y, 10.0, -10.0, options=options)
+        yield tw.info_nce(x, y, options=options)
+        yield tw.linear_cross_entropy(x, y, number, linear_bias=bias, softcap=30.0, options=options)
+    options = both[0]
+    yield tw.linear_cross_entropy(x, y, number, label_smoothing=0.1, z_loss=1e-4, options=options)
+    yield tw.info_nce(x, y, query_ids=number // 2, key_ids=number // 2, symmetric=True, options=options)
+    yield tw.nt_xent(torch.cat([x, y]), options=options)
+    yield tw.supcon_loss(x, number // 4, options=options)
+    found = tw.linear_token_stats(x, y, number, linear_bias=bias, softcap=30.0, options=options)
+    assert found.entropy is not None
+    yield found.entropy.sum()
+    tw.retrieval_ranks_both(x.detach(), y.detach(), options=options)
+
+
+def name_of(job: Any) -> str:
+    """A job in words."""
+    return f"{job.field}, {job.case}, width {job.width}, {str(job.dtype).removeprefix('torch.')}"

@@ -1,0 +1,67 @@
+"""The output of ``tilewise tune``: progress, and what has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tilewise.errors import ConfigError
+from tilewise.tools.tune import TYPES, WIDTHS, Tuning, Untunable, check_tunable, tune
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_tune(
+    console: Console, types: list[str] | None, widths: list[int] | None, processes: int | None, table: bool
+) -> int:
+    """Tune the current device. Returns the exit code: 2 if there is nothing to tune."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    unknown = set(types or ()) - TYPES.keys()
+    if unknown:
+        raise ConfigError(f"--dtype is one of {', '.join(TYPES)}, got {', '.join(sorted(unknown))}")
+    try:
+        check_tunable()
+    except Untunable as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        return 2
+    columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("{task.fields[job]}"), console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(phase: str, done: int, total: int, job: str) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total, job="")
+            bar.update(tasks[phase], completed=done, total=total, job=job)
+
+        found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show)
+    for line in report(found, table):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def report(found: Tuning, table: bool) -> list[str]:
+    """What was measured, in lines; with ``table``, all rates and the rows for the size table."""
+    lines = [f"{found.card}: {len(found.rates)} measured, {len(found.failed)} skipped (too large for this card)"]
+    for item, row in found.after.items():
+        for field in dataclasses.fields(row):
+            old, new = getattr(found.before[item], field.name), getattr(row, field.name)
+            if old != new:
+                lines.append(f"{item} bytes, {field.name}: {short(old)} -> {short(new)}")
+    lines += [] if len(lines) > 1 else ["the sizes in use are the best ones"]
+    lines.append(f"kept in {found.path}; every later process uses them")
+    if table:
+        rates = sorted(found.rates.items(), key=lambda each: (each[0].field, each[0].case, -each[1]))
+        lines += [f"{job.field:14} {job.case:14} {rate:6.0f} TFLOP/s  {short(job.sizes)}" for job, rate in rates]
+        lines += [f"{job.field:14} {job.case:14} {reason}" for job, reason in found.failed.items()]
+        lines += found.rows
+    return lines
+
+
+def short(sizes: Any) -> str:
+    """Sizes in one line."""
+    if sizes is None:
+        return "as narrow"
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(sizes).items())

@@ -1,0 +1,164 @@
+"""`tilewise tune` in Triton's interpreter, with a fake timer: what is chosen, kept and used."""
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.kernels.interpreted import IN_THE_INTERPRETER
+from typer.testing import CliRunner
+
+from tilewise.kernels import tuned_file
+from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl import tune as jobs_of
+from tilewise.tools import tune, tune_cli
+from tilewise.train.cli import app
+
+pytestmark = IN_THE_INTERPRETER
+CPU, CARD, WIDTH = torch.device("cpu"), "A card", 16
+SMALL = jobs_of.Extent(rows=32, filter_rows=32, filter_columns=64)
+FIELDS = "forward", "gradient", "filter_masses", "filter_pairs"
+TWO = {  # candidates in the order in which they are measured
+    field: tuple(dict.fromkeys(getattr(sizes.TABLE[card, 4], field) for card in ("other", "sm_90"))) for field in FIELDS
+}
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch, tmp_path):
+    """Two candidates for each field, and small problems."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jobs_of, "candidates", lambda field, item: TWO[field])
+    monkeypatch.setattr(jobs_of, "COMPILED", SMALL)
+    monkeypatch.setattr(tune, "calls", functools.partial(tune.calls, rows=16))
+    sizes.forget_tuned()
+    yield
+    sizes.forget_tuned()
+
+
+class Timer:
+    """Later calls are faster; calls with a number in ``broken`` fail."""
+
+    def __init__(self, broken=()):
+        self.calls, self.broken = 0, broken
+
+    def __call__(self, call):
+        self.calls += 1
+        if self.calls in self.broken:
+            raise RuntimeError("out of resource: shared memory")
+        call()
+        return 1.0 / self.calls
+
+
+class Shown(list):
+    def __call__(self, phase, done, total, job):
+        self.append((phase, done, total, job))
+
+
+def todo():
+    return jobs_of.jobs(CPU, torch.float32, [WIDTH])
+
+
+def test_the_fastest_sizes_are_kept_and_used_from_then_on():
+    shown, timer = Shown(), Timer()
+    rates, failed = tune.measure_all(todo(), CPU, timer, shown, SMALL)
+    assert len(rates) == timer.calls == len(shown) == 3 * 2 + 3 * 2 + 2 + 2
+    assert failed == {}
+    found = tune.keep_best(CPU, CARD, rates, failed, [WIDTH], shown)
+    for field in FIELDS:  # the second one was measured later
+        assert getattr(found.after[4], field) == TWO[field][1]
+        assert getattr(found.before[4], field) == TWO[field][0]
+    assert found.path.is_file()
+    assert sizes.tuned(CARD) == {4: {field: TWO[field][1] for field in FIELDS}}
+    assert [phase for phase, done, _, _ in shown if done == 1] == ["measuring", "checking"]
+    text = "\n".join(tune_cli.report(found, table=True))
+    assert "4 bytes, gradient: rows=32" in text
+    assert '("other", 4): KernelSizes(' in text
+    assert str(found.path) in text
+
+
+def test_what_was_tuned_earlier_stays(monkeypatch):
+    kept = sizes.MORE["gradient"][0]
+    tuned_file.write(CARD, {"2": {"gradient": list(dataclasses.astuple(kept))}})
+    monkeypatch.setattr(tune, "why_not_all", lambda *args: None)
+    rates = dict.fromkeys(todo(), 1.0)
+    tune.keep_best(CPU, CARD, rates, {}, [WIDTH], Shown())
+    assert set(sizes.tuned(CARD)) == {2, 4}
+    assert sizes.tuned(CARD)[2] == {"gradient": kept}
+
+
+def test_sizes_that_fail_in_one_case_are_skipped(monkeypatch):
+    order = todo()
+    second = [at for at, job in enumerate(order, start=1) if (job.field, job.sizes) == ("forward", TWO["forward"][1])]
+    monkeypatch.setattr(tune, "why_not_all", lambda *args: None)
+    rates, failed = tune.measure_all(order, CPU, Timer(broken=second[:1]), Shown(), SMALL)
+    assert list(failed.values()) == ["RuntimeError: out of resource: shared memory"]
+    found = tune.keep_best(CPU, CARD, rates, failed, [WIDTH], Shown())
+    assert found.after[4].forward == TWO["forward"][0]
+    assert "1 skipped" in tune_cli.report(found, table=False)[0]
+
+
+def test_sizes_with_which_another_kernel_fails_are_skipped(monkeypatch):
+    def reason(device, item, row, widths):
+        return "no" if row.gradient == TWO["gradient"][1] else None
+
+    monkeypatch.setattr(tune, "why_not_all", reason)
+    rates = {job: float(at) for at, job in enumerate(todo(), start=1)}
+    found = tune.keep_best(CPU, CARD, rates, {}, [WIDTH], Shown())
+    assert found.after[4].gradient == TWO["gradient"][0]
+    assert found.after[4].forward == TWO["forward"][1]
+
+
+def test_every_kind_of_call_is_checked(monkeypatch):
+    assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]) is None
+    monkeypatch.setattr("tilewise.kernels.triton_impl.ranks.FusedScorer.__init__", None)
+    assert "TypeError" in tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH])
+
+
+def test_compiling_reports_what_cannot_be_compiled(monkeypatch):
+    shown, some = Shown(), todo()[:3]
+    monkeypatch.setattr(jobs_of, "once", Timer(broken=[2]))
+    with ThreadPoolExecutor(1) as pool:
+        failed = tune.compile_all(some, CPU, pool, shown)
+    assert failed == {some[1]: "RuntimeError: out of resource: shared memory"}
+    assert [done for _, done, _, _ in shown] == [1, 2, 3]
+
+
+def test_large_tiles_are_not_compiled_in_vain(monkeypatch):
+    card = type("Card", (), {"shared_memory_per_block_optin": 101376})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    cuda = torch.device("cuda", 0)
+    assert not jobs_of.may_fit(sizes.Sizes(128, 256, 64, 8, 4, 1, 8), 2, cuda)
+    assert jobs_of.may_fit(sizes.TABLE["other", 2].forward, 2, cuda)
+    assert jobs_of.may_fit(sizes.TABLE["other", 2].filter_pairs, 2, cuda)
+
+
+def test_without_a_card_there_is_one_sentence_and_exit_code_2():
+    done = CliRunner().invoke(app, ["tune"])
+    assert done.exit_code == 2
+    assert done.stderr.strip().count("\n") == 0
+    assert "needs a CUDA device, and torch sees none" in done.stderr
+
+
+def test_the_command_tunes_and_reports(monkeypatch, tmp_path):
+    row = sizes.TABLE["other", 4]
+    found = tune.Tuning(CARD, tmp_path / "file.json", {}, {}, {4: row}, {4: row}, ["a row"])
+    wanted = {}
+
+    def fake(types, widths, processes, show):
+        wanted.update(types=types, widths=widths, processes=processes)
+        show("compiling", 1, 2, "a job")
+        return found
+
+    monkeypatch.setattr(tune_cli, "check_tunable", lambda: CPU)
+    monkeypatch.setattr(tune_cli, "tune", fake)
+    done = CliRunner().invoke(app, ["tune", "--dtype", "float32", "--width", "64", "--jobs", "3", "--table"])
+    assert done.exit_code == 0, done.output
+    assert wanted == {"types": ["float32"], "widths": [64], "processes": 3}
+    assert "the sizes in use are the best ones" in done.stdout
+    assert "a row" in done.stdout
+
+
+def test_an_unknown_type_is_an_error():
+    done = CliRunner().invoke(app, ["tune", "--dtype", "int8"])
+    assert "one of bfloat16, float32, got int8" in str(done.exception)
