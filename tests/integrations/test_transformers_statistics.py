@@ -117,14 +117,18 @@ class HeadOutput(ModelOutput):
     loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
     mean_logits: torch.Tensor | None = None
     is_top1: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+    rank: torch.Tensor | None = None
 
 
-def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = False) -> None:
-    """The interface of TRL's add_fused_lm_head, implemented with all logits."""
+def give_head(
+    model: nn.Module, temperature: float = 1.0, *, everything: bool = False, sharpness: float = 1.0, rank: bool = False
+) -> None:
+    """The interface of TRL's add_fused_lm_head, implemented with all logits. TRL has no sharpness and no rank."""
     original = model.forward
 
     @functools.wraps(type(model).forward)
@@ -133,7 +137,7 @@ def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = Fa
             names = {"labels": labels, "shift_labels": shift_labels}
             return original(*args, **kwargs | {name: value for name, value in names.items() if value is not None})
         output = original(*args, **kwargs)
-        logits = output.logits / temperature
+        logits = output.logits * sharpness / temperature
         targets = labels if shift_labels is None else shift_labels
         if shift_labels is None:
             logits, targets = logits[:, :-1], targets[:, 1:]
@@ -144,10 +148,12 @@ def give_head(model: nn.Module, temperature: float = 1.0, mean_logits: bool = Fa
             loss=-log_probs.sum() / mask.sum(),
             log_probs=log_probs,
             entropy=-(log_p.exp() * log_p).sum(-1) * mask,
-            mean_logits=logits.mean(-1) if mean_logits else None,
+            log_sum_sq_probs=(2 * log_p).logsumexp(-1) * mask if everything else None,
+            mean_logits=logits.mean(-1) * mask if everything else None,
             is_top1=(logits.argmax(-1) == targets) & mask,
             label_mask=mask,
             aux_loss=getattr(output, "aux_loss", None),
+            rank=mask.long() if rank else None,
         )
 
     model.forward = types.MethodType(forward, model)
@@ -214,9 +220,29 @@ def test_evaluation_uses_the_head_of_the_trainer(order):
     assert isinstance(model(**inputs).logits, NoLogits)
 
 
+@pytest.mark.parametrize("order", ["head first", "head last"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_fused_head_with_a_temperature_and_all_fields(temperature, order):
+    results = []
+    for use in (False, True):
+        model = made("gemma2, capped")  # with a soft cap: the temperature comes after it
+        if use and order == "head last":
+            use_linear_cross_entropy(model)
+        give_head(model, temperature, everything=True)
+        if use and order == "head first":
+            use_linear_cross_entropy(model)
+        output = model(**batch(), fused_lm_head=True)
+        output.log_probs.sum().backward()
+        results.append((output, gradients(model)))
+    (want, want_gradient), (got, got_gradient) = results
+    for name in ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
+        assert_close(got[name], want[name], 1e-5, name)
+    assert_close(got_gradient, want_gradient, 2e-5)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
-    "head, message", [({"temperature": 0.7}, "a temperature"), ({"mean_logits": True}, "also computes mean_logits")]
+    "head, message", [({"sharpness": 0.7}, "differs from the cross-entropy"), ({"rank": True}, "also computes rank")]
 )
 def test_a_head_with_other_values_is_refused(head, message, verify):
     model = made()

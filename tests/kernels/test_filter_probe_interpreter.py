@@ -105,7 +105,7 @@ def test_no_probe_without_memory_for_a_sample(monkeypatch):
     assert forward._sample_size() == 0
     forward.run()
     assert torch.equal(forward.order, plans.order_columns(pair))
-    assert forward.keep_all is None
+    assert forward.keep_all.tolist() == [0]
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2 * 331 * 16 * 4)
     assert FilterForward(pair, SPEC, OPTIONS)._sample_size() == 16
 

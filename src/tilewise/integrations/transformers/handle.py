@@ -256,7 +256,8 @@ class LossHandle:
             raise ConfigError("the trainer requests log-probabilities without labels. Pass labels as a keyword")
         collected: list[TokenStats] = []
         inputs["labels"] = labels
-        settings = self.settings._replace(collected=collected, want=kind.want, temperature=kind.temperature)
+        plain = self.settings._replace(z_loss=0.0, label_smoothing=0.0)
+        settings = plain._replace(collected=collected, want=kind.want, temperature=kind.temperature)
         output = self._run_without_logits(self._original(), args, inputs, settings)
         result = kind.fill(output, collected, labels, shifted is not None)
         if self.statistics:

@@ -347,7 +347,7 @@ def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.co
         place = tl.where(high > best, column, tl.where(high == best, tl.minimum(place, column), place))
         best = tl.maximum(best, high)
     if LAST:
-        best = (best - shifts(shift, at, ok)) * LN2
+        best = tl.where(best == float("inf"), float("nan"), (best - shifts(shift, at, ok)) * LN2)  # inf stood for NaN
     tl.store(top + at, best, mask=ok)
     tl.store(top_col + at, place, mask=ok)
 
