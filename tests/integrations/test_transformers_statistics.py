@@ -225,7 +225,7 @@ def test_evaluation_uses_the_head_of_the_trainer(order):
 def test_a_fused_head_with_a_temperature_and_all_fields(temperature, order):
     results = []
     for use in (False, True):
-        model = made("gemma2, capped")  # with a soft cap: the temperature comes after it
+        model = made("gemma2")  # with a soft cap: the temperature comes after it
         if use and order == "head last":
             use_linear_cross_entropy(model)
         give_head(model, temperature, everything=True)
