@@ -88,13 +88,14 @@ def place(tmp_path_factory):
         for line in commands_of_the_page():
             words = shlex.split(line)
             assert words[0] == "tilewise", line
-            if words[1] == "demo":  # a few minutes; another test runs it on fewer icons
+            if words[1] in ("demo", "tune"):  # a few minutes, and a GPU; other tests run them in small
                 continue
             target = None
             if ">" in words:
                 words, target = words[: words.index(">")], words[-1]
             result = invoke(*words[1:])
-            assert result.exit_code == 0, (line, result.output)
+            fine = (0, 1) if words[1] == "doctor" else (0,)  # it may find something wrong with this machine
+            assert result.exit_code in fine, (line, result.output)
             if target:
                 Path(target).write_text(result.output)
             printed[line] = result.output
