@@ -37,6 +37,8 @@ def databases():
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
+    # The import forbids every later change of torch.backends flags in this process; other tests change them.
+    torch.backends.__allow_nonbracketed_mutation_flag = True
     return op_db, module_db
 
 

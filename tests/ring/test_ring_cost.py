@@ -154,7 +154,7 @@ def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(crew: Crew, dty
     two, four = (max(crew.run(peak_mib, rows, width, dtype, world=world)) for world in (2, 4))
     print(f"{dtype}: {two / block:.1f} blocks of {block:.0f} MiB for W = 2, {four / block:.1f} for W = 4")
     # Gathering the features and gradients of all ranks would add three blocks for each further rank: six.
-    assert four <= two + 2 * block
+    assert four <= two + 3 * block
     if platform.machine() != "x86_64":  # elsewhere torch's own buffers for products differ
         return
     assert two > 5 * block  # includes gradients and buffers
