@@ -34,11 +34,13 @@ def databases():
             import expecttest  # noqa: F401
         except ImportError:
             sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.common_modules import module_db
+    with pytest.MonkeyPatch.context() as patch:
+        # The import would forbid every later change of torch.backends flags in this process; other tests change them.
+        patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal.common_modules import module_db
 
-    # The import forbids every later change of torch.backends flags in this process; other tests change them.
-    torch.backends.__allow_nonbracketed_mutation_flag = True
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark  # an error if they are forbidden after all
     return op_db, module_db
 
 
