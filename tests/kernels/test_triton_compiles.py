@@ -40,6 +40,8 @@ MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that
 # Statistics of tokens, several positives, and cross entropy with label smoothing, bias and soft cap need more numbers.
 SPILLS = {"repaired sigmoid": 2560, "repair_kernel": 2048, "best_kernel": 512, "sigmoid": 256}
 SPILLS |= {"tokens": 256, "cross entropy": 256, "supcon": 512}
+# The sizes of these two were chosen with Triton 3.6 and 3.9. For an A100, 3.7.1 spills 128 and 408 bytes.
+SPILLS |= {"forward_kernel": 128, "count_kernel": 408}
 
 
 def lines_of(script: str, extent: str) -> list[dict]:
@@ -63,7 +65,12 @@ def check(lines: list[dict]) -> None:
         assert line["stack"] <= max([MOST_STACK, *spills]), line
 
 
-@pytest.mark.parametrize("script", FEW)
+SECOND = ("compile_ranks", "compile_one_pass")  # in `make test-cards`, to keep `make test` short
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[pytest.mark.cards] * (script in SECOND)) for script in FEW]
+)
 def test_the_largest_kernels_fit_every_card(script):
     lines = lines_of(script, "quick")
     assert {line["kernel"] for line in lines} == FEW[script]

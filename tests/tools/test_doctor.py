@@ -34,6 +34,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(doctor, "typical_calls", lambda device: [])
     monkeypatch.setattr(doctor, "find_versions", lambda: FINE)
+    monkeypatch.setattr(known_faults, "triton_version", lambda: FINE["triton"])
 
 
 def test_this_machine():
