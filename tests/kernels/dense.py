@@ -32,7 +32,21 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
     if spec.mask_self:
         x_nm = x_nm.masked_fill(rows == cols, -torch.inf)
         positive = positive & (rows != cols)
+    if spec.guide == "mask":
+        assert pair.row_limit is not None
+        excluded = (guide_scores(pair, spec) > pair.row_limit[:, None]) & ~positive
+        x_nm = x_nm.masked_fill(excluded, -torch.inf)
     return x_nm, positive
+
+
+def guide_scores(pair: Pair, spec: PairSpec) -> Tensor:
+    """All scores of the guide: (n, m)."""
+    assert pair.guide_a is not None
+    assert pair.guide_b is not None
+    y_nm = pair.guide_scale * (pair.guide_a @ pair.guide_b.T)
+    if pair.guide_bias is not None:
+        y_nm = y_nm + pair.guide_bias
+    return spec.guide_softcap * torch.tanh(y_nm / spec.guide_softcap) if spec.guide_softcap else y_nm
 
 
 def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
@@ -55,7 +69,30 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
         row_top=None if top is None else (top.values - (0 if pair.row_shift is None else pair.row_shift)).detach(),
         row_top_col=None if top is None else top.indices + pair.col_start,
         col_lse=torch.logsumexp(x_nm - col_shift, 0) if spec.col_lse else None,
+        row_hot_lse=torch.logsumexp(spec.hot * (x_nm - row_shift), 1) if spec.hot else None,
+        **(_divergences(x_nm, guide_scores(pair, spec), spec) if spec.divergence else {}),
     )
+
+
+def _divergences(x_nm: Tensor, y_nm: Tensor, spec: PairSpec) -> dict[str, Tensor]:
+    """Divergences of q = softmax(y) from p = softmax(x), by their definitions."""
+    log_p, log_q = torch.log_softmax(x_nm, 1), torch.log_softmax(y_nm, 1)
+    found = {"guide_lse": torch.logsumexp(y_nm, 1)}
+    if spec.guide == "kl":
+        found["row_kl"] = _kl(log_q, log_p)
+    elif spec.guide == "reverse_kl":
+        found["row_reverse_kl"] = _kl(log_p, log_q)
+    else:
+        p, q = (1.0 - spec.beta) * log_p.exp(), spec.beta * log_q.exp()
+        log_m = (p + q).log()
+        found["row_mix_kl"] = _kl(log_p, log_m)
+        found["row_jsd"] = spec.beta * _kl(log_q, log_m) + (1.0 - spec.beta) * found["row_mix_kl"]
+    return found
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum_j p_ij log(p_ij / q_ij), over the columns with p_ij > 0: (n,)."""
+    return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(1)
 
 
 def _entropy(x_nm: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from tests.kernels.dense import dense_scores, dense_stats
+from tests.kernels.dense import dense_scores, dense_stats, guide_scores
 
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.spec import STATISTICS, Grads
@@ -40,7 +40,8 @@ class OracleBackend(Backend):
 
 def wide(pair, spec, requires_grad=False):
     """The pair in float64; as leaves of a graph, if wanted."""
-    names = ("a", "b", "scale", "bias", "row_shift", "col_shift", "col_weight")
+    names = ("a", "b", "scale", "bias", "row_shift", "col_shift", "col_weight", "guide_a", "guide_b", "guide_scale")
+    names += ("guide_bias", "row_limit", "row_norm", "guide_norm")
     values = {name: getattr(pair, name) for name in names}
     values = {name: None if value is None else value.double() for name, value in values.items()}
     if requires_grad:
@@ -76,8 +77,24 @@ def surrogate(pair, stats, grad, spec):
         above = torch.where(x == -torch.inf, 0.0, level(stats.row_lse, pair.row_shift)[:, None] - x)
         slope = (p * (above - stats.row_entropy.double()[:, None])).detach()
         total = total + (grad.row_entropy.double()[:, None] * slope * torch.where(x == -torch.inf, 0.0, x)).sum()
+    if spec.divergence:
+        p = masses(stats.row_lse, pair.row_shift, 1)
+        log_p, log_q = p.log(), guide_scores(pair, spec) - stats.guide_lse.double()[:, None]
+        log_m = ((1.0 - spec.beta) * p + spec.beta * log_q.exp()).log()
+        slopes = {"row_kl": p - log_q.exp()}
+        if grad.row_reverse_kl is not None:
+            slopes["row_reverse_kl"] = p * (log_p - log_q - stats.row_reverse_kl.double()[:, None])
+        if grad.row_jsd is not None:
+            slopes["row_jsd"] = (1.0 - spec.beta) * p * (log_p - log_m - stats.row_mix_kl.double()[:, None])
+        if grad.row_hot_lse is not None:
+            hot = 0.0 if pair.row_shift is None else spec.hot * pair.row_shift
+            slopes["row_hot_lse"] = spec.hot * (spec.hot * x - level(stats.row_hot_lse, hot)[:, None]).exp()
+        for name, slope in slopes.items():
+            if getattr(grad, name) is not None:
+                total = total + (getattr(grad, name).double()[:, None] * slope.detach() * x).sum()
     rest = dense_stats(pair, spec)
-    sums = {stat.name for stat in STATISTICS if stat.gradient} - {"row_lse", "col_lse", "row_entropy"}
+    of_all = {"row_lse", "col_lse", "row_entropy", "row_kl", "row_reverse_kl", "row_jsd", "row_hot_lse"}
+    sums = {stat.name for stat in STATISTICS if stat.gradient} - of_all
     for name in sums:  # over all blocks they are the sum of what each block adds
         if getattr(grad, name) is not None:
             total = total + (getattr(grad, name).double() * getattr(rest, name)).sum()

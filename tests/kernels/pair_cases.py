@@ -12,15 +12,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
+from tests.kernels.dense import dense_stats
 from tests.kernels.pair_maker import Maker
 from torch import Tensor
 
-from tilewise.kernels.spec import Pair, PairSpec, stat_dtype
+from tilewise.kernels.spec import GuideUse, Pair, PairSpec, stat_dtype
 
 Case = tuple[Pair, PairSpec]
 CASES: dict[str, Callable[[Maker], Case]] = {}
 HARD = {"scores_1000", "scores_far_below_zero", "rows_of_unlike_size", "aligned_scale_100", "temperature_0.01"}
-HARD |= {"tokens_surely_known"}
+HARD |= {"tokens_surely_known", "guide_of_scores_1000"}
 
 
 def case(make: Callable[[Maker], Case]) -> Callable[[Maker], Case]:
@@ -184,6 +185,75 @@ def tokens_with_labels(make: Maker) -> Case:
         col_weight=make.features(m, 1, 1.0)[:, 0].to(make.number(1.0).dtype),
     )
     return pair, PairSpec(row_lse=True, row_entropy=True, row_sum_sq=True, row_top=True, row_sum=True, positive="many")
+
+
+def _double(pair: Pair) -> Pair:
+    """Every floating tensor in float64."""
+    found = {name: value for name, value in vars(pair).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(
+        pair, **{name: value.double() for name, value in found.items() if value.is_floating_point()}
+    )
+
+
+def _guided(make: Maker, guide: GuideUse, **more: object) -> Case:
+    """Tokens with a teacher of another width."""
+    pair, spec = cross_entropy(make)
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    pair = dataclasses.replace(
+        pair,
+        guide_a=make.features(n, 72, 2.0),
+        guide_b=make.features(m, 72, 2.0),
+        guide_scale=make.number(1.1),
+        guide_bias=make.vector(m),
+    )
+    return pair, dataclasses.replace(spec, guide=guide, **more)
+
+
+@case
+def guide_kl(make: Maker) -> Case:
+    return _guided(make, "kl", row_entropy=True, softcap=6.0, guide_softcap=5.0, hot=2.5)
+
+
+@case
+def guide_reverse_kl(make: Maker) -> Case:
+    pair, spec = _guided(make, "reverse_kl")
+    pair = dataclasses.replace(pair, row_key=None, row_shift=None, bias=None, guide_bias=None, col_start=20)
+    return pair, dataclasses.replace(spec, positive="none")
+
+
+@case
+def guide_jsd(make: Maker) -> Case:
+    pair, spec = _guided(make, "jsd", beta=0.3, hot=0.5)
+    stats = dense_stats(_double(pair), dataclasses.replace(spec, guide="kl"))
+    assert stats.row_lse is not None
+    assert stats.guide_lse is not None
+    kind = stat_dtype(make.dtype)
+    return dataclasses.replace(pair, row_norm=stats.row_lse.to(kind), guide_norm=stats.guide_lse.to(kind)), spec
+
+
+@case
+def guide_of_the_same_scores(make: Maker) -> Case:
+    """A teacher that is the student: no divergence."""
+    pair, spec = cross_entropy(make)
+    guide = {"guide_a": pair.a, "guide_b": pair.b, "guide_scale": pair.scale, "guide_bias": pair.bias}
+    return dataclasses.replace(pair, row_shift=None, **guide), dataclasses.replace(spec, guide="kl")
+
+
+@case
+def guide_of_scores_1000(make: Maker) -> Case:
+    """Scores of hundreds on both sides: all but a few probabilities underflow."""
+    pair, spec = _guided(make, "reverse_kl")
+    return dataclasses.replace(pair, scale=make.number(200.0), guide_scale=make.number(150.0)), spec
+
+
+@case
+def guide_mask(make: Maker) -> Case:
+    """Scores are excluded where those of the guide are above a limit of the row; also by ids, and never a positive."""
+    pair, spec = _guided(make, "mask")
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    return dataclasses.replace(
+        pair, row_limit=make.vector(n), row_skip=make.integers(20, n), col_skip=make.integers(20, m)
+    ), spec
 
 
 @case

@@ -14,6 +14,7 @@ from tilewise.kernels.spec import STATISTICS, Grads, GradStats, Needs, Pair, Pai
 from tilewise.options import TileOptions
 
 STATS = tuple(stat.name for stat in STATISTICS if stat.gradient)
+GUIDE, NORMS = ("guide_a", "guide_b"), ("row_norm", "guide_norm")
 LOOSE = {torch.float64: (1e-12, 1e-12), torch.float32: (2e-6, 1e-5)}  # of statistics and of gradients
 
 
@@ -28,8 +29,9 @@ def leaves_of(pair: Pair, dtype: torch.dtype | None = None) -> Pair:
     a = leaf(pair.a, dtype)
     vectors = {
         name: None if getattr(pair, name) is None else getattr(pair, name).to(stat)
-        for name in ("row_shift", "col_shift", "col_weight")
+        for name in ("row_shift", "col_shift", "col_weight", "guide_scale", "guide_bias", "row_limit", *NORMS)
     }
+    guide = {name: None if getattr(pair, name) is None else getattr(pair, name).to(dtype) for name in GUIDE}
     return dataclasses.replace(
         pair,
         a=a,
@@ -37,6 +39,7 @@ def leaves_of(pair: Pair, dtype: torch.dtype | None = None) -> Pair:
         scale=leaf(pair.scale, stat),
         bias=None if pair.bias is None else leaf(pair.bias, stat),
         **vectors,
+        **guide,
     )
 
 
@@ -90,7 +93,7 @@ def comparable(stats: Stats, pair: Pair) -> dict[str, Tensor]:
     named.pop("row_top_col", None)  # see `check_top`
     if stats.row_top is not None and pair.row_shift is not None:
         named["row_top"] = stats.row_top + pair.row_shift
-    for name in ("row_lse", "col_lse"):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
+    for name in ("row_lse", "col_lse", "row_hot_lse", "guide_lse"):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
         if name in named:
             named[name] = torch.cat([named[name], torch.ones_like(named[name])])
     if stats.row_pos is not None and pair.row_shift is not None:

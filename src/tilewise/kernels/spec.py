@@ -12,7 +12,12 @@ Integer keys define which pairs are positive or excluded:
                                                               without keys it is that of the row: row_start + i)
     excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
 
-Axes: n rows of a, m rows of b (the columns of the scores), d features.
+A pair may have a *guide*: a second score matrix over the same rows and columns, without a gradient, with features of its
+own width e. It is computed in the same tile.
+
+    y_ij = guide_scale * <guide_a_i, guide_b_j> + guide_bias_j        then, with a soft cap, as above
+
+Axes: n rows of a, m rows of b (the columns of the scores), d features, e features of the guide.
 """
 
 from __future__ import annotations
@@ -25,9 +30,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.kernels.merging import merged_entropy, merged_kl, merged_sum_sq, merged_top
 from tilewise.options import TileOptions
 
 Positive = Literal["none", "one", "many"]
+GuideUse = Literal["none", "mask", "kl", "reverse_kl", "jsd"]
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -50,6 +57,17 @@ class PairSpec:
         symmetric: ``b`` is ``a`` and the keys are symmetric, so that x_ij = x_ji. Only row statistics;
             ``Grads.a`` is then the whole gradient.
         softcap: the cap, or 0 for none.
+        guide: how the guide is used. With p = softmax(x_i) and q = softmax(y_i) of each row:
+            "mask"        x_ij = -inf where y_ij > row_limit_i, except at the positive
+            "kl"          row_kl = sum_j q_j log(q_j / p_j)
+            "reverse_kl"  row_reverse_kl = sum_j p_j log(p_j / q_j)
+            "jsd"         row_jsd = beta sum_j q_j log(q_j / m_j) + (1 - beta) sum_j p_j log(p_j / m_j), with the
+                          mixture m = (1 - beta) p + beta q; ``row_norm`` and ``guide_norm`` must be given
+            A guide needs ``row_lse``. It allows ``row_entropy``, ``row_hot_lse`` and at most one positive, and no
+            other statistic.
+        guide_softcap: the cap of the guide, or 0 for none.
+        beta: the weight of the guide in the mixture of "jsd".
+        hot: with a guide, if not 0: also row_hot_lse_i = log sum_j exp(hot * x_ij).
         drop_rows: a row with a negative key is ignored; its statistics and its gradient are 0.
         local_keys: over a group, ``row_key`` is a position in this rank's shard of the columns; the ring adds the
             shard's start.
@@ -68,6 +86,10 @@ class PairSpec:
     mask_self: bool = False
     symmetric: bool = False
     softcap: float = 0.0
+    guide: GuideUse = "none"
+    guide_softcap: float = 0.0
+    beta: float = 0.0
+    hot: float = 0.0
     drop_rows: bool = False
     local_keys: bool = False
     same_rows: bool = False
@@ -81,6 +103,11 @@ class PairSpec:
     def token_stats(self) -> bool:
         """Whether the entropy, the sum of squares or the largest score of each row is wanted."""
         return self.row_moments or self.row_top
+
+    @property
+    def divergence(self) -> bool:
+        """Whether a divergence from the guide's softmax is wanted."""
+        return self.guide not in ("none", "mask")
 
     @property
     def row_moments(self) -> bool:
@@ -107,6 +134,13 @@ class Pair:
     row_shift: Tensor | None = None  # (n,)
     col_shift: Tensor | None = None  # (m,)
     col_weight: Tensor | None = None  # (m,), for row_sum
+    guide_a: Tensor | None = None  # (n, e), in the type of a
+    guide_b: Tensor | None = None  # (m, e)
+    guide_scale: Tensor | None = None  # (), in the type of the statistics
+    guide_bias: Tensor | None = None  # (m,), likewise
+    row_limit: Tensor | None = None  # (n,), for the guide "mask"
+    row_norm: Tensor | None = None  # (n,) row_lse over ALL columns, for the guide "jsd"
+    guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
     row_start: int = 0
     col_start: int = 0
 
@@ -127,7 +161,13 @@ class Pair:
             has_row_key=self.row_key is not None,
             has_skips=self.row_skip is not None and self.col_skip is not None,
             last_start=max(self.row_start, self.col_start),
+            guide_width=0 if self.guide_a is None else self.guide_a.shape[1],
         )
+
+
+# The fields of `Pair`, beside the features, that belong to its rows or to its columns
+ROW_TENSORS = ("row_key", "row_skip", "row_shift", "guide_a", "row_limit", "row_norm", "guide_norm")
+COL_TENSORS = ("bias", "col_key", "col_skip", "col_shift", "col_weight", "guide_b", "guide_bias")
 
 
 class PairShape(NamedTuple):
@@ -141,6 +181,7 @@ class PairShape(NamedTuple):
     has_row_key: bool = False
     has_skips: bool = False
     last_start: int = 0  # the larger of row_start and col_start
+    guide_width: int = 0  # e
 
     @property
     def products(self) -> int:
@@ -176,6 +217,12 @@ class Stats:
     row_sum: Tensor | None = None  # (n,)
     row_entropy: Tensor | None = None  # (n,)
     row_sum_sq: Tensor | None = None  # (n,)
+    row_hot_lse: Tensor | None = None  # (n,)
+    guide_lse: Tensor | None = None  # (n,) log-sum-exp of the guide's scores
+    row_kl: Tensor | None = None  # (n,)
+    row_reverse_kl: Tensor | None = None  # (n,)
+    row_jsd: Tensor | None = None  # (n,)
+    row_mix_kl: Tensor | None = None  # (n,) sum_j p_j log(p_j / m_j), a part of row_jsd
     row_top: Tensor | None = None  # (n,) the largest score
     row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
     col_lse: Tensor | None = None  # (m,)
@@ -221,48 +268,8 @@ def _log_sum_of(name: str) -> Callable[[Stats, Stats], Tensor]:
     return lambda one, other: torch.logaddexp(getattr(one, name), getattr(other, name))
 
 
-def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and the entropy over two blocks, each given as (log-sum-exp, entropy):
-
-    H = w_1 (H_1 + lse - lse_1) + w_2 (H_2 + lse - lse_2),   w_k = exp(lse_k - lse).
-
-    No term is negative, so nothing cancels.
-    """
-    lse = torch.logaddexp(one[0], other[0])
-
-    def share(block_lse: Tensor, entropy: Tensor) -> Tensor:
-        above = lse - block_lse
-        return torch.where(block_lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above))
-
-    return lse, share(*one) + share(*other)
-
-
-def merged_sum_sq(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and q = log sum p^2 over two blocks, each given as (log-sum-exp, q):
-
-    q = log(w_1^2 exp(q_1) + w_2^2 exp(q_2)),   w_k = exp(lse_k - lse);   0 if both are empty.
-    """
-    lse = torch.logaddexp(one[0], other[0])
-
-    def share(block_lse: Tensor, q: Tensor) -> Tensor:
-        return torch.where(block_lse == -torch.inf, -torch.inf, q + 2.0 * (block_lse - lse))
-
-    return lse, torch.where(lse == -torch.inf, 0.0, torch.logaddexp(share(*one), share(*other)))
-
-
-def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The larger of two scores and its column, each given as (score, column); of equal ones the lower column.
-
-    NaN is larger than every number, as in `torch.argmax`.
-    """
-    (x, i), (y, j) = one, other
-    same = (x == y) | (x.isnan() & y.isnan())
-    col = torch.where(same, torch.minimum(i, j), torch.where((y > x) | (y.isnan() & ~x.isnan()), j, i))
-    return torch.maximum(x, y), col
-
-
-def _part_of(merge: Callable[..., tuple[Tensor, Tensor]], names: tuple[str, str], part: int) -> Callable[..., Tensor]:
-    """One result of a function that merges two statistics together."""
+def _part_of(merge: Callable[..., tuple[Tensor, ...]], names: tuple[str, ...], part: int) -> Callable[..., Tensor]:
+    """One result of a function that merges several statistics together."""
 
     def values(stats: Stats) -> tuple[Tensor, ...]:
         return tuple(getattr(stats, name) for name in names)
@@ -271,6 +278,7 @@ def _part_of(merge: Callable[..., tuple[Tensor, Tensor]], names: tuple[str, str]
 
 
 ENTROPY, SUM_SQ, TOP = ("row_lse", "row_entropy"), ("row_lse", "row_sum_sq"), ("row_top", "row_top_col")
+KL, REVERSE_KL = ("row_lse", "guide_lse", "row_kl"), ("guide_lse", "row_lse", "row_reverse_kl")
 # A new statistic needs a line here, a flag of `PairSpec` and a field of `Stats`.
 STATISTICS: tuple[Statistic, ...] = (
     Statistic("row_lse", lambda spec: spec.row_lse, _log_sum_of("row_lse"), saved=True),
@@ -279,6 +287,12 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("row_sum", lambda spec: spec.row_sum, _sum_of("row_sum")),
     Statistic("row_entropy", lambda spec: spec.row_entropy, _part_of(merged_entropy, ENTROPY, 1), saved=True),
     Statistic("row_sum_sq", lambda spec: spec.row_sum_sq, _part_of(merged_sum_sq, SUM_SQ, 1), saved=True),
+    Statistic("row_hot_lse", lambda spec: bool(spec.hot), _log_sum_of("row_hot_lse"), saved=True),
+    Statistic("guide_lse", lambda spec: spec.divergence, _log_sum_of("guide_lse"), gradient=False, saved=True),
+    Statistic("row_kl", lambda spec: spec.guide == "kl", _part_of(merged_kl, KL, 2)),
+    Statistic("row_reverse_kl", lambda spec: spec.guide == "reverse_kl", _part_of(merged_kl, REVERSE_KL, 2), saved=True),
+    Statistic("row_jsd", lambda spec: spec.guide == "jsd", _sum_of("row_jsd")),
+    Statistic("row_mix_kl", lambda spec: spec.guide == "jsd", _sum_of("row_mix_kl"), gradient=False, saved=True),
     Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
     Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
     Statistic("row_top", lambda spec: spec.row_top, _part_of(merged_top, TOP, 0), gradient=False),

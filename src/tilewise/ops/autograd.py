@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.errors import GradientError
 from tilewise.kernels.spec import STATISTICS, Grads, Needs, PairSpec, RowWeights, Stats, stat_dtype, wanted_names
 from tilewise.ops.call import (
+    KEYS,
     LEAVES,
     NO_KEYS,
     TENSORS,
@@ -91,8 +92,7 @@ def _apply(
     square: Tensor | None,
     settings: Settings,
 ) -> Sequence[Any]:
-    named = keys.row_key, keys.col_key, keys.row_skip, keys.col_skip, keys.row_shift, keys.col_shift, keys.col_weight
-    others = *named, weight, square
+    others = *[getattr(keys, name) for name in KEYS], weight, square
     if holds_numbers(leaves[0]):
         values: Sequence[Any] = _Eager.apply(*leaves, _Rest(operator, others, settings))
         return values

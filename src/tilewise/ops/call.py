@@ -33,11 +33,19 @@ class PairKeys:
     row_shift: Tensor | None = None
     col_shift: Tensor | None = None
     col_weight: Tensor | None = None
+    guide_a: Tensor | None = None
+    guide_b: Tensor | None = None
+    guide_scale: Tensor | None = None
+    guide_bias: Tensor | None = None
+    row_limit: Tensor | None = None
+    row_norm: Tensor | None = None
+    guide_norm: Tensor | None = None
 
 
 NO_KEYS = PairKeys()
 LEAVES = ("a", "b", "scale", "bias")  # differentiable
 KEYS = tuple(field.name for field in dataclasses.fields(PairKeys))
+GUIDE = KEYS.index("guide_a")
 WEIGHTS = ("weight", "square")
 TENSORS = (*LEAVES, *KEYS, *WEIGHTS)  # the arguments of an operator, before the string
 ALWAYS = ("a", "scale")  # never None
@@ -95,9 +103,11 @@ class Call(NamedTuple):
         """Sizes and types, also of fake tensors."""
         a, b = self.leaves[0], self.leaves[1]
         row_key, _, row_skip, col_skip = self.others[:4]
+        guide_a = self.others[GUIDE]
         (rows, width), cols = a.shape, a.shape[0] if b is None else b.shape[0]
         skips = row_skip is not None and col_skip is not None
-        return PairShape(rows, cols, width, a.dtype, a.device, row_key is not None, skips)
+        guide_width = 0 if guide_a is None else guide_a.shape[1]
+        return PairShape(rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width)
 
 
 def operator_schema(more: str = "") -> str:

@@ -82,6 +82,8 @@ def _route(
         return Route("two_pass", "over a group every block is computed twice", backend)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
+    if spec.guide != "none":
+        return Route("two_pass", "a second score matrix is computed in the same tiles", backend)
     if options.filter_tolerance > 0.0:
         why_exact = _why_not_filtered(shape, spec, options, backend, capturing)
         if why_exact is None:

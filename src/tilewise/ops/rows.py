@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import STATISTICS, Grads, Pair, PairSpec, Stats
+from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
 USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks must decide alike
@@ -52,9 +52,7 @@ class KeptRows:
         return dataclasses.replace(
             pair,
             a=pair.a.index_select(0, self.index),
-            row_key=self._pick(pair.row_key),
-            row_skip=self._pick(pair.row_skip),
-            row_shift=self._pick(pair.row_shift),
+            **{name: self._pick(getattr(pair, name)) for name in ROW_TENSORS},
         )
 
     def pick(self, stats: AnyStats) -> AnyStats:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.errors import ConfigError
 from tilewise.kernels.ranks import Answers, Best, Block, ends_of
 from tilewise.kernels.slices import slices
-from tilewise.kernels.torch_impl.tiles import product_types
+from tilewise.kernels.torch_impl.tile_scores import product_types
 
 LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
 LARGEST_SIDE_ELSEWHERE = 2048  # larger: accelerators prefer few large launches

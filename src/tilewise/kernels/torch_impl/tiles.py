@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import HALF_TYPES, Pair, PairSpec
+from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.torch_impl.guide import GuideTiles
 from tilewise.kernels.torch_impl.tile_keys import TileKeys
+from tilewise.kernels.torch_impl.tile_scores import TileScores
 from tilewise.options import TileOptions
 
 # Large tiles, so that there are few steps: the threads of a CPU synchronize after each one.
@@ -24,68 +26,6 @@ SMALLEST_TILE = 16
 SYMMETRIC_STEPS = 8  # fewest tiles along a side, if there are enough rows: tiles below the diagonal are not computed
 
 
-def product_types(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """(type of the operands, type of the result) of a product of features.
-
-    Products of half types are accumulated and returned in float32. Only CUDA multiplies half operands that way.
-    On other devices the operands are converted to float32 first, which is exact.
-    """
-    if dtype in HALF_TYPES:
-        return (dtype if device.type == "cuda" else torch.float32), torch.float32
-    return dtype, dtype
-
-
-class TileScores:
-    """How the scores of a tile are computed: product, scale, bias, soft cap."""
-
-    def __init__(self, pair: Pair, spec: PairSpec) -> None:
-        self.pair, self.spec = pair, spec
-        self.operand_dtype, self.compute_dtype = product_types(pair.a.device, pair.a.dtype)
-        self.scale = pair.scale.to(self.compute_dtype)
-
-    @property
-    def widens(self) -> bool:
-        """Whether the result of a product has a wider type than its operands (half types on CUDA)."""
-        return self.operand_dtype != self.compute_dtype
-
-    def operand(self, values: Tensor) -> Tensor:
-        """Features or a tile of G, in the type of the operands of a product."""
-        return values.to(self.operand_dtype)
-
-    def scaled(self, a_rd: Tensor) -> Tensor:
-        """Rows to multiply with columns: times the scale, unless the operands' type would round the result."""
-        return a_rd if self.widens else self.operand(a_rd) * self.scale
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right of two operands, in `compute_dtype`."""
-        return torch.mm(left, right, out_dtype=self.compute_dtype) if self.widens else left @ right
-
-    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """total += left @ right, in place, accumulated in the type of ``total``."""
-        if self.widens:
-            total.add_(self.product(left, right))
-        else:
-            total.addmm_(left, right)
-
-    def scaled_product(self, scaled_rd: Tensor, b_cd: Tensor, out: Tensor | None = None) -> Tensor:
-        """scale * <a_i, b_j>: (r, c), written to ``out`` where possible. ``scaled_rd`` is a result of `scaled`."""
-        if self.widens:
-            return self.product(scaled_rd, b_cd.T).mul_(self.scale)
-        return torch.mm(scaled_rd, b_cd.T, out=out)
-
-    def finish_(self, x_rc: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the bias of the columns and apply the soft cap, in place."""
-        if bias is not None:
-            x_rc.add_(bias)
-        if cap := self.spec.softcap:
-            x_rc.div_(cap).tanh_().mul_(cap)
-        return x_rc
-
-    def softcap_slope(self, x_rc: Tensor) -> Tensor:
-        """d softcap(x) / dx = 1 - (x / cap)^2 of capped scores; 0 for an excluded pair."""
-        return (x_rc / self.spec.softcap).square_().neg_().add_(1.0).clamp_(min=0.0)
-
-
 class Tiles(TileScores):
     """The tiles of one pair of blocks, row block by row block, and the buffers that they share."""
 
@@ -93,6 +33,7 @@ class Tiles(TileScores):
         super().__init__(pair, spec)
         self.rows, self.cols = tile_sizes(pair, spec, options)
         self.keys = TileKeys(pair, spec)
+        self.mask = GuideTiles(pair, spec) if spec.guide == "mask" else None
         self._buffers: dict[str, Tensor] = {}
         self._cached: dict[str, tuple[slice, Tensor]] = {}
 
@@ -125,6 +66,8 @@ class Tiles(TileScores):
             x_rc.add_(self.scratch(x_rc).copy_(x_rc.T)).mul_(0.5)
         self.finish_(x_rc, None if self.pair.bias is None else self.pair.bias[j])
         self.keys.exclude_(x_rc, i, j)
+        if self.mask is not None:
+            self.mask.exclude_(x_rc, i, j, self.keys.only_positive(i, j))
         return x_rc
 
     def _block(self, name: str, features: Tensor, rows: slice) -> Tensor:
@@ -188,6 +131,8 @@ def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
     item = 8 if pair.a.dtype == torch.float64 else 4
     many, skips = spec.positive == "many", pair.row_skip is not None
     tiles = 2 + bool(spec.softcap) + many + 2 * (pair.a.device.type != "cpu")
-    masks = 2 * many + 2 * skips
+    tiles += 2 * (spec.guide == "mask") + 8 * spec.divergence
+    masks = 2 * many + 2 * skips + 2 * (spec.guide != "none")
     vectors = 6 * (rows + cols) * 8
-    return rows * cols * (tiles * item + masks) + (3 * rows + cols) * max(pair.a.shape[1], 1) * item + vectors
+    width = max(pair.a.shape[1] + pair.shape.guide_width, 1)
+    return rows * cols * (tiles * item + masks) + (3 * rows + cols) * width * item + vectors

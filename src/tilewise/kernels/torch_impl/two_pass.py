@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.kernels.merging import merged_entropy, merged_sum_sq, merged_top
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
@@ -23,11 +24,9 @@ from tilewise.kernels.spec import (
     Statistic,
     Stats,
     largest_gradient,
-    merged_entropy,
-    merged_sum_sq,
-    merged_top,
     wanted_stats,
 )
+from tilewise.kernels.torch_impl.guide import GuideTiles, GuideWeights
 from tilewise.kernels.torch_impl.tile_softmax import (
     SAFE_SCORE,
     SideWeights,
@@ -81,7 +80,10 @@ class _RunningStats:
         self.tiles, self.pair, self.spec = tiles, tiles.pair, tiles.spec
         pair, spec, low = self.pair, self.spec, -torch.inf
         assert not spec.token_stats or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
+        assert spec.guide == "none" or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
         first = {"row_lse": low, "col_lse": low, "row_top": low, "row_top_col": pair.col_start}  # 0 for the others
+        first |= {"row_hot_lse": low, "guide_lse": low}
+        self.guide = GuideTiles(pair, spec) if spec.divergence else None
 
         def vector(stat: Statistic) -> Tensor:
             size, dtype = pair.b.shape[0] if stat.of_columns else pair.a.shape[0], torch.float64
@@ -111,7 +113,13 @@ class _RunningStats:
             top = x_rc.max(1)  # the first of equal scores
             tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
             now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
-        if now.row_lse is not None and self.spec.row_moments:
+        if self.guide is not None:
+            tile = self.guide.stats(x_rc, i, j)
+            held = Stats(**{name: getattr(now, name)[i] for name, value in vars(tile).items() if value is not None})
+            for name, value in vars(held.merge(tile)).items():
+                if value is not None:
+                    getattr(now, name)[i] = value
+        elif now.row_lse is not None and self.spec.row_moments:
             wanted = {"entropies": self.spec.row_entropy, "squares": self.spec.row_sum_sq}
             running, (here, entropy, square) = now.row_lse[i], tile_moments(x_rc, scratch, **wanted)
             if now.row_entropy is not None:
@@ -139,9 +147,11 @@ class _RunningStats:
         for name, shift in (("row_lse", pair.row_shift), ("row_top", pair.row_shift), ("col_lse", pair.col_shift)):
             if name in found and shift is not None:
                 found[name] = found[name] - shift
+        if "row_hot_lse" in found and pair.row_shift is not None:
+            found["row_hot_lse"] = found["row_hot_lse"] - self.spec.hot * pair.row_shift.double()
         if self.spec.has_positive_scores:
             found["num_positives"] = self.tiles.keys.num_positives()
-        exact = ("row_lse", "col_lse", "row_top_col")
+        exact = ("row_lse", "row_hot_lse", "guide_lse", "col_lse", "row_top_col")
         return Stats(**{name: v if name in exact else v.to(pair.stat_dtype) for name, v in found.items()})
 
 
@@ -151,8 +161,11 @@ class _TileWeights:
     def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
         self.rows = self.cols = self.tokens = h = c = None
+        self.guide: GuideWeights | None = None
         grad_lse = grad.row_lse
-        if grad.row_entropy is not None or grad.row_sum_sq is not None:
+        if spec.divergence:
+            self.guide = GuideWeights(pair, stats, grad, size, spec)
+        elif grad.row_entropy is not None or grad.row_sum_sq is not None:
             assert stats.row_lse is not None
             value = torch.zeros_like(stats.row_lse, dtype=torch.float64) if grad_lse is None else grad_lse.double()
             if grad.row_entropy is not None:
@@ -187,6 +200,8 @@ class _TileWeights:
             g_rc = x_rc.sigmoid_()
             tiles.keys.flip_positives_(g_rc, i, j)
             g_rc.mul_(self.softplus[i, None].to(g_rc.dtype))
+        elif self.guide is not None:
+            g_rc = self.guide.gradient_(x_rc, i, j)
         elif self.tokens is not None:
             g_rc = self.tokens.gradient_(x_rc, scratch, i)
         else:

@@ -18,6 +18,7 @@ from tilewise.options import TileOptions
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
 TOKEN_STATS = {"row_entropy", "row_sum_sq", "row_top", "row_top_col"}
+GUIDE_STATS = {"guide_lse", "row_kl", "row_reverse_kl", "row_jsd", "row_mix_kl", "row_hot_lse"}
 
 
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -41,14 +42,18 @@ class TritonBackend(Backend):
     filtered = TritonFilter()
     offers_ranks = True
     backward = staticmethod(two_pass.backward)
-    statistics = frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"}) | TOKEN_STATS
+    statistics = (
+        frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"})
+        | TOKEN_STATS
+        | GUIDE_STATS
+    )
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """The first reason why these kernels cannot serve the call, or None."""
         if reason := why_not_here(shape.device, shape.dtype):
             return reason
-        if shape.width > LARGEST_WIDTH:
-            return f"it takes at most {LARGEST_WIDTH} features, not {shape.width}"
+        if (width := max(shape.width, shape.guide_width)) > LARGEST_WIDTH:
+            return f"it takes at most {LARGEST_WIDTH} features, not {width}"
         if shape.empty:
             return "there is nothing to launch for an empty side"
         if max(shape.rows, shape.cols, shape.last_start) >= 2**31:

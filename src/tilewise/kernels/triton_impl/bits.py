@@ -25,3 +25,10 @@ TOP = tl.constexpr(64)  # the largest score of a row and its column
 BIAS_TOTAL = tl.constexpr(128)  # sums of G over the rows of each tile, for a bias that all columns share
 BIAS_COLS = tl.constexpr(256)  # sums of G over the columns of each tile, for a bias of each column
 SUM_SQ = tl.constexpr(512)  # log of the sum of squared probabilities of a row
+HOT = tl.constexpr(1024)  # log-sum-exp of rows at another temperature
+
+# Values of GUIDE, how the second score matrix is used
+MASK = tl.constexpr(1)
+KL = tl.constexpr(2)
+REVERSE_KL = tl.constexpr(3)
+JSD = tl.constexpr(4)

@@ -58,6 +58,7 @@ class KernelSizes:
     gradient: Sizes  # G in backward, and exponentials in one pass
     forward_wide: Sizes | None = None  # where no columns are summed
     gradient_wide: Sizes | None = None
+    guided: Sizes | None = None  # with a second score matrix, whose tile takes as many registers; None: as gradient
     filter_masses: Sizes = Sizes(64, 256, 32, 8, 2, 1, 8)  # with tiles of 256 columns
     filter_masses_narrow: Sizes = Sizes(64, 128, 32, 4, 2, 1, 8)  # with tiles of fewer columns; `cols` is their number
     filter_pairs: PairSizes = PairSizes(16, 32, 64, 4, 8, 2)
@@ -83,6 +84,7 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(128, 128, 64, 4, 3, 2, 16, pieces=4),
         forward_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
         gradient_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
+        guided=Sizes(128, 128, 64, 8, 3, 1, 16),
         filter_masses=Sizes(128, 256, 64, 8, 3, 1, 16),
         filter_masses_narrow=Sizes(128, 128, 64, 4, 3, 2, 16),
         filter_pairs=PairSizes(64, 64, 128, 8, 8, 3),
@@ -248,6 +250,14 @@ def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Size
     if row is None:
         return INTERPRETED
     return row.gradient_wide if row.gradient_wide is not None and width >= WIDE else row.gradient
+
+
+def guided_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Sizes:
+    """Sizes of the kernels with a second score matrix."""
+    row = row_of(device, dtype.itemsize)
+    if row is None:
+        return INTERPRETED
+    return row.gradient if row.guided is None else row.guided
 
 
 def mass_sizes(device: torch.device, dtype: torch.dtype, cols: int) -> Sizes:

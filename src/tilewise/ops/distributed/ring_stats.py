@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Backward, Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.spec import (
+    COL_TENSORS,
+    ROW_TENSORS,
+    Backward,
+    Grads,
+    GradStats,
+    Needs,
+    Pair,
+    PairSpec,
+    Stats,
+    wanted_stats,
+)
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
@@ -30,9 +41,8 @@ from tilewise.ring.blocks import Field, rotate_blocks
 from tilewise.ring.exchange import Exchange, find_exchange
 from tilewise.ring.schedule import Shards
 
-PAYLOAD = ("b", "bias", "col_key", "col_skip", "col_shift", "col_weight")  # the fields of `Pair` that travel
+PAYLOAD = ("b", *COL_TENSORS)  # the fields of `Pair` that travel
 LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
-ROWS = ("row_key", "row_skip", "row_shift")
 TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
 
 
@@ -131,11 +141,12 @@ def _agree(
     must_match: str = "",
 ) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
-    present = [name for name in (*ROWS, *PAYLOAD[1:]) if getattr(pair, name) is not None]
+    present = [name for name in (*ROW_TENSORS, *COL_TENSORS) if getattr(pair, name) is not None]
     asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
     call = {
         "call": f"{phase} of a loss",
         "width": pair.a.shape[1],
+        "width of the guide": pair.shape.guide_width,
         "type": str(pair.a.dtype).removeprefix("torch."),
         "loss": " ".join([*(f"{name}={value}" for name, value in asked.items()), must_match]).strip() or "none",
         "keys": " ".join(present) or "none",

@@ -17,7 +17,7 @@ from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
-from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, multiprocessors
+from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, guided_sizes, multiprocessors
 from tilewise.options import TileOptions
 
 WHOLE_UNIT = 8  # numbers that a thread can read or write at once
@@ -26,7 +26,9 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
-ROW_VECTORS, COL_VECTORS = ("row_key", "row_skip", "row_shift"), ("col_key", "col_skip", "col_shift", "col_weight")
+ROW_VECTORS = ("row_key", "row_skip", "row_shift", "row_limit", "row_norm", "guide_norm")
+COL_VECTORS = ("col_key", "col_skip", "col_shift", "col_weight", "guide_bias")
+GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 
 
@@ -135,6 +137,15 @@ class Call:
             self.by_col["bias"] = vector(bias)
         else:
             self.fixed["bias"] = shared
+        self.guide_a: Tensor | None = None
+        self.guide_b: Tensor | None = None
+        if pair.guide_a is not None and pair.guide_b is not None:
+            self.guide_a, self.guide_b = readable(pair.guide_a), readable(pair.guide_b)
+            self.guided_sizes = guided_sizes(*kind)
+            score = bit_sum((bit.BIAS, pair.guide_bias is not None), (bit.SOFTCAP, spec.guide_softcap))
+            self.fixed |= {"guide_scale": pair.guide_scale, "guide_softcap": spec.guide_softcap, "hot": spec.hot}
+            self.fixed |= {"beta": spec.beta, "E": self.guide_a.shape[1], "GUIDE": GUIDE[spec.guide]}
+            self.fixed |= {"GUIDE_SCORE": score}
         self.prepared: dict[Any, Prepared] = {}
         self.row_cuts: dict[Any, dict[str, Any]] = {}
         self.col_cuts: dict[Any, dict[str, Any]] = {}
@@ -188,6 +199,8 @@ class Call:
             here = self.row_cuts[at] = cut(self.by_row | {"a": self.a}, i) | {"n": i.stop - i.start}
             if sizes is not None:
                 here["a_desc"] = TensorDescriptor.from_tensor(here["a"], [sizes.rows, sizes.depth])
+                if self.guide_a is not None:
+                    here["ga_desc"] = TensorDescriptor.from_tensor(self.guide_a[i], [sizes.rows, sizes.depth])
         return here
 
     def cols(self, j: slice, sizes: Sizes | None) -> dict[str, Any]:
@@ -199,6 +212,8 @@ class Call:
             here |= {"m": j.stop - j.start, "first": self.pair.col_start + j.start}
             if sizes is not None:
                 here["b_desc"] = TensorDescriptor.from_tensor(here["b"], [sizes.cols, sizes.depth])
+                if self.guide_b is not None:
+                    here["gb_desc"] = TensorDescriptor.from_tensor(self.guide_b[j], [sizes.cols, sizes.depth])
         return here
 
 
@@ -219,7 +234,8 @@ def replayed(
 
     Its launches also depend on ``what``, and it also reads the tensors ``more``.
     """
-    if pair.a.shape[0] * pair.b.shape[0] > REPLAYED_SCORES:
+    # The statistics of a pair with a guide are merged by torch, and only launches of kernels are recorded.
+    if pair.a.shape[0] * pair.b.shape[0] > REPLAYED_SCORES or spec.guide != "none":
         return run(Call(pair, spec, options))
     # Every tensor once: with symmetric scores the columns are the rows, and both may share their shifts.
     one_shift = pair.col_shift is pair.row_shift

@@ -16,6 +16,7 @@ from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
+from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
@@ -83,7 +84,9 @@ class Backward:
         factors: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
-        self.pair, self.spec, self.sizes = call.pair, call.spec, call.gradient_sizes
+        self.pair, self.spec = call.pair, call.spec
+        self.guided = self.spec.guide != "none"
+        self.sizes = call.guided_sizes if self.guided else call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
         sym, scale = self.spec.symmetric, self.pair.scale
         self.need_a = needs.a or sym or (needs.scale and not needs.b)
@@ -102,6 +105,14 @@ class Backward:
             "grad_entropy": vector(grad.row_entropy),
             "grad_square": vector(grad.row_sum_sq),
         }
+        if self.guided:
+            call.by_row |= {
+                "guide_lse": vector(stats.guide_lse),
+                "row_level": vector(stats.row_mix_kl if self.spec.guide == "jsd" else stats.row_reverse_kl),
+                "row_hot_lse": vector(stats.row_hot_lse),
+                "grad_hot": vector(grad.row_hot_lse),
+                "grad_guide": vector({"kl": grad.row_kl, "jsd": grad.row_jsd}.get(self.spec.guide, grad.row_reverse_kl)),
+            }
         if sym:  # a column is a row too
             as_column = {"col_lse": "row_lse", "grad_col": "grad_row", "grad_pos_col": "grad_pos"}
             call.by_col |= {name: call.by_row[of_row] for name, of_row in as_column.items()}
@@ -116,11 +127,12 @@ class Backward:
             (bit.MIRROR, sym),
             (bit.ENTROPY, grad.row_entropy is not None),
             (bit.SUM_SQ, grad.row_sum_sq is not None),
+            (bit.HOT, grad.row_hot_lse is not None),
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
         self.span = self._span() if grad.row_lse is not None and call.by_col["grad_col"] is not None else None
-        if call.positive in ONE_POSITIVE:
+        if call.positive in ONE_POSITIVE and not self.guided:
             own = vector(stats.row_pos)
             if own is None:
                 own = call.empty(self.n)
@@ -219,6 +231,12 @@ class Backward:
             row_factor = self.factors[0]
             span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
+        if self.guided:
+            part = None if bias is None else bias.part(i, j)
+            call.run(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **shared)
+            if bias is not None:
+                bias.add(j)
+            return
         more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
         for wide in (False, True) if self.span is not None else (True,):
             call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
@@ -261,7 +279,7 @@ class Bias:
         """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
         parent, call = self.parent, self.parent.call
         incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if incoming is None or call.positive not in ONE_POSITIVE:
+        if incoming is None or call.positive not in ONE_POSITIVE or parent.guided:  # a guided tile has its positives
             return
         share = incoming * (-self.factor if parent.spec.softplus else self.factor)
         if parent.spec.softcap:

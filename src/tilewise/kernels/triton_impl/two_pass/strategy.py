@@ -23,6 +23,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
 from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
+from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -41,6 +42,9 @@ def forward(
         pair = small_keys(pair, spec)
 
         def run(call: Call) -> tuple[Any, ...]:
+            if spec.guide != "none":
+                stats = guided_forward(call)
+                return *(getattr(stats, name) for name in STATISTICS), *(None,) * 4
             work = Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
             found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)

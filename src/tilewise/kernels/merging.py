@@ -1,0 +1,65 @@
+"""How statistics of two blocks of columns become those of both, where that is more than a sum. Vectors: (n,) each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def folded_entropy(lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and the entropy over all blocks k, given those of each: (k, n).
+
+    H = sum_k w_k (H_k + lse - lse_k),   w_k = exp(lse_k - lse).
+
+    No term is negative, so nothing cancels.
+    """
+    total = torch.logsumexp(lse, 0)
+    above = total - lse
+    return total, torch.where(lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above)).sum(0)
+
+
+def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`folded_entropy` of two blocks, each given as (log-sum-exp, entropy)."""
+    return folded_entropy(*map(torch.stack, zip(one, other, strict=True)))
+
+
+def merged_sum_sq(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and q = log sum p^2 over two blocks, each given as (log-sum-exp, q):
+
+    q = log(w_1^2 exp(q_1) + w_2^2 exp(q_2)),   w_k = exp(lse_k - lse);   0 if both are empty.
+    """
+    lse = torch.logaddexp(one[0], other[0])
+
+    def share(block_lse: Tensor, q: Tensor) -> Tensor:
+        return torch.where(block_lse == -torch.inf, -torch.inf, q + 2.0 * (block_lse - lse))
+
+    return lse, torch.where(lse == -torch.inf, 0.0, torch.logaddexp(share(*one), share(*other)))
+
+
+def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The larger of two scores and its column, each given as (score, column); of equal ones the lower column.
+
+    NaN is larger than every number, as in `torch.argmax`.
+    """
+    (x, i), (y, j) = one, other
+    same = (x == y) | (x.isnan() & y.isnan())
+    col = torch.where(same, torch.minimum(i, j), torch.where((y > x) | (y.isnan() & ~x.isnan()), j, i))
+    return torch.maximum(x, y), col
+
+
+def folded_kl(lse_p: Tensor, lse_q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both log-sum-exps and the divergence K of q from p over all blocks k, given those of each: (k, n).
+
+    K = sum_k w_k (K_k + log(w_k / v_k)),   v_k = exp(lse_p_k - lse_p),  w_k = exp(lse_q_k - lse_q).
+
+    K_k is the divergence inside of a block, of probabilities that sum to 1 there.
+    """
+    p, q = torch.logsumexp(lse_p, 0), torch.logsumexp(lse_q, 0)
+    log_w = lse_q - q
+    shares = torch.exp(log_w) * (inside + (log_w - (lse_p - p)))
+    return p, q, torch.where(lse_q == -torch.inf, 0.0, shares).sum(0)
+
+
+def merged_kl(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """`folded_kl` of two blocks, each given as (lse of p, lse of q, K)."""
+    return folded_kl(*map(torch.stack, zip(one, other, strict=True)))

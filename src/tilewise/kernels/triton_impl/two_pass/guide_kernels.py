@@ -1,0 +1,211 @@
+"""Kernels for a pair with a guide: two products in each tile, x of the pair and y of the guide.
+
+    p_ij = exp(x_ij - row_lse_i)        q_ij = exp(y_ij - guide_lse_i)
+
+Statistics of rows are relative to the largest scores of each row of a tile, so nothing needs repair. Inside the kernels
+scores, logarithms and divergences are in units of log2. Each tile writes its part of each statistic to a place of its
+own; `guide.py` merges the parts. Inside of a tile, with e = exp(x - max x), S its sum, f = exp(y - max y), T its sum:
+
+    kl = sum_j f_j d_j / T - log T + log S        d_j = (y_j - max y) - (x_j - max x)
+    reverse_kl = -sum_j e_j d_j / S - log S + log T
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.bits import BIAS_COLS, ENTROPY, HOT, JSD, KL, MASK, REVERSE_KL, ROWS, SOFTCAP
+from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, score_tile, store_tile, tile_dot, tile_place
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
+from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, shifts
+
+GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta")
+
+
+@triton.jit
+def guided_tile(a_desc, b_desc, scale, bias, softcap, ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,
+                row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
+                D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr,
+                POSITIVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+                EXACT: tl.constexpr):  # fmt: skip
+    """Rows and columns of a tile, its scores x (with MASK those above the limit are -inf), and the guide's scores y."""
+    rows = tile_row * R + tl.arange(0, R)
+    cols = tile_col * C + tl.arange(0, C)
+    acc = tile_dot(ga_desc, gb_desc, tile_row * R, tile_col * C, E, R, C, K, EXACT)
+    y = score_tile(acc, rows, cols, n, m, guide_scale, guide_bias, guide_softcap, None, None, None, None, first, ahead,
+                   GUIDE_SCORE, 0)  # fmt: skip
+    acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
+    x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
+                   SCORE, POSITIVE)  # fmt: skip
+    if MASK == GUIDE:
+        above = y > (tl.load(row_limit + rows, mask=rows < n, other=0.0) * LOG2E)[:, None]
+        if POSITIVE != 0:
+            own = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            above = above & (own[:, None] != cols[None, :])
+        x = tl.where(above, float("-inf"), x)
+    return rows, cols, x, y
+
+
+@triton.jit
+def times(weight, values):
+    """weight * values, and 0 where the weight is 0 and a value is infinite or NaN."""
+    return tl.where(weight == 0.0, 0.0, weight * values)
+
+
+@triton.jit
+def log_mixture(log_p, log_q, beta):
+    """log2((1 - beta) p + beta q); -inf if both are 0."""
+    one, other = log_p + tl.log2(1.0 - beta), log_q + tl.log2(beta)
+    top = tl.maximum(one, other)
+    return top + tl.log2(1.0 + tl.exp2(-tl.abs(one - other)))
+
+
+@triton.jit
+def log_shares(x, shift, level, at, ok):
+    """x - shift - level of each row, for scores in units of log2 and natural vectors; -inf for an empty sum."""
+    norm = tl.load(level + at, mask=ok, other=float("inf"))
+    norm = tl.where(norm == float("-inf"), float("inf"), norm) * LOG2E
+    return (x - shifts(shift, at, ok)[:, None]) - norm[:, None]
+
+
+@kernel(
+    optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "row_norm", "guide_norm"), dynamic=GUIDE_NUMBERS
+)
+def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                          ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
+                          row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
+                          row_limit, row_norm, guide_norm, hot, beta,  # settings of the guide
+                          row_part,  # output
+                          n, m, first, ahead,
+                          D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, STATS: tl.constexpr,
+                          SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                          R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+                          PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """Parts of one macro-tile: row_part is (numbers, column tiles, n), in the order of this code.
+
+    A log-sum-exp is two numbers, the largest score and the log of the sum relative to it: large scores keep their digits.
+    """
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s, guide_s = tl.load(scale), tl.load(guide_scale)
+    for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        rows, cols, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
+                                       row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
+                                       D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        ok, at, step = rows < n, row_part + tile_col * n + rows, col_tiles * n
+        high = finite(tl.max(x, 1))
+        x_below = x - high[:, None]
+        e = tl.exp2(x_below)
+        total = tl.sum(e, 1)
+        shift = shifts(row_shift, rows, ok)
+        tl.store(at, (high - shift) * LN2, mask=ok)
+        at += step
+        tl.store(at, tl.log2(total) * LN2, mask=ok)
+        if MASK != GUIDE:
+            guide_high = finite(tl.max(y, 1))
+            y_below = y - guide_high[:, None]
+            f = tl.exp2(y_below)
+            guide_total = tl.sum(f, 1)
+            at += step
+            tl.store(at, guide_high * LN2, mask=ok)
+            at += step
+            tl.store(at, tl.log2(guide_total) * LN2, mask=ok)
+            at += step
+            apart = tl.log2(total) - tl.log2(guide_total)
+            if KL == GUIDE:
+                gap = tl.sum(times(f, y_below - x_below), 1) / guide_total
+                tl.store(at, tl.where(guide_total == 0.0, 0.0, gap + apart) * LN2, mask=ok)
+            if REVERSE_KL == GUIDE:
+                gap = tl.sum(times(e, x_below - y_below), 1) / total
+                tl.store(at, tl.where(total == 0.0, 0.0, gap - apart) * LN2, mask=ok)
+            if JSD == GUIDE:
+                log_p = log_shares(x, row_shift, row_norm, rows, ok)
+                log_q = log_shares(y, None, guide_norm, rows, ok)
+                log_m = log_mixture(log_p, log_q, beta)
+                mix = tl.sum(times(tl.exp2(log_p), log_p - log_m), 1)
+                other = tl.sum(times(tl.exp2(log_q), log_q - log_m), 1)
+                tl.store(at, (beta * other + (1.0 - beta) * mix) * LN2, mask=ok)
+                at += step
+                tl.store(at, mix * LN2, mask=ok)
+        if ENTROPY & STATS:
+            at += step
+            gap = tl.sum(e * tl.maximum(x_below, NO_SHARE), 1)
+            tl.store(at, tl.where(total == 0.0, 0.0, tl.log2(total) - gap / total) * LN2, mask=ok)
+        if HOT & STATS:
+            at += step
+            hot_high = finite(tl.max(x * hot, 1))
+            hot_total = tl.sum(tl.exp2(x * hot - hot_high[:, None]), 1)
+            tl.store(at, (hot_high - hot * shift) * LN2, mask=ok)
+            at += step
+            tl.store(at, tl.log2(hot_total) * LN2, mask=ok)
+
+
+@kernel(
+    optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "guide_lse", "row_level", "row_hot_lse")
+    + ("grad_row", "grad_pos", "grad_entropy", "grad_guide", "grad_hot", "bias_part"),
+    dynamic=GUIDE_NUMBERS,
+)
+def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
+                           ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
+                           row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
+                           row_limit, hot, beta,  # settings of the guide
+                           row_lse, guide_lse, row_level, row_hot_lse,  # statistics
+                           grad_row, grad_pos, grad_entropy, grad_guide, grad_hot, factor,  # their gradients
+                           g_desc, bias_part,  # outputs
+                           n, m, first, ahead,
+                           D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, TERMS: tl.constexpr,
+                           SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                           R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+                           PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """G of one macro-tile of n x m scores, every gradient of a statistic multiplied by ``factor``.
+
+    G = p (v - h log p) + the term of the guide + hot t exp(hot x - row_hot_lse) + g_pos [positive]
+        k (p - q)                           KL
+        k p (log(p / q) - l)                REVERSE_KL, l is the divergence
+        (1 - beta) k p (log(p / m) - l)     JSD, m is the mixture, l is sum_j p_j log(p_j / m_j)
+
+    v is ``grad_row``, h ``grad_entropy``, k ``grad_guide``, l ``row_level``, t ``grad_hot``.
+    """
+    row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
+    s, guide_s, f = tl.load(scale), tl.load(guide_scale), outer_factor(factor)
+    for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
+        tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
+        rows, cols, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
+                                       row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
+                                       D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        ok_rows, ok_cols = rows < n, cols < m
+        log_p = log_shares(x, row_shift, row_lse, rows, ok_rows)
+        p = tl.exp2(log_p)
+        value = tl.zeros((R,), tl.float32)
+        if ROWS & TERMS:
+            value += tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f
+        g = p * value[:, None]
+        if ENTROPY & TERMS:
+            h = tl.load(grad_entropy + rows, mask=ok_rows, other=0.0) * (f * LN2)
+            g -= h[:, None] * p * tl.maximum(log_p, NO_SHARE)
+        if grad_guide is not None:
+            k = (tl.load(grad_guide + rows, mask=ok_rows, other=0.0) * f)[:, None]
+            log_q = log_shares(y, None, guide_lse, rows, ok_rows)
+            if KL == GUIDE:
+                g += k * (p - tl.exp2(log_q))
+            else:
+                level = (tl.load(row_level + rows, mask=ok_rows, other=0.0) * LOG2E)[:, None]
+                apart = log_q
+                if JSD == GUIDE:
+                    apart = log_mixture(log_p, log_q, beta)
+                    k = k * (1.0 - beta)
+                g += (k * LN2) * times(p, log_p - apart - level)
+        if HOT & TERMS:
+            t = tl.load(grad_hot + rows, mask=ok_rows, other=0.0) * (f * hot)
+            norm = tl.load(row_hot_lse + rows, mask=ok_rows, other=float("inf")) * LOG2E
+            below = (x - shifts(row_shift, rows, ok_rows)[:, None]) * hot - norm[:, None]
+            g += t[:, None] * tl.exp2(below)
+        if (POSITIVE != 0) and (grad_pos is not None):
+            own = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            add = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
+            g = tl.where(own[:, None] == cols[None, :], g + add, g)
+        if SOFTCAP & SCORE:
+            g = g * cap_slope(x, softcap)
+        if BIAS_COLS & TERMS:
+            tl.store(bias_part + tile_row * m + cols, tl.sum(tl.where(ok_rows[:, None], g, 0.0), 0), mask=ok_cols)
+        store_tile(g_desc, tile_row * R, tile_col * C, g)
