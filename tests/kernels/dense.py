@@ -43,6 +43,7 @@ def guide_scores(pair: Pair, spec: PairSpec) -> Tensor:
     """All scores of the guide: (n, m)."""
     assert pair.guide_a is not None
     assert pair.guide_b is not None
+    assert pair.guide_scale is not None
     y_nm = pair.guide_scale * (pair.guide_a @ pair.guide_b.T)
     if pair.guide_bias is not None:
         y_nm = y_nm + pair.guide_bias

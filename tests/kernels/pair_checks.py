@@ -93,7 +93,12 @@ def comparable(stats: Stats, pair: Pair) -> dict[str, Tensor]:
     named.pop("row_top_col", None)  # see `check_top`
     if stats.row_top is not None and pair.row_shift is not None:
         named["row_top"] = stats.row_top + pair.row_shift
-    for name in ("row_lse", "col_lse", "row_hot_lse", "guide_lse"):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
+    for name in (
+        "row_lse",
+        "col_lse",
+        "row_hot_lse",
+        "guide_lse",
+    ):  # a logarithm: an error of 1e-7 is one of 1e-7 in the sum, even where it is 0
         if name in named:
             named[name] = torch.cat([named[name], torch.ones_like(named[name])])
     if stats.row_pos is not None and pair.row_shift is not None:

@@ -12,8 +12,8 @@ Integer keys define which pairs are positive or excluded:
                                                               without keys it is that of the row: row_start + i)
     excluded  iff  row_skip[i] == col_skip[j], not positive  score = -inf
 
-A pair may have a *guide*: a second score matrix over the same rows and columns, without a gradient, with features of its
-own width e. It is computed in the same tile.
+A pair may have a *guide*: a second score matrix over the same rows and columns, without a gradient, with features of
+its own width e. It is computed in the same tile.
 
     y_ij = guide_scale * <guide_a_i, guide_b_j> + guide_bias_j        then, with a soft cap, as above
 
@@ -290,7 +290,9 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("row_hot_lse", lambda spec: bool(spec.hot), _log_sum_of("row_hot_lse"), saved=True),
     Statistic("guide_lse", lambda spec: spec.divergence, _log_sum_of("guide_lse"), gradient=False, saved=True),
     Statistic("row_kl", lambda spec: spec.guide == "kl", _part_of(merged_kl, KL, 2)),
-    Statistic("row_reverse_kl", lambda spec: spec.guide == "reverse_kl", _part_of(merged_kl, REVERSE_KL, 2), saved=True),
+    Statistic(
+        "row_reverse_kl", lambda spec: spec.guide == "reverse_kl", _part_of(merged_kl, REVERSE_KL, 2), saved=True
+    ),
     Statistic("row_jsd", lambda spec: spec.guide == "jsd", _sum_of("row_jsd")),
     Statistic("row_mix_kl", lambda spec: spec.guide == "jsd", _sum_of("row_mix_kl"), gradient=False, saved=True),
     Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),

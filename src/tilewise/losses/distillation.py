@@ -38,7 +38,7 @@ class DistillationStats:
     """Statistics of tokens, each in the shape of the tokens: float32 (float64 for float64), 0 for an ignored token."""
 
     divergence: Tensor  # of the student from the teacher, at the temperature; differentiable
-    entropy: Tensor  # of the student's softmax at the temperature, in nats; no gradient
+    entropy: Tensor | None  # of the student's softmax at the temperature, in nats; no gradient; None if not wanted
     log_prob: Tensor | None  # of the target, at temperature 1; differentiable; None without targets
     valid: Tensor  # bool, False for an ignored token
     has_target: Tensor | None  # bool, whether the token counts and has a target; None without targets
@@ -51,6 +51,7 @@ def linear_distillation_stats(
     teacher_weight: Tensor,
     target: Tensor | None = None,
     *,
+    entropy: bool = True,
     beta: float = 0.0,
     temperature: float = 1.0,
     linear_bias: Tensor | None = None,
@@ -68,7 +69,7 @@ def linear_distillation_stats(
 ) -> DistillationStats:
     """The terms of `linear_distillation_loss` for each token: divergence, entropy, and log-probability of a target.
 
-    Arguments as in `linear_distillation_loss`.
+    ``entropy``: whether to compute it. The other arguments are those of `linear_distillation_loss`.
 
     >>> x, w = torch.eye(2), torch.eye(2)
     >>> stats = linear_distillation_stats(x, w, x, 3.0 * w, torch.tensor([0, 1]))
@@ -115,7 +116,7 @@ def linear_distillation_stats(
     )
     spec = PairSpec(
         row_lse=True,
-        row_entropy=True,
+        row_entropy=entropy,
         positive="none" if target is None else "one",
         softcap=cap,
         guide=guide,
@@ -125,11 +126,10 @@ def linear_distillation_stats(
         drop_rows=key is not None,
         same_rows=bool(name),
     )
-    keys, spec = _with_norms(a, c, scale, bias, keys, spec, options, name)
+    keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
     found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     divergence = {"kl": found.row_kl, "reverse_kl": found.row_reverse_kl}.get(guide, found.row_jsd)
     assert divergence is not None
-    assert found.row_entropy is not None
     log_prob = None
     if has_target is not None:
         assert found.row_lse is not None
@@ -141,9 +141,10 @@ def linear_distillation_stats(
         log_prob = torch.where(has_target, log_prob, 0.0).reshape(shape)
     if valid is None:
         valid = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
+    spread = found.row_entropy
     return DistillationStats(
         divergence=torch.where(valid, divergence, 0.0).reshape(shape),
-        entropy=torch.where(valid, found.row_entropy.detach(), 0.0).reshape(shape),
+        entropy=None if spread is None else torch.where(valid, spread.detach(), 0.0).reshape(shape),
         log_prob=log_prob,
         valid=valid.reshape(shape),
         has_target=None if has_target is None else has_target.reshape(shape),
@@ -228,6 +229,7 @@ def linear_distillation_loss(
         teacher_input,
         teacher_weight,
         target,
+        entropy=False,
         beta=beta,
         temperature=temperature,
         linear_bias=linear_bias,
@@ -263,23 +265,31 @@ def _with_norms(
     spec: PairSpec,
     options: TileOptions,
     name: str,
-) -> tuple[PairKeys, PairSpec]:
-    """For "jsd", the keys with both log-sum-exps of each row, from a pass of their own."""
+) -> PairKeys:
+    """For "jsd", the keys with both log-sum-exps of each row. Each takes a product of its own."""
     if spec.guide != "jsd":
-        return keys, spec
-    first = PairSpec(
-        row_lse=True,
-        softcap=spec.softcap,
-        guide="kl",
-        guide_softcap=spec.guide_softcap,
-        drop_rows=spec.drop_rows,
-        same_rows=spec.same_rows,
-    )
+        return keys
+    assert keys.guide_a is not None
+    assert keys.guide_b is not None
+    assert keys.guide_scale is not None
+    more: dict[str, Any] = {"drop_rows": spec.drop_rows, "same_rows": spec.same_rows}
+    how: dict[str, Any] = {"options": options, "group_name": name}
+    own, other = PairKeys(row_key=keys.row_key, row_shift=keys.row_shift), PairKeys(row_key=keys.row_key)
     with torch.no_grad():
-        found = pair_stats(a, c, scale, bias, keys=keys, spec=first, options=options, group_name=name)
-    named: dict[str, Any] = {field: getattr(keys, field) for field in ("row_key", "row_shift")}
-    named |= {field: getattr(keys, field) for field in ("guide_a", "guide_b", "guide_scale", "guide_bias")}
-    return PairKeys(**named, row_norm=found.row_lse, guide_norm=found.guide_lse), spec
+        row = pair_stats(a, c, scale, bias, keys=own, spec=PairSpec(row_lse=True, softcap=spec.softcap, **more), **how)
+        teacher = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
+        guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
+        guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
+    return PairKeys(
+        row_key=keys.row_key,
+        row_shift=keys.row_shift,
+        guide_a=keys.guide_a,
+        guide_b=keys.guide_b,
+        guide_scale=keys.guide_scale,
+        guide_bias=keys.guide_bias,
+        row_norm=row.row_lse,
+        guide_norm=guide.row_lse,
+    )
 
 
 def _divided(bias: Tensor | None, t: float) -> Tensor | None:
@@ -350,7 +360,9 @@ def _check_mask(mask: Tensor | None, input: Tensor, shift: int) -> Tensor | None
         return None
     _check.check_tensor("mask", mask)
     if mask.dtype != torch.bool:
-        raise DtypeError(f"mask is a bool tensor, False for tokens to ignore, got {mask.dtype}. Convert it with .bool()")
+        raise DtypeError(
+            f"mask is a bool tensor, False for tokens to ignore, got {mask.dtype}. Convert it with .bool()"
+        )
     if mask.shape != input.shape[:-1]:
         raise ShapeError(
             f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. Reshape it"

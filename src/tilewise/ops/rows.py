@@ -7,7 +7,7 @@ the products take much longer than that. Otherwise the rows stay, with weight ze
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,11 +49,8 @@ class KeptRows:
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""
-        return dataclasses.replace(
-            pair,
-            a=pair.a.index_select(0, self.index),
-            **{name: self._pick(getattr(pair, name)) for name in ROW_TENSORS},
-        )
+        fewer: dict[str, Any] = {name: self._pick(getattr(pair, name)) for name in ROW_TENSORS}
+        return dataclasses.replace(pair, a=pair.a.index_select(0, self.index), **fewer)
 
     def pick(self, stats: AnyStats) -> AnyStats:
         """Statistics, or their gradients, of only these rows."""

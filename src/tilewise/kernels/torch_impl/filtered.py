@@ -16,8 +16,8 @@ from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.torch_impl import two_pass
-from tilewise.kernels.torch_impl.tile_softmax import SideWeights
 from tilewise.kernels.torch_impl.tile_scores import TileScores
+from tilewise.kernels.torch_impl.tile_softmax import SideWeights
 from tilewise.options import TileOptions
 
 ROWS = 1024  # rows of one product

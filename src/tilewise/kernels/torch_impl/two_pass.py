@@ -114,9 +114,9 @@ class _RunningStats:
             tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
             now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
         if self.guide is not None:
-            tile = self.guide.stats(x_rc, i, j)
-            held = Stats(**{name: getattr(now, name)[i] for name, value in vars(tile).items() if value is not None})
-            for name, value in vars(held.merge(tile)).items():
+            added = self.guide.stats(x_rc, i, j)
+            held = Stats(**{name: getattr(now, name)[i] for name, value in vars(added).items() if value is not None})
+            for name, value in vars(held.merge(added)).items():
                 if value is not None:
                     getattr(now, name)[i] = value
         elif now.row_lse is not None and self.spec.row_moments:

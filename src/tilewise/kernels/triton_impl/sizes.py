@@ -84,7 +84,7 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         gradient=Sizes(128, 128, 64, 4, 3, 2, 16, pieces=4),
         forward_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
         gradient_wide=Sizes(128, 256, 64, 8, 3, 1, 16),
-        guided=Sizes(128, 128, 64, 8, 3, 1, 16),
+        guided=Sizes(128, 128, 64, 8, 4, 1, 16),
         filter_masses=Sizes(128, 256, 64, 8, 3, 1, 16),
         filter_masses_narrow=Sizes(128, 128, 64, 4, 3, 2, 16),
         filter_pairs=PairSizes(64, 64, 128, 8, 8, 3),
@@ -252,7 +252,7 @@ def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Size
     return row.gradient_wide if row.gradient_wide is not None and width >= WIDE else row.gradient
 
 
-def guided_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Sizes:
+def guided_sizes(device: torch.device, dtype: torch.dtype) -> Sizes:
     """Sizes of the kernels with a second score matrix."""
     row = row_of(device, dtype.itemsize)
     if row is None:

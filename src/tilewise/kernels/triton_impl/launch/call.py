@@ -141,7 +141,7 @@ class Call:
         self.guide_b: Tensor | None = None
         if pair.guide_a is not None and pair.guide_b is not None:
             self.guide_a, self.guide_b = readable(pair.guide_a), readable(pair.guide_b)
-            self.guided_sizes = guided_sizes(*kind)
+            self.guided_sizes = guided_sizes(*kind[:2])
             score = bit_sum((bit.BIAS, pair.guide_bias is not None), (bit.SOFTCAP, spec.guide_softcap))
             self.fixed |= {"guide_scale": pair.guide_scale, "guide_softcap": spec.guide_softcap, "hot": spec.hot}
             self.fixed |= {"beta": spec.beta, "E": self.guide_a.shape[1], "GUIDE": GUIDE[spec.guide]}

@@ -111,7 +111,9 @@ class Backward:
                 "row_level": vector(stats.row_mix_kl if self.spec.guide == "jsd" else stats.row_reverse_kl),
                 "row_hot_lse": vector(stats.row_hot_lse),
                 "grad_hot": vector(grad.row_hot_lse),
-                "grad_guide": vector({"kl": grad.row_kl, "jsd": grad.row_jsd}.get(self.spec.guide, grad.row_reverse_kl)),
+                "grad_guide": vector(
+                    {"kl": grad.row_kl, "jsd": grad.row_jsd}.get(self.spec.guide, grad.row_reverse_kl)
+                ),
             }
         if sym:  # a column is a row too
             as_column = {"col_lse": "row_lse", "grad_col": "grad_row", "grad_pos_col": "grad_pos"}

@@ -15,8 +15,17 @@ import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import BIAS_COLS, ENTROPY, HOT, JSD, KL, MASK, REVERSE_KL, ROWS, SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, own_column, score_tile, store_tile, tile_dot, tile_place
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    LOG2E,
+    NO_SHARE,
+    own_column,
+    score_tile,
+    store_tile,
+    tile_dot,
+    tile_place,
+)
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, shifts
 
 GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta")
@@ -68,9 +77,7 @@ def log_shares(x, shift, level, at, ok):
     return (x - shifts(shift, at, ok)[:, None]) - norm[:, None]
 
 
-@kernel(
-    optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "row_norm", "guide_norm"), dynamic=GUIDE_NUMBERS
-)
+@kernel(optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "row_norm", "guide_norm"), dynamic=GUIDE_NUMBERS)
 def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                           ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
                           row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
@@ -89,9 +96,9 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     s, guide_s = tl.load(scale), tl.load(guide_scale)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
-                                       row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
-                                       D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        rows, _, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
+                                    row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
+                                    D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
         ok, at, step = rows < n, row_part + tile_col * n + rows, col_tiles * n
         high = finite(tl.max(x, 1))
         x_below = x - high[:, None]
