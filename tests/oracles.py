@@ -100,3 +100,20 @@ def linear_cross_entropy_dense(
         return (loss + squares).sum()
     total = valid.sum() if class_weight is None else class_weight[y[valid]].sum()
     return loss.sum() / total + squares.sum() / valid.sum()  # class weights do not apply to the z-loss
+
+
+def distillation_dense(student, teacher, beta, temperature=1.0):
+    """The divergence of each row of logits; see `tilewise.linear_distillation_loss`."""
+    log_p, log_q = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if beta == 0:
+        return (q * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (p * (log_p - log_q)).sum(-1)
+    log_m = ((1 - beta) * p + beta * q).log()
+    return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+
+
+def guided_dense(logits, guide, limit, own):
+    """Logits without the negatives whose guide score is above the limit; ``own`` marks the positives."""
+    return logits.masked_fill((guide > limit[:, None]) & ~own, -torch.inf)

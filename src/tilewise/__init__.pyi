@@ -2,12 +2,15 @@
 from tilewise.errors import TilewiseError as TilewiseError
 from tilewise.losses.clip import ClipLoss as ClipLoss
 from tilewise.losses.clip import clip_loss as clip_loss
+from tilewise.losses.clip_distillation import ClipDistillationLoss as ClipDistillationLoss
+from tilewise.losses.clip_distillation import clip_distillation_loss as clip_distillation_loss
 from tilewise.losses.cross_entropy import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from tilewise.losses.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tilewise.losses.distillation import DistillationStats as DistillationStats
 from tilewise.losses.distillation import LinearDistillationLoss as LinearDistillationLoss
 from tilewise.losses.distillation import linear_distillation_loss as linear_distillation_loss
 from tilewise.losses.distillation import linear_distillation_stats as linear_distillation_stats
+from tilewise.losses.guide import Guide as Guide
 from tilewise.losses.info_nce import InfoNCELoss as InfoNCELoss
 from tilewise.losses.info_nce import info_nce as info_nce
 from tilewise.losses.logsumexp import linear_logsumexp as linear_logsumexp

@@ -227,6 +227,123 @@ def info_nce_only_own_negatives(make: Maker) -> Problem:
     return _info_nce(make, make.unit(make.n, 4), in_batch=False)
 
 
+def _guided(make: Maker, negatives: int = 0, symmetric: bool = False, **settings: Any) -> Problem:
+    """Negatives that a second model finds too close are left out; its positives are close, but not the closest."""
+    n, margin = make.n, settings.get("margin", 0.0)
+    leaves = {"query": make.unit(n), "key": make.unit(n), "temperature": make.number(0.2)}
+    guide_query, noise = make.unit(n), make.unit(n)
+    guide_key = F.normalize(guide_query.double() + 1.5 * noise.double(), dim=1).to(make.dtype)
+    others = make.unit(negatives) if negatives else None
+    if negatives:
+        leaves["more"] = make.unit(negatives)
+    scores = guide_query.double() @ guide_key.double().T
+    limit = scores.diagonal() - margin * (scores.diagonal().abs() if "margin_strategy" in settings else 1.0)
+    own = torch.eye(n, dtype=torch.bool, device=make.device)
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        kind = p.query.dtype
+        guide = tw.Guide(
+            query=guide_query.to(kind),
+            key=guide_key.to(kind),
+            negative_keys=None if others is None else others.to(kind),
+            **settings,
+        )
+        given = {"temperature": p.temperature, "symmetric": symmetric, "guide": guide}
+        return tw.info_nce(p.query, p.key, getattr(p, "more", None), **given, **how)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        logits = p.query @ p.key.T / p.temperature
+        parts = [oracles.guided_dense(logits, scores, limit, own)]
+        if others is not None:
+            guided = guide_query.double() @ others.double().T
+            parts.append(oracles.guided_dense(p.query @ p.more.T / p.temperature, guided, limit, guided.isnan()))
+        loss = F.cross_entropy(torch.cat(parts, 1), torch.arange(n, device=make.device), reduction="none")
+        if symmetric:
+            back = oracles.guided_dense(logits.T, scores.T, limit, own)
+            loss = (loss + F.cross_entropy(back, torch.arange(n, device=make.device), reduction="none")) / 2
+        return reduced(loss, reduction)
+
+    return Problem(leaves, ours, dense)
+
+
+@case
+def info_nce_guided(make: Maker) -> Problem:
+    return _guided(make, margin=0.1)
+
+
+@case
+def info_nce_guided_symmetric_with_negatives(make: Maker) -> Problem:
+    return _guided(make, make.n // 2 + 3, True, margin=0.2, margin_strategy="relative")
+
+
+@case
+def clip_distillation(make: Maker) -> Problem:
+    image, text = make.random(make.n, 40) / 6, make.random(make.n, 40) / 6
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        teacher = image.to(p.image.dtype), text.to(p.image.dtype)
+        return tw.clip_distillation_loss(p.image, p.text, p.scale, *teacher, 9.0, **how)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        kind = p.image.dtype
+        student, teacher = p.scale * p.image @ p.text.T, 9.0 * (image.to(kind) @ text.to(kind).T)
+        both = [oracles.distillation_dense(x, y, 0) for x, y in ((student, teacher), (student.T, teacher.T))]
+        return reduced((both[0] + both[1]) / 2, reduction)
+
+    return Problem({"image": make.unit(make.n), "text": make.unit(make.n), "scale": make.number(14.0)}, ours, dense)
+
+
+def _distillation(make: Maker, beta: float, *, targets: bool = False, **fixed: Any) -> Problem:
+    classes, t = make.n + 41, fixed.get("temperature", 1.0)
+    counted = make.flags(make.n)
+    target = make.integers(classes, make.n)
+    target[::3] = -100
+    teacher, head = make.random(make.n, 40), make.random(classes, 40) / 3
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(classes),
+    }
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        given = {"beta": beta, "linear_bias": p.bias, "logit_scale": p.scale, "mask": counted}
+        y = target if targets else None
+        other = teacher.to(p.hidden.dtype), head.to(p.hidden.dtype)
+        return tw.linear_distillation_loss(p.hidden, p.classifier, *other, y, **given, **fixed, **how)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        kind = p.hidden.dtype
+        logits, other = p.scale * p.hidden @ p.classifier.T + p.bias, teacher.to(kind) @ head.to(kind).T
+        if "softcap" in fixed:
+            logits, other = (fixed["softcap"] * torch.tanh(x / fixed["softcap"]) for x in (logits, other))
+        loss = torch.where(counted, oracles.distillation_dense(logits, other, beta, t), 0.0)
+        has_target = counted & (target != -100)
+        nll = torch.zeros_like(loss)
+        if targets:
+            nll = F.cross_entropy(logits, torch.where(has_target, target, -100), reduction="none")
+        if reduction != "mean":
+            return reduced(loss + nll, reduction)
+        return loss.sum() / counted.sum() + nll.sum() / has_target.sum()
+
+    return Problem(leaves, ours, dense)
+
+
+@case
+def distillation_kl(make: Maker) -> Problem:
+    return _distillation(make, 0.0, softcap=5.0, teacher_softcap=5.0)
+
+
+@case
+def distillation_reverse_with_targets(make: Maker) -> Problem:
+    return _distillation(make, 1.0, targets=True, temperature=2.0)
+
+
+@case
+def distillation_jsd_with_targets(make: Maker) -> Problem:
+    return _distillation(make, 0.3, targets=True)
+
+
 def _cross_entropy(make: Maker, *, bias: bool = False, weight: bool = False, **fixed: Any) -> Problem:
     tokens = 5 if fixed.get("shift") else None
     rows = (max(make.n // 5, 2), tokens) if tokens else (make.n,)

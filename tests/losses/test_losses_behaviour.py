@@ -234,6 +234,8 @@ MODULES = {
     tw.NTXentLoss: tw.nt_xent,
     tw.SupConLoss: tw.supcon_loss,
     tw.LinearCrossEntropyLoss: tw.linear_cross_entropy,
+    tw.LinearDistillationLoss: tw.linear_distillation_loss,
+    tw.ClipDistillationLoss: tw.clip_distillation_loss,
 }
 
 
@@ -266,6 +268,12 @@ def test_modules_compute_what_their_functions_compute():
             (image, text, labels),
             {"linear_bias": weight},
         ),
+        tw.LinearDistillationLoss: (
+            {"beta": 0.4, "temperature": 2.0, "target_weight": 0.5, "softcap": 4.0, "logit_scale": 3.0},
+            (image, text, text, image, labels),
+            {"linear_bias": weight, "mask": labels > 0},
+        ),
+        tw.ClipDistillationLoss: ({"teacher_entropy": True}, (image, text, scale, text, image, 3.0), {}),
     }
     assert cases.keys() == MODULES.keys()
     for module, (settings, tensors, more) in cases.items():

@@ -110,6 +110,11 @@ MODULES = {
         lambda s: tw.LinearCrossEntropyLoss(logit_scale=s, weight=torch.arange(1.0, 7.0)),
         lambda m: m(X, X, Y),
     ),
+    "LinearDistillationLoss": (
+        "logit_scale",
+        lambda s: tw.LinearDistillationLoss(logit_scale=s, temperature=2.0),
+        lambda m: m(X, X, X.roll(1, 1), X),
+    ),
 }
 
 

@@ -13,7 +13,7 @@ import tilewise as tw
 
 Tensors = dict[str, Tensor]
 ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights")  # sharded like the rows
-NEGATIVE_WISE = ("c", "c_ids", "c_mask")  # sharded like the shared negatives
+NEGATIVE_WISE = ("c", "c_ids", "c_mask", "c_guide")  # sharded like the shared negatives
 LEAVES = ("a", "b", "own", "c", "scale", "bias")
 
 
@@ -40,6 +40,7 @@ def make_tensors(rows: int, negatives: int, dtype: torch.dtype, device: str = "c
         "own_mask": integers(3, rows, 3) > 0,
         "c_mask": integers(3, negatives) > 0,
         "weights": torch.randn(rows, generator=random, dtype=torch.float64),
+        "c_guide": features(negatives),
     }
     return {name: (value.to(dtype) if value.is_floating_point() else value).to(device) for name, value in found.items()}
 
@@ -97,6 +98,20 @@ CASES: dict[str, Callable[..., Tensor]] = {
     ),
     "info_nce-own-only": lambda x, **how: tw.info_nce(
         x["a"], x["b"], x["own"], temperature=1 / x["scale"], in_batch=False, **how
+    ),
+    "info_nce-guided": lambda x, **how: tw.info_nce(
+        x["a"],
+        x["b"],
+        x["c"],
+        temperature=1 / x["scale"],
+        symmetric=True,
+        guide=tw.Guide(
+            query=x["own"][:, 0].detach(), key=x["own"][:, 1].detach(), negative_keys=x["c_guide"], margin=0.2
+        ),
+        **how,
+    ),
+    "clip_distillation": lambda x, **how: tw.clip_distillation_loss(
+        x["a"], x["b"], x["scale"], x["own"][:, 0].detach(), x["own"][:, 1].detach(), 7.0, teacher_entropy=True, **how
     ),
     "nt_xent": lambda x, **how: tw.nt_xent(torch.cat([x["a"], x["b"]]), temperature=1 / x["scale"], **how),
     "supcon": lambda x, **how: tw.supcon_loss(x["a"], x["labels"], temperature=1 / x["scale"], **how),

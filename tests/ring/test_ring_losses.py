@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.compare import assert_close, relative_error
 from tests.ring.cases import CASES, LEAVES, Tensors, cut, joined, loss_and_gradients, make_tensors
 from tests.ring.crew import Crew, crew  # noqa: F401
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -67,7 +69,14 @@ HEADS = {
     "everything": {"label_smoothing": 0.1, "softcap": 8.0, "z_loss": 1e-2, "shift": 1, "weight": True, "bias": True},
     "sum": {"reduction": "sum", "bias": True},
     "none": {"reduction": "none", "label_smoothing": 0.3},
+    "kl": {"distils": True, "reduction": "none", "shift": 1, "bias": True, "softcap": 8.0},
+    "reverse kl": {"distils": True, "beta": 1.0, "temperature": 2.0},
+    "jsd": {"distils": True, "beta": 0.3, "temperature": 0.5},
 }
+
+
+def _distil(hidden: Tensor, head: Tensor, target: Tensor, **how: Any) -> Tensor:
+    return tw.linear_distillation_loss(hidden, head, how.pop("teacher_input"), how.pop("teacher_weight"), target, **how)
 
 
 def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype: torch.dtype) -> Tensors:
@@ -87,9 +96,13 @@ def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype:
         how["linear_bias"] = leaves["bias"]
     if how.pop("weight", False):
         how["weight"] = weight[own].to(dtype)
-    loss = tw.linear_cross_entropy(
-        leaves["hidden"], leaves["head"], target, logit_scale=leaves["scale"], group=group, **how
-    )
+    if how.pop("distils", False):
+        teacher = torch.randn(2, 6, 5, generator=random, dtype=torch.float64).to(dtype)
+        teacher_head = torch.randn(classes, 5, generator=random, dtype=torch.float64)[own].to(dtype)
+        call = functools.partial(_distil, teacher_input=teacher, teacher_weight=teacher_head)
+    else:
+        call = tw.linear_cross_entropy
+    loss = call(leaves["hidden"], leaves["head"], target, logit_scale=leaves["scale"], group=group, **how)
     mixed = (loss * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)).sum()
     found = torch.autograd.grad(mixed, list(leaves.values()), allow_unused=True)
     grads = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -18,6 +19,7 @@ from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
+GUIDED = PairSpec(row_lse=True, positive="one", guide="mask")
 NO_ID = -(2**63)  # id of a negative that is never excluded
 
 
@@ -32,6 +34,7 @@ def info_nce(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     negative_mask: Tensor | None = None,
+    guide: Guide | None = None,
     reduction: _check.Reduction = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -58,6 +61,8 @@ def info_nce(
             n + M, ids exclude no shared negatives. Negatives of each query are never excluded by id.
         negative_mask: bool, (M,) or (n, K): True for a negative, False for padding. Values of padding, even NaN,
             change neither the loss nor its gradient.
+        guide: embeddings of another model for the same texts. A negative that the guide finds closer to the query than
+            the query's own key, up to a margin, is left out: it is probably a false negative. See `Guide`.
         reduction: "none" returns (n,).
         group: a process group over whose ranks queries, keys and shared negatives are sharded. A "mean" or "sum" is
             scaled for DDP, which averages gradients over the ranks; see docs/concepts/ring.md.
@@ -85,12 +90,18 @@ def info_nce(
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
     shift = positive_shift(a, b, scale)
+    guided = check_guide(guide, a, negatives)
     must_match = ""
     if group_name:
         kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
         masked = negative_mask is not None
         must_match = call_settings(
-            reduction=reduction, temperature=temperature, in_batch=in_batch, negatives=kind, masked=masked
+            reduction=reduction,
+            temperature=temperature,
+            in_batch=in_batch,
+            negatives=kind,
+            masked=masked,
+            symmetric=symmetric,
         )
         if not in_batch and kind == "own":
             # Called only for its cross-rank check. There are no scores with other ranks, so nothing later checks the
@@ -98,9 +109,12 @@ def info_nce(
             shard_of_columns(b, must_match, group_name)
 
     if in_batch:
-        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift)
+        more = {} if guided is None else guided.keys()
+        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
         spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
-        if reduction != "none" and negatives is None and not group_name:
+        if guided is not None:  # the limits are those of rows, so columns need a call of their own
+            spec = GUIDED
+        if reduction != "none" and negatives is None and not group_name and not (guided and symmetric):
             return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
         stats = pair_stats(
             a, b, scale, keys=keys, spec=spec, options=options, group_name=group_name, must_match=must_match
@@ -115,18 +129,26 @@ def info_nce(
         x_nk = _shifted(scale * own_scores(a, negatives, negative_mask), shift)
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
+        if guided is not None:
+            x_nk = x_nk.masked_fill(guided.excludes_own(), -torch.inf)
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
         lse = torch.logaddexp(
             lse,
             _shared_lse(
-                a, negatives, scale, shift, query_id, negative_id, negative_mask, options, group_name, must_match
+                *(a, negatives, scale, shift, query_id, negative_id, negative_mask, guided),
+                *(options, group_name, must_match),
             ),
         )
     loss_n = lse - pos  # both relative to `shift`
     if symmetric:
-        assert stats.col_lse is not None
-        loss_n = (loss_n + stats.col_lse - pos) / 2
+        col_lse = stats.col_lse
+        if guided is not None:
+            keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **guided.keys(swap=True))
+            how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
+            col_lse = pair_stats(b, a, scale, keys=keys, spec=GUIDED, **how).row_lse
+        assert col_lse is not None
+        loss_n = (loss_n + col_lse - pos) / 2
     return reduce_rows(loss_n, reduction, group_name)
 
 
@@ -138,6 +160,7 @@ def _shared_lse(
     query_id: Tensor | None,
     negative_id: Tensor | None,
     mask: Tensor | None,
+    guided: CheckedGuide | None,
     options: TileOptions,
     group_name: str,
     must_match: str,
@@ -154,8 +177,13 @@ def _shared_lse(
         negatives,
         scale,
         bias,
-        keys=PairKeys(row_skip=skip, col_skip=negative_id, row_shift=shift),
-        spec=PairSpec(row_lse=True),
+        keys=PairKeys(
+            row_skip=skip,
+            col_skip=negative_id,
+            row_shift=shift,
+            **({} if guided is None else guided.negative_keys()),
+        ),
+        spec=PairSpec(row_lse=True, guide="none" if guided is None else "mask"),
         options=options,
         group_name=group_name,
         must_match=must_match,
@@ -261,6 +289,7 @@ class InfoNCELoss(nn.Module):
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
         negative_mask: Tensor | None = None,
+        guide: Guide | None = None,
     ) -> Tensor:
         """See `info_nce`."""
         return info_nce(
@@ -271,5 +300,6 @@ class InfoNCELoss(nn.Module):
             query_ids=query_ids,
             key_ids=key_ids,
             negative_mask=negative_mask,
+            guide=guide,
             **self.settings,
         )

@@ -1,0 +1,144 @@
+"""Distillation of CLIP: the student's similarities of a batch imitate those of a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import _check
+from tilewise.errors import DtypeError
+from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.clip import NAMES
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.reduce import reduce_rows
+from tilewise.options import TileOptions
+
+TEACHER_NAMES = ("teacher_image_features", "teacher_text_features")
+SPEC = PairSpec(row_lse=True, guide="kl")
+ENTROPY = PairSpec(row_lse=True, row_entropy=True)
+
+
+def clip_distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: float | Tensor,
+    teacher_image_features: Tensor,
+    teacher_text_features: Tensor,
+    teacher_logit_scale: float | Tensor,
+    *,
+    teacher_entropy: bool = False,
+    reduction: _check.Reduction = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """KL(teacher || student) of each image over all texts and of each text over all images, averaged.
+
+    Equals, without building the (n, n) logits of either model::
+
+        logits = logit_scale * image_features @ text_features.T
+        teacher = teacher_logit_scale * teacher_image_features @ teacher_text_features.T
+        def kl(teacher, student): return F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="batchmean")
+        (kl(teacher, logits) + kl(teacher.T, logits.T)) / 2
+
+    The student's features and scale get exact gradients, the teacher gets none. Add it to `clip_loss` of the same
+    features.
+
+    Args:
+        image_features, text_features: (n, d) each. They are not normalized; normalize them first.
+        logit_scale: multiplies the student's scores; a tensor that requires grad gets its exact gradient.
+        teacher_image_features, teacher_text_features: (n, e) each, of the same pairs, in the student's type. The width
+            may differ.
+        teacher_logit_scale: multiplies the teacher's scores.
+        teacher_entropy: add the entropy of the teacher's softmax, a constant. The loss is then the cross entropy of the
+            student against the teacher's probabilities, the number that OpenCLIP reports. Costs one product more for
+            each direction.
+        reduction: "none" returns (n,), the mean of both directions of pair i.
+        group: a process group over whose ranks the pairs are sharded; see docs/concepts/ring.md.
+        options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
+
+    Memory: the features, the student's gradients, O(n) statistics, and a workspace.
+
+    >>> x = torch.eye(4)
+    >>> clip_distillation_loss(x, x, 1.0, x, x, 1.0).item()
+    0.0
+    >>> round(clip_distillation_loss(x, x, 1.0, x, x, 5.0).item(), 4)
+    0.6444
+    """
+    _check.check_reduction(reduction)
+    options, name = _check.check_options(options), _check.group_name(group)
+    a = _check.check_features(NAMES[0], image_features)
+    b = _check.check_features(NAMES[1], text_features)
+    _check.check_together(NAMES, a, b)
+    _check.check_same_rows(NAMES, a, b)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    teacher_a = _check.check_features(TEACHER_NAMES[0], teacher_image_features).detach()
+    teacher_b = _check.check_features(TEACHER_NAMES[1], teacher_text_features).detach()
+    _check.check_together(TEACHER_NAMES, teacher_a, teacher_b)
+    _check.check_same_rows(TEACHER_NAMES, teacher_a, teacher_b)
+    _check.check_same_rows((NAMES[0], TEACHER_NAMES[0]), a, teacher_a)
+    _check.check_device((TEACHER_NAMES[0], NAMES[0]), teacher_a, a)
+    if teacher_a.dtype != a.dtype:
+        raise DtypeError(
+            f"{TEACHER_NAMES[0]} and {NAMES[0]} need the same type, got {teacher_a.dtype} and {a.dtype}. Convert the "
+            "teacher's features, or run under torch.autocast"
+        )
+    teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
+    must_match = ""
+    if name:
+        settings = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale, "entropy": teacher_entropy}
+        must_match = call_settings(reduction=reduction, **settings)
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    loss_n = torch.zeros((), dtype=stat_dtype(a.dtype), device=a.device)
+    for rows, cols, teacher_rows, teacher_cols in ((a, b, teacher_a, teacher_b), (b, a, teacher_b, teacher_a)):
+        keys = PairKeys(guide_a=teacher_rows, guide_b=teacher_cols, guide_scale=teacher_scale)
+        stats = pair_stats(rows, cols, scale, keys=keys, spec=SPEC, **how)
+        assert stats.row_kl is not None
+        loss_n = loss_n + stats.row_kl / 2
+        if teacher_entropy:
+            constant = pair_stats(teacher_rows, teacher_cols, teacher_scale, spec=ENTROPY, **how)
+            assert constant.row_entropy is not None
+            loss_n = loss_n + constant.row_entropy / 2
+    return reduce_rows(loss_n, reduction, name)
+
+
+class ClipDistillationLoss(nn.Module):
+    """`clip_distillation_loss` as a Module that stores the settings."""
+
+    def __init__(
+        self,
+        *,
+        teacher_entropy: bool = False,
+        reduction: _check.Reduction = "mean",
+        group: torch.distributed.ProcessGroup | None = None,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {
+            "teacher_entropy": teacher_entropy,
+            "reduction": reduction,
+            "group": group,
+            "options": options,
+        }
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        teacher_image_features: Tensor,
+        teacher_text_features: Tensor,
+        teacher_logit_scale: float | Tensor,
+    ) -> Tensor:
+        """See `clip_distillation_loss`."""
+        return clip_distillation_loss(
+            image_features,
+            text_features,
+            logit_scale,
+            teacher_image_features,
+            teacher_text_features,
+            teacher_logit_scale,
+            **self.settings,
+        )
