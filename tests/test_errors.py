@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from tests.bad_inputs import BAD, OPTIONS, A, B, Y, cross_entropy
+from tests import bad_distillation, bad_inputs
+from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
 
 import tilewise as tw
 from tilewise import errors
@@ -20,6 +21,9 @@ def state():
         torch.is_autocast_enabled("cpu"),
         torch.get_num_threads(),
     )
+
+
+BAD = bad_inputs.BAD | bad_distillation.BAD
 
 
 @pytest.mark.parametrize("call, error, words", BAD.values(), ids=BAD)

@@ -17,7 +17,7 @@ from tilewise.kernels.known_faults import FAULTS, release
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 
-FLOATS = {"softcap", "tolerance", "usable", "share"}
+FLOATS = {"softcap", "tolerance", "usable", "share", "guide_softcap", "hot", "beta"}
 # Pointers that are not float32, by name
 POINTERS = dict.fromkeys(
     ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "column")
@@ -104,6 +104,8 @@ def compiled_tiles(kernel, constants, present, dtype, capability, sizes, **more)
     blocks = {
         "a_desc": (sizes.rows, sizes.depth),
         "b_desc": (sizes.cols, sizes.depth),
+        "ga_desc": (sizes.rows, sizes.depth),
+        "gb_desc": (sizes.cols, sizes.depth),
         "g_desc": piece,
         "e_desc": piece,
     }
