@@ -22,6 +22,7 @@ def loss_step(name: str, n: int, d: int, dtype: torch.dtype, workspace_mib: int 
     options = None if workspace_mib is None else tw.TileOptions(workspace_mib=workspace_mib)
     labels = torch.arange(n) % (n // 4)
     weight = torch.ones(n)
+    teacher, head = unit(n, 32, dtype).detach(), unit(n, 32, dtype).detach()
     losses: dict[str, Callable[[], Tensor]] = {
         "clip": lambda: tw.clip_loss(a, b, 14.0, options=options),
         "clip_hot": lambda: tw.clip_loss(a, b, 300.0, options=options),
@@ -31,6 +32,9 @@ def loss_step(name: str, n: int, d: int, dtype: torch.dtype, workspace_mib: int 
         "supcon": lambda: tw.supcon_loss(a, labels, options=options),
         "cross_entropy": lambda: tw.linear_cross_entropy(
             a, b, labels, softcap=30.0, label_smoothing=0.1, weight=weight, options=options
+        ),
+        "jsd": lambda: tw.linear_distillation_loss(
+            a, b, teacher, head, labels, beta=0.4, temperature=2.0, softcap=30.0, options=options
         ),
         "dense_clip": lambda: oracles.clip_dense(a, b, 14.0),
     }

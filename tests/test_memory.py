@@ -41,6 +41,7 @@ def test_memory_grows_with_the_batch_when_scratch_is_small(name):
         ("info_nce_ids", "float32", 4),
         ("supcon", "float32", 4),
         ("cross_entropy", "bfloat16", 8),
+        ("jsd", "float32", 8),
     ],
 )
 def test_scratch_stays_within_the_workspace(name, dtype, workspace_mib):

@@ -1,0 +1,199 @@
+"""Distillation of a language model's head: divergence of a student from a teacher, with gradients for the student.
+
+    python -m benchmarks.distillation --peers FOLDER    on a CUDA device: time, memory and errors of ours and of others
+    python -m benchmarks.distillation --quick           small sizes on any device: checks that everything runs
+
+Hidden states (n, d) and classifiers (V, d) of both models. Errors are against float64: the largest error of a token's
+divergence, and the relative errors of the gradients of the student's hidden states and classifier. Results:
+benchmarks/results/distillation-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from benchmarks.cases import make_inputs, vocabulary
+from benchmarks.measure import Failure, Step, cuda_peak_bytes, failure_of, sustained_rate, time_in_turns
+from benchmarks.run import RESULTS, commit_of, describe, write
+
+Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student and teacher: hidden, classifier -> (n,)
+SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
+QUICK = ((256, 64, 1000),)
+KINDS = {"KL(teacher || student)": 0.0, "KL(student || teacher)": 1.0, "JSD": 0.5}
+REFERENCE_ROWS = 128  # tokens at a time in float64
+
+
+def of_logits(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """From stored logits; the softmax is in float32 or wider."""
+    wide = torch.float64 if student.dtype == torch.float64 else torch.float32
+    log_p, log_q = student.to(wide).log_softmax(-1), teacher.to(wide).log_softmax(-1)
+    if beta == 0.0:
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if beta == 1.0:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_m = torch.log((1.0 - beta) * log_p.exp() + beta * log_q.exp())
+    one, other = log_q.exp() * (log_q - log_m), log_p.exp() * (log_p - log_m)
+    return (beta * one + (1.0 - beta) * other).sum(-1)
+
+
+def tilewise_divergence(beta: float) -> Divergence:
+    """Ours."""
+
+    def divergence(x: Tensor, w: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+        return tw.linear_distillation_loss(x, w, teacher, head, beta=beta, reduction="none")
+
+    return divergence
+
+
+def trl_divergence(beta: float) -> Divergence:
+    """TRL's kernel, with its default chunks."""
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+
+    def divergence(x: Tensor, w: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+        found: Tensor = function.apply(x, w, None, teacher, head, None, beta)[0]
+        return found
+
+    return divergence
+
+
+def compiled_divergence(beta: float) -> Divergence:
+    """Logits of all tokens, with torch.compile."""
+    torch._dynamo.reset()
+
+    def divergence(x: Tensor, w: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+        return of_logits(x @ w.T, teacher @ head.T, beta)
+
+    return torch.compile(divergence, dynamic=False)
+
+
+METHODS: dict[str, Callable[[float], Divergence]] = {
+    "tilewise": tilewise_divergence,
+    "TRL": trl_divergence,
+    "torch.compile, bf16 logits": compiled_divergence,
+}
+
+
+def reference(x: dict[str, Tensor], beta: float) -> dict[str, Tensor]:
+    """Divergences and both gradients in float64, a block of tokens at a time."""
+    weight, head = x["w"].detach().double().requires_grad_(), x["head"].double()
+    found: dict[str, list[Tensor]] = {"divergence": [], "hidden": []}
+    for start in range(0, x["x"].shape[0], REFERENCE_ROWS):
+        rows = slice(start, start + REFERENCE_ROWS)
+        hidden = x["x"][rows].detach().double().requires_grad_()
+        value = of_logits(hidden @ weight.T, x["teacher"][rows].double() @ head.T, beta)
+        (value * x["weight"][rows]).sum().backward()
+        assert hidden.grad is not None
+        found["divergence"].append(value.detach())
+        found["hidden"].append(hidden.grad)
+    assert weight.grad is not None
+    return {name: torch.cat(values) for name, values in found.items()} | {"classifier": weight.grad}
+
+
+def errors(method: Divergence, x: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The largest absolute error of a divergence, and relative errors of both gradients."""
+    value = method(x["x"], x["w"], x["teacher"], x["head"])
+    (value * x["weight"]).sum().backward()
+    found = {"divergence_error": (value.detach() - exact["divergence"]).abs().max().item()}
+    for name, leaf in (("hidden", x["x"]), ("classifier", x["w"])):
+        assert leaf.grad is not None
+        blocks = [slice(k, k + 8192) for k in range(0, leaf.shape[0], 8192)]
+        off = sum((leaf.grad[k].double() - exact[name][k]).square().sum().item() for k in blocks)
+        found[f"{name}_grad_error"] = (off / exact[name].square().sum().item()) ** 0.5
+        leaf.grad = None
+    return found
+
+
+def inputs(n: int, d: int, classes: int, device: torch.device) -> dict[str, Tensor]:
+    """Student and teacher: different heads with peaked scores."""
+    kind = "bf16" if device.type == "cuda" else "float32"
+    found = make_inputs(vocabulary(n, d, classes, kind, scores="peaked"), device)
+    generator = torch.Generator(device).manual_seed(3)
+    x, w = found["a"], found["b"]
+    noise = torch.randn(n, d, generator=generator, device=device, dtype=x.dtype)
+    teacher = (x.detach() + 0.5 * noise * x.detach().std()).contiguous()
+    shift = torch.randn(classes, d, generator=generator, device=device, dtype=w.dtype)
+    head = (w.detach() + 0.3 * shift * w.detach().std()).contiguous()
+    weight = torch.randn(n, generator=generator, device=device)
+    return {"x": x, "w": w, "teacher": teacher, "head": head, "weight": weight, "target": found["target"]}
+
+
+def run_shape(shape: tuple[int, int, int], device: torch.device, repeats: int, budget_s: float) -> list[dict[str, Any]]:
+    """One result for each method and divergence."""
+    x = inputs(*shape, device)
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
+    for kind, beta in KINDS.items():
+        exact = reference(x, beta)
+        for name, make in METHODS.items():
+            row = results[kind, name] = {"kind": kind, "method": name}
+            row |= dict(zip(("n", "d", "V"), shape, strict=True))
+            try:
+                method = make(beta)
+                row |= errors(method, x, exact)
+                steps[f"{kind}: {name}"] = step_of(method, x)
+            except Exception as error:
+                failure = failure_of(error)
+                row |= {"status": failure.status, "reason": failure.reason}
+        del exact
+        gc.collect()
+    before = sustained_rate(device)
+    times = time_in_turns(steps, device, repeats=repeats, budget_s=budget_s, least=3)
+    rate = (before + sustained_rate(device)) / 2
+    for (kind, name), row in results.items():
+        time = times.get(f"{kind}: {name}")
+        if time is None:
+            continue
+        if isinstance(time, Failure):
+            row |= {"status": time.status, "reason": time.reason}
+            continue
+        row |= {"status": "ok", "ms": time.median_ms, "low_ms": time.low_ms, "high_ms": time.high_ms}
+        row["rate_tflops"] = rate / 1e12
+        if device.type == "cuda":
+            row["bytes"] = cuda_peak_bytes(steps[f"{kind}: {name}"], device)
+        steps[f"{kind}: {name}"].clear()
+    return list(results.values())
+
+
+def step_of(method: Divergence, x: dict[str, Tensor]) -> Step:
+    """One training step: the weighted sum of the divergences."""
+    return Step(lambda: (method(x["x"], x["w"], x["teacher"], x["head"]) * x["weight"]).sum(), [x["x"], x["w"]])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
+    parser.add_argument("--commit", help="the commit to record")
+    parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
+    given = parser.parse_args(argv)
+    for folder in given.peers:
+        sys.path.insert(0, str(folder.resolve()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not given.quick:
+        raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --quick to try it out")
+    repeats, budget_s = (2, 0.2) if given.quick else (15, 3.0)
+    command = "python -m benchmarks.distillation"
+    report = describe("distillation", device, command, repeats, budget_s, commit=commit_of(given.commit))
+    path = given.out or RESULTS / f"distillation-{report['device'].lower().replace(' ', '-')}.json"
+    for shape in QUICK if given.quick else SHAPES:
+        for row in run_shape(shape, device, repeats, budget_s):
+            report["results"].append(row)
+            print(json.dumps(row), flush=True)
+        write(path, report)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
