@@ -11,7 +11,7 @@ from tests.kernels.dense import dense_stats
 from tests.kernels.pair_cases import CASES, make_case
 from tests.kernels.pair_checks import dense_grads, finite, incoming_gradients, leaves_of, stats_asked
 
-from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, largest_gradient
+from tilewise.kernels.spec import COL_TENSORS, GradStats, Needs, Pair, Stats, largest_gradient, saved_names
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions
 
@@ -28,7 +28,7 @@ def column_block(pair: Pair, part: slice) -> Pair:
     return dataclasses.replace(
         pair,
         b=pair.b[part],
-        **{name: cut(getattr(pair, name)) for name in ("bias", "col_key", "col_skip", "col_shift", "col_weight")},
+        **{name: cut(getattr(pair, name)) for name in COL_TENSORS},
         col_start=pair.col_start + part.start,
     )
 
@@ -135,7 +135,7 @@ def test_gradients_of_blocks_give_the_whole(name):
     needs = Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
     total_a, total_scale, columns, biases = 0.0, 0.0, [], []
     for part in column_blocks(pair):
-        rows = {"row_lse": stats.row_lse, "row_entropy": stats.row_entropy, "row_sum_sq": stats.row_sum_sq}
+        rows = {name: getattr(stats, name) for name in saved_names(spec) if name not in ("col_lse", "row_pos")}
         own = Stats(**rows, col_lse=None if stats.col_lse is None else stats.col_lse[part])
         incoming = dataclasses.replace(grad, col_lse=None if grad.col_lse is None else grad.col_lse[part])
         grads = BACKEND.backward(column_block(pair, part), own, incoming, needs, spec, OPTIONS)

@@ -50,30 +50,36 @@ class GuideTiles:
 
     def stats(self, x_rc: Tensor, i: slice, j: slice) -> Stats:
         """The statistics of one tile except the positive's: (r,) each, float64, without shifts."""
-        spec, pair, found = self.spec, self.pair, {}
-        y_rc = self.scores(i, j)
+        spec, found = self.spec, {}
         if spec.hot:
             found["row_hot_lse"] = torch.logsumexp(x_rc * spec.hot, 1).double()
+        y_rc = self.scores(i, j)
         x, e, log_s = _exponentials(x_rc)
-        y, f, log_t = _exponentials(y_rc)
-        found["row_lse"], found["guide_lse"] = log_s + x[1].double(), log_t + y[1].double()
         if spec.row_entropy:
             found["row_entropy"] = torch.where(log_s == -torch.inf, 0.0, log_s - _mean(e, x[0], log_s))
+        y, f, log_t = _exponentials(y_rc)
+        found["row_lse"], found["guide_lse"] = log_s + x[1].double(), log_t + y[1].double()
         if spec.guide == "kl":
             found["row_kl"] = _inside(f, y[0], x[0], log_t, log_s)
         elif spec.guide == "reverse_kl":
             found["row_reverse_kl"] = _inside(e, x[0], y[0], log_s, log_t)
         else:
-            assert pair.row_norm is not None
-            assert pair.guide_norm is not None
-            one = torch.ones_like(pair.row_norm)
-            p, q = SideWeights(pair.row_norm, pair.row_shift, one), SideWeights(pair.guide_norm, None, one)
-            log_p, log_q = p.log_softmax_(x_rc, i), q.log_softmax_(y_rc, i)
-            log_m = mixture(log_p, log_q, spec.beta)
-            mix_kl = _times(log_p.exp(), log_p - log_m).sum(1, dtype=torch.float64)
-            other = _times(log_q.exp(), log_q - log_m).sum(1, dtype=torch.float64)
-            found["row_mix_kl"], found["row_jsd"] = mix_kl, spec.beta * other + (1.0 - spec.beta) * mix_kl
+            del x, e, y, f
+            found |= self._jsd(x_rc, y_rc, i)
         return Stats(**found)
+
+    def _jsd(self, x_rc: Tensor, y_rc: Tensor, i: slice) -> dict[str, Tensor]:
+        """This tile's part of the Jensen-Shannon divergence. Both scores are overwritten."""
+        pair, beta = self.pair, self.spec.beta
+        assert pair.row_norm is not None
+        assert pair.guide_norm is not None
+        one = torch.ones_like(pair.row_norm)
+        log_p = SideWeights(pair.row_norm, pair.row_shift, one).log_softmax_(x_rc, i)
+        log_q = SideWeights(pair.guide_norm, None, one).log_softmax_(y_rc, i)
+        log_m = mixture(log_p, log_q, beta)
+        mix_kl = _times(log_p.exp(), log_p - log_m).sum(1, dtype=torch.float64)
+        other = _times(log_q.exp(), log_q - log_m).sum(1, dtype=torch.float64)
+        return {"row_mix_kl": mix_kl, "row_jsd": beta * other + (1.0 - beta) * mix_kl}
 
 
 class GuideWeights:

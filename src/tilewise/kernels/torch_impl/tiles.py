@@ -131,7 +131,7 @@ def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
     item = 8 if pair.a.dtype == torch.float64 else 4
     many, skips = spec.positive == "many", pair.row_skip is not None
     tiles = 2 + bool(spec.softcap) + many + 2 * (pair.a.device.type != "cpu")
-    tiles += 2 * (spec.guide == "mask") + 10 * spec.divergence
+    tiles += 2 * (spec.guide == "mask") + 12 * spec.divergence
     masks = 2 * many + 2 * skips + 2 * (spec.guide != "none")
     vectors = 6 * (rows + cols) * 8
     width = max(pair.a.shape[1] + pair.shape.guide_width, 1)

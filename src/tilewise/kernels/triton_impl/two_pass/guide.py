@@ -45,18 +45,17 @@ def guided_forward(call: Call) -> Stats:
 
 def _folded(names: list[str], planes: Iterator[Tensor]) -> Stats:
     """The statistics of all tiles of columns; each plane of parts is (tiles, n)."""
-    parts, found = {}, {}
+    parts, tops = {}, {}
     for name in names:
         parts[name] = next(planes)
         if name.endswith("lse"):
-            top = parts[name].amax(0)
-            parts[name] = (parts[name] - top) + next(planes)
-            found[name] = torch.logsumexp(parts[name], 0).double() + top
-    found |= {name: part.sum(0) for name, part in parts.items() if name in ("row_jsd", "row_mix_kl")}
-    if "row_kl" in parts:
-        found["row_kl"] = folded_kl(parts["row_lse"], parts["guide_lse"], parts["row_kl"])[2]
-    if "row_reverse_kl" in parts:
-        found["row_reverse_kl"] = folded_kl(parts["guide_lse"], parts["row_lse"], parts["row_reverse_kl"])[2]
+            tops[name] = parts[name].amax(0)
+            parts[name] = (parts[name] - tops[name]) + next(planes)
+    found = {name: part.sum(0) for name, part in parts.items() if name in ("row_jsd", "row_mix_kl")}
+    for name, p, q in (("row_kl", "row_lse", "guide_lse"), ("row_reverse_kl", "guide_lse", "row_lse")):
+        if name in parts:
+            found[p], found[q], found[name] = folded_kl(parts[p], parts[q], parts[name])
     if "row_entropy" in parts:
-        found["row_entropy"] = folded_entropy(parts["row_lse"], parts["row_entropy"])[1]
-    return Stats(**{name: value.double() for name, value in found.items()})
+        found["row_lse"], found["row_entropy"] = folded_entropy(parts["row_lse"], parts["row_entropy"])
+    found |= {name: torch.logsumexp(parts[name], 0) for name in tops if name not in found}
+    return Stats(**{name: value.double() + tops.get(name, 0.0) for name, value in found.items()})
