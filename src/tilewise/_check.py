@@ -30,13 +30,29 @@ def check_reduction(reduction: str) -> None:
         raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
 
 
-def check_options(options: TileOptions | None) -> TileOptions:
-    """The options, or the defaults for None."""
+def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> TileOptions:
+    """The options, or the defaults for None. ``rows_alone``: a row's result does not depend on the other rows."""
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, TileOptions):
         raise DtypeError(f"options is a TileOptions, got {type(options).__name__}. Use tilewise.TileOptions(...)")
+    if options.batch_invariant and not rows_alone:
+        raise ConfigError(
+            "batch_invariant=True is for linear_cross_entropy, linear_token_stats and linear_logsumexp, in which a row "
+            "does not depend on the other rows, got another loss. Pass batch_invariant=False to it"
+        )
     return options
+
+
+def check_row_options(options: TileOptions | None, group: Any) -> tuple[TileOptions, str]:
+    """The options and the name of the group, for a loss in which a row does not depend on the other rows."""
+    options, name = check_options(options, rows_alone=True), group_name(group)
+    if options.batch_invariant and name:
+        raise ConfigError(
+            "batch_invariant=True works in one process, got a group: the order of sums over ranks may depend on the "
+            "batch. Pass group=None, or batch_invariant=False"
+        )
+    return options, name
 
 
 def group_name(group: Any) -> str:
