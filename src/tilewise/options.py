@@ -40,7 +40,8 @@ class TileOptions:
             wherever the row stands: its loss with reduction="none", its statistics, and its gradient for a given
             ``grad_output`` of the row. For `linear_cross_entropy`, `linear_token_stats` and `linear_logsumexp` without
             a group; other losses raise `ConfigError`. The rows are computed in blocks of a fixed size, and the last
-            block is filled up. The gradients of the columns, the scale and the bias cost a product more.
+            block is filled up: few rows cost as much as a block. If the columns, the scale or the bias need a gradient,
+            the scores are computed once more.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'
@@ -79,7 +80,9 @@ class TileOptions:
         if not isinstance(self.batch_invariant, bool):
             raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}")
         if self.batch_invariant and (self.filter_tolerance > 0.0 or self.gradients == "forward"):
-            other = 'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"
+            other = (
+                'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"
+            )
             raise ConfigError(
                 f"batch_invariant=True needs exact gradients from two passes, got {other}, with which a row's gradient "
                 "depends on the other rows. Remove one of the two"

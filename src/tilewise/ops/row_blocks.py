@@ -1,17 +1,18 @@
 """Batch invariance: rows in blocks of a fixed size, so that a row's results do not depend on the rest of the batch.
 
-A matrix product may choose its kernel, and with it the order of its sums, by the number of rows. Here every product of
-one call has the same number of rows: the rows are copied to blocks of `block_rows`, and the last block is filled up with
-its last row. Inside a block, a backend with ``options.batch_invariant`` computes each row by itself: no number that
-several rows share, such as a common reference of exponentials, may change a bit of a row.
+A matrix product may choose its kernel, and with it the order of its sums, by the number of rows. Here all products have
+the same number of rows: the rows are copied to blocks of `block_rows`, and the last block is filled up with its last
+row. Inside a block, a backend with ``options.batch_invariant`` computes each row by itself: no number that several rows
+share, such as a common reference of exponentials, may change a bit of a row.
 
-Only the gradient of the rows is computed in blocks. Columns, scale and bias sum over all rows; their gradients come from
-an ordinary second call.
+Only the gradient of the rows is computed in blocks. Columns, scale and bias sum over all rows; their gradients come
+from an ordinary second call.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, Pair
 from tilewise.ops.rows import ROW_NAMES, KeptRows
 from tilewise.options import TileOptions
 
-CPU_ROWS = 128
+CPU_ROWS = 256
 ACCELERATOR_ROWS = 1024  # fewer launches, and products that fill the card
 
 
@@ -115,7 +116,7 @@ def _row_sizes(grad: GradStats) -> Tensor:
     Division by a power of two is exact, so a row's gradients do not depend on it.
     """
     found = [getattr(grad, name) for name in ROW_NAMES]
-    tops = [value.abs().reshape(value.shape[0], -1).amax(1) for value in found if value is not None]
+    tops = [value.abs().reshape(len(value), math.prod(value.shape[1:])).amax(1) for value in found if value is not None]
     _, exponent = torch.frexp(torch.stack(tops).amax(0))
     return torch.ldexp(torch.ones_like(tops[0]), exponent)
 

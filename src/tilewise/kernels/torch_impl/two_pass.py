@@ -17,7 +17,6 @@ from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
     Backward,
     Grads,
-    GradStats,
     Needs,
     Pair,
     PairSpec,
@@ -51,7 +50,7 @@ def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
 
 def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:
     """Gradients, tile by tile. The scores are computed a second time."""
-    pair, stats, grad, needs, spec, options = job
+    pair, _, grad, needs, spec, options = job
     with matmul_precision(options.precision), torch.no_grad():
         tiles = Tiles(pair, spec, options)
         # G is divided by the largest gradient of a statistic, so that it stays near 1. `GradSums` multiplies it back.
