@@ -498,7 +498,7 @@ BAD = {
     "batch_invariant 1": (
         lambda: OPTIONS(batch_invariant=1),
         ConfigError,
-        ("batch_invariant is True or False", "got 1"),
+        ("batch_invariant is True or False", "got 1", "Convert it"),
     ),
     "batch_invariant with a filter": (
         lambda: OPTIONS(batch_invariant=True, filter_tolerance=0.1),
@@ -518,7 +518,7 @@ BAD = {
     "batch_invariant over a group": (
         lambda: tw.linear_logsumexp(A, B, group=SimpleNamespace(group_name="0"), options=OPTIONS(batch_invariant=True)),
         ConfigError,
-        ("one process, got a group", "group=None"),
+        ("works in one process", "got a group", "group=None"),
     ),
     "gradients when": (lambda: OPTIONS(gradients="never"), ConfigError, ("no gradients", "never", "choose one of")),
     "workspace 0": (

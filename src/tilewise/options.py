@@ -78,7 +78,7 @@ class TileOptions:
                 f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance!r}; 0 is exact"
             )
         if not isinstance(self.batch_invariant, bool):
-            raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}")
+            raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}. Convert it with bool()")
         if self.batch_invariant and (self.filter_tolerance > 0.0 or self.gradients == "forward"):
             other = (
                 'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"
