@@ -48,3 +48,14 @@ def test_row_product(first):
     pair = Pair(a=torch.zeros(70, 52), b=b, scale=torch.ones(()))
     row_product(Call(pair, PairSpec(row_lse=True), INVARIANT), out, g, b, first)
     assert_close(out, want, 1e-6)
+
+
+def test_small_float16_gradients_survive_beside_large_ones():
+    """G is float16. Each row has a factor of its own, otherwise the second row's G, about 2e-7, would have 2 bits."""
+    hidden, head = 0.1 * torch.randn(2, 16).half(), 1.0 + torch.randn(500, 16).half()
+    results = []
+    for dtype, backend in ((torch.float16, "triton"), (torch.float64, "torch")):
+        leaf, how = hidden.to(dtype).requires_grad_(), tw.TileOptions(backend=backend, batch_invariant=True)
+        lse = tw.linear_logsumexp(leaf, head.to(dtype), options=how)
+        results.append(torch.autograd.grad(lse, leaf, torch.tensor([100.0, 1e-4], dtype=lse.dtype))[0][1])
+    assert_close(*results, 2e-3)
