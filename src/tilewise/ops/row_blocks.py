@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.backend import Backend
-from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.slices import full_blocks
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.ops.rows import ROW_NAMES, KeptRows
@@ -36,10 +35,8 @@ def block_rows(device: torch.device, options: TileOptions) -> int:
     return CPU_ROWS if device.type == "cpu" else ACCELERATOR_ROWS
 
 
-def backend_for(shape: PairShape, spec: PairSpec, options: TileOptions) -> Backend:
-    """The backend that computes two passes of a call."""
-    choose = choose_backend if type(shape.rows) is int else choose_backend.__wrapped__  # as in `route`
-    backend = choose(shape, spec, options)
+def in_blocks(backend: Backend, options: TileOptions) -> Backend:
+    """The backend, with ``batch_invariant`` in blocks of rows."""
     return RowBlocks(backend) if options.batch_invariant else backend
 
 
