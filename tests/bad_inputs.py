@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -493,6 +494,31 @@ BAD = {
         lambda: OPTIONS(ring_gradients="half"),
         ConfigError,
         ("no ring_gradients", "half", "choose one of"),
+    ),
+    "batch_invariant 1": (
+        lambda: OPTIONS(batch_invariant=1),
+        ConfigError,
+        ("batch_invariant is True or False", "got 1", "Convert it"),
+    ),
+    "batch_invariant with a filter": (
+        lambda: OPTIONS(batch_invariant=True, filter_tolerance=0.1),
+        ConfigError,
+        ("batch_invariant=True needs exact", "filter_tolerance=0.1", "Remove one"),
+    ),
+    "batch_invariant in one pass": (
+        lambda: OPTIONS(batch_invariant=True, gradients="forward"),
+        ConfigError,
+        ("batch_invariant=True needs exact", 'gradients="forward"', "Remove one"),
+    ),
+    "batch_invariant contrastive loss": (
+        lambda: tw.clip_loss(A, B, 1.0, options=OPTIONS(batch_invariant=True)),
+        ConfigError,
+        ("is for linear_cross_entropy", "got another loss", "batch_invariant=False"),
+    ),
+    "batch_invariant over a group": (
+        lambda: tw.linear_logsumexp(A, B, group=SimpleNamespace(group_name="0"), options=OPTIONS(batch_invariant=True)),
+        ConfigError,
+        ("works in one process", "got a group", "group=None"),
     ),
     "gradients when": (lambda: OPTIONS(gradients="never"), ConfigError, ("no gradients", "never", "choose one of")),
     "workspace 0": (

@@ -17,6 +17,7 @@ from tilewise.errors import ConfigError, DeviceError, DtypeError, GroupError, Ra
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 Reduction = Literal["none", "sum", "mean"]
+REDUCTIONS = get_args(Reduction)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
@@ -26,17 +27,33 @@ AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch
 
 def check_reduction(reduction: str) -> None:
     """Check that the reduction is "none", "sum" or "mean"."""
-    if reduction not in get_args(Reduction):
-        raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
 
 
-def check_options(options: TileOptions | None) -> TileOptions:
-    """The options, or the defaults for None."""
+def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> TileOptions:
+    """The options, or the defaults for None. ``rows_alone``: a row's result does not depend on the other rows."""
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, TileOptions):
         raise DtypeError(f"options is a TileOptions, got {type(options).__name__}. Use tilewise.TileOptions(...)")
+    if options.batch_invariant and not rows_alone:
+        raise ConfigError(
+            "batch_invariant=True is for linear_cross_entropy, linear_token_stats and linear_logsumexp, in which a row "
+            "does not depend on the other rows, got another loss. Pass batch_invariant=False to it"
+        )
     return options
+
+
+def check_row_options(options: TileOptions | None, group: Any) -> tuple[TileOptions, str]:
+    """The options and the name of the group, for a loss in which a row does not depend on the other rows."""
+    options, name = check_options(options, rows_alone=True), group_name(group)
+    if options.batch_invariant and name:
+        raise ConfigError(
+            "batch_invariant=True works in one process, got a group: the order of sums over ranks may depend on the "
+            "batch. Pass group=None, or batch_invariant=False"
+        )
+    return options, name
 
 
 def group_name(group: Any) -> str:
@@ -92,7 +109,7 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         )
     if value.layout is not torch.strided:
         raise DtypeError(f"{name} is a dense tensor, got {value.layout}. Convert it with .to_dense()")
-    if torch.compiler.is_compiling() or type(value) in (Tensor, torch.nn.Parameter):
+    if type(value) in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return
     if hasattr(value, "device_mesh"):
         raise DtypeError(

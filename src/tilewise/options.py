@@ -36,6 +36,12 @@ class TileOptions:
             of scores. "backward" is the two-pass strategy: backward computes the scores a second time. "auto" lets
             the route decide; `tilewise.explain` shows its decision. A loss that has no one-pass strategy, such as one
             with reduction="none" or with a group, uses two passes in any case.
+        batch_invariant: a row's results are bitwise the same whatever other rows are in the batch, however many, and
+            wherever the row stands: its loss with reduction="none", its statistics, and its gradient for a given
+            ``grad_output`` of the row. For `linear_cross_entropy`, `linear_token_stats` and `linear_logsumexp` without
+            a group; other losses raise `ConfigError`. The rows are computed in blocks of a fixed size, and the last
+            block is filled up: few rows cost as much as a block. If the columns, the scale or the bias need a gradient,
+            the scores are computed once more.
 
     >>> TileOptions(workspace_mib=64).backend
     'auto'
@@ -47,6 +53,7 @@ class TileOptions:
     filter_tolerance: float = 0.0
     ring_gradients: RingGradients = "float32"
     gradients: GradientsIn = "auto"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKEND_NAMES:
@@ -69,6 +76,16 @@ class TileOptions:
         if not isinstance(self.filter_tolerance, (int, float)) or not 0.0 <= self.filter_tolerance < 1.0:
             raise ConfigError(
                 f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance!r}; 0 is exact"
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}. Convert it with bool()")
+        if self.batch_invariant and (self.filter_tolerance > 0.0 or self.gradients == "forward"):
+            other = (
+                'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"
+            )
+            raise ConfigError(
+                f"batch_invariant=True needs exact gradients from two passes, got {other}, with which a row's gradient "
+                "depends on the other rows. Remove one of the two"
             )
 
     @property

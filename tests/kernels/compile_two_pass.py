@@ -8,7 +8,7 @@ from tilewise.kernels.triton_impl.one_pass import small_batch
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
-from tilewise.kernels.triton_impl.two_pass import saved
+from tilewise.kernels.triton_impl.two_pass import row_product, saved
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK
 
 DIAGONAL, ONE, MANY = (kind.value for kind in (bit.DIAGONAL, bit.ONE, bit.MANY))
@@ -133,6 +133,20 @@ def main() -> None:
             constants = {"BLOCK": small_batch.SUM_BLOCK}
             made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
             show(capability, "loss_kernel", made)
+            row = row_for(capability, dtype)
+            for sizes in {row.gradient, row.gradient_wide or row.gradient}:
+                constants = {
+                    "D": 512,
+                    "R": sizes.rows,
+                    "W": sizes.cols,
+                    "K": sizes.depth,
+                    "EXACT": FULL,
+                    "FIRST": False,
+                }
+                blocks = {"g_desc": (sizes.rows, sizes.depth), "b_desc": (sizes.depth, sizes.cols)}
+                how = {"blocks": blocks, "warps": sizes.warps, "stages": sizes.stages, "types": {"out": "*fp32"}}
+                made = compiled(row_product.row_product_kernel, constants, set(), dtype, capability, **how)
+                show(capability, "row_product_kernel", made)
 
 
 if __name__ == "__main__":

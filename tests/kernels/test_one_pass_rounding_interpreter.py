@@ -75,7 +75,7 @@ def test_gradients_of_bfloat16_exponentials_are_rounded_once():
     each = torch.full((200,), 1 / 200)
     half, held = exponentials_of(pair, torch.bfloat16, each)
     errors = {}
-    for k in (1.0, 3.0, 1.0 / 3.0, 1.0 + 2.0**-9):
+    for k in (1.0, 3.0, 1.0 + 2.0**-9):
         grads = gradients(held, half, torch.tensor(k), Needs(scale=True, bias=True), ONE_PASS)
         exact = dense_gradients(as_float64(half), each, k)
         for got, theirs, want in zip((grads.a, grads.b), dense_gradients(half, each, k), exact, strict=True):
@@ -121,9 +121,7 @@ def ignored():
 
 
 @pytest.mark.usefixtures("to_nearest")
-@pytest.mark.parametrize(
-    "make, k", [(flat, 3.0), *((make, k) for make in (calibrated, repeated, ignored) for k in (1.0, 3.0))]
-)
+@pytest.mark.parametrize("make, k", [(flat, 3.0), (calibrated, 3.0), (repeated, 1.0), (ignored, 3.0)])
 def test_the_positives_share_is_as_exact_as_that_of_a_dense_loss(make, k):
     pair, each = make()
     half, held = exponentials_of(pair, torch.bfloat16, each)
@@ -166,7 +164,7 @@ def test_a_gradient_saved_in_float32_has_the_whole_share(monkeypatch, several_bl
     assert_close(grads.scale, (exact[0] * pair.a.double()).sum() / pair.scale, 1e-4)
 
 
-@pytest.mark.parametrize("most", [1, 63, 64, 65, 127, 200, 300])
+@pytest.mark.parametrize("most", [1, 64, 65, 300])
 def test_a_column_may_have_any_number_of_rows(most):
     """Those of a long run are added up in several parts; a row without a positive has none."""
     generator = torch.Generator().manual_seed(most)
@@ -189,7 +187,7 @@ def test_a_column_may_have_any_number_of_rows(most):
 
 
 @pytest.mark.usefixtures("to_nearest")
-@pytest.mark.parametrize("negatives", [0.0, 1e-4, 1e-3, 4e-3, 1e-2, 1.0])
+@pytest.mark.parametrize("negatives", [0.0, 1e-3, 4e-3, 1.0])
 def test_two_roundings_leave_little_more_than_one(negatives):
     """For any share of the negatives, most of the first rounding is removed."""
     generator = torch.Generator().manual_seed(0)

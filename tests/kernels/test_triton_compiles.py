@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "compile_two_pass": {
         *("forward_kernel", "repair_kernel", "merge_kernel", "gradient_kernel", "positive_kernel"),
-        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel"),
+        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel", "row_product_kernel"),
     },
     "compile_filtered": {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),

@@ -91,5 +91,12 @@ def saved_gradients(grads: Grads, rows: int) -> tuple[Tensor | None, ...]:
 
 def gradients_of(saved: Sequence[Tensor | None], needs: Needs, rows: int) -> Grads:
     """The gradients that `saved_gradients` saved, of the first ``rows`` rows."""
-    a, b, scale, bias = (value if need else None for value, need in zip(saved, needs, strict=True))
-    return Grads(a=a if a is None or a.shape[0] == rows else a[:rows], b=b, scale=scale, bias=bias)
+    a, b, scale, bias = saved
+    if a is not None and a.shape[0] != rows:
+        a = a[:rows]
+    return Grads(
+        a=a if needs.a else None,
+        b=b if needs.b else None,
+        scale=scale if needs.scale else None,
+        bias=bias if needs.bias else None,
+    )

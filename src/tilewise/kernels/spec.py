@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.merging import merged_entropy, merged_kl, merged_sum_sq, merged_top
-from tilewise.options import TileOptions
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 Positive = Literal["none", "one", "many"]
 GuideUse = Literal["none", "mask", "kl", "reverse_kl", "jsd"]
@@ -396,14 +396,16 @@ class FilterPlan:
     keep_all: Tensor  # (1,) int32, 1 if backward computes every pair, because that is faster
 
 
-def largest_gradient(grad: GradStats) -> Tensor:
+def largest_gradient(grad: GradStats, options: TileOptions = DEFAULT_OPTIONS) -> Tensor:
     """The largest absolute value among the gradients of the statistics, as a 0-d tensor; 1 if all are zero.
+
+    With ``batch_invariant`` it is 1, because it depends on all rows; the caller has divided each row by its own size.
 
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
     in [-2, 2]: float16 would lose gradients of a mean over a million rows.
     """
     tops = [values.abs().amax() for values in vars(grad).values() if values is not None and values.numel()]
-    if not tops:
+    if not tops or options.batch_invariant:
         return torch.ones(())
     top = torch.stack(tops).amax()
     return torch.where(top > 0, top, torch.ones_like(top))

@@ -119,7 +119,7 @@ def linear_cross_entropy(
     0.5514
     """
     _check.check_reduction(reduction)
-    options, name = _check.check_options(options), _check.group_name(group)
+    options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, shape = _rows(input, shift)
     c = _check_classifier(linear_weight)
@@ -149,7 +149,7 @@ def linear_cross_entropy(
     valid = y != ignore_index
     key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
     own = key - start if name else key
-    row_shift = _target_scores(a, c, own, scale, bias, cap, name)
+    row_shift = _target_scores(a, c, own, scale, bias, cap, name, options)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
@@ -302,10 +302,17 @@ def _pick(values_v: Tensor, own: Tensor) -> Tensor:
 
 
 def _target_scores(
-    a: Tensor, c: Tensor, own: Tensor, scale: Tensor, bias: Tensor | None, softcap: float, group_name: str
+    a: Tensor,
+    c: Tensor,
+    own: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    softcap: float,
+    group_name: str,
+    options: TileOptions,
 ) -> Tensor | None:
     """The shift of each row: approximately the score of its target: (n,), no gradient. None for no shift."""
-    shift = positive_shift(a, c, scale, own)
+    shift = positive_shift(a, c, scale, own, options)
     if shift is None:
         return None
     score = torch.where((own >= 0) & (own < c.shape[0]), shift, 0.0)

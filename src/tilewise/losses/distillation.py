@@ -103,7 +103,7 @@ def linear_distillation_stats(
         has_target = valid & (y != ignore_index)
         # A token that counts and has no target gets a column that does not exist.
         key = torch.where(has_target, y, torch.where(valid, total, -1))
-        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name)
+        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
     elif valid is not None:
         key = valid.long() - 1
     keys = PairKeys(

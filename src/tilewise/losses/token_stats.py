@@ -127,7 +127,7 @@ def linear_token_stats(
     >>> stats.argmax.tolist(), stats.correct.tolist(), stats.accuracy.item()
     ([0, 1, -1], [True, False, False], 0.5)
     """
-    options, name = _check.check_options(options), _check.group_name(group)
+    options, name = _check.check_row_options(options, group)
     names = _check_want(want, target)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, shape = _rows(input, shift)
@@ -149,7 +149,7 @@ def linear_token_stats(
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
-        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name)
+        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
     col_weight = None
     if "mean_logit" in names:
         col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / classes

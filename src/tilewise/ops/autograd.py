@@ -111,7 +111,12 @@ class _Rest(NamedTuple):
 
 def _nothing_to_do(needs: Sequence[bool], group_name: str, grads: Sequence[Tensor | None]) -> bool:
     """Over a group every rank takes part in backward, even one whose own loss is not used."""
-    return not any(needs) or (all(grad is None for grad in grads) and not group_name)
+    if not any(needs):
+        return True
+    for grad in grads:  # every step comes here, and `all` of a generator costs a call for each gradient
+        if grad is not None:
+            return False
+    return not group_name
 
 
 def _in_types(grads: Grads, leaves: Sequence[Any], needs: Needs) -> list[Tensor | None]:

@@ -146,12 +146,14 @@ class PairLoss:
         assert grad_output is not None
         if isinstance(once, OnePassFound):
             return strategies.loss_backward(call, once, grad_output, eager=True)
-        way, spec = strategies.route_of(call, scalar=True, eager=eager), call.settings.spec
-        if way.strategy == "one_pass":
-            if eager:  # used up by an earlier backward
+        if once is None:  # a registered operator, or used up by an earlier backward; otherwise it is a `Found`
+            way = strategies.route_of(call, scalar=True, eager=eager)
+            if way.strategy == "one_pass" and eager:
                 return None
-            one = strategies.found_again(call, way, saved[1:])
-            return strategies.loss_backward(call, one, grad_output, eager=False)
+            if way.strategy == "one_pass":
+                one = strategies.found_again(call, way, saved[1:])
+                return strategies.loss_backward(call, one, grad_output, eager=False)
+        spec = call.settings.spec
         names, gradients = saved_names(spec), _loss_gradients(spec)
         first = 0 if eager else 1  # the loss itself
         second, third = first + len(names), first + len(names) + len(gradients)
@@ -175,7 +177,7 @@ def _found(once: Found | None, names: Sequence[str], saved: Sequence[Any]) -> Fo
     """The result of `find_stats`, from the saved statistics of these names and the plan, if any."""
     stats = Stats(**dict(zip(names, saved, strict=False)))
     plan = FilterPlan(**dict(zip(PLAN, saved[len(names) :], strict=True))) if len(saved) > len(names) else None
-    return Found(stats, plan) if once is None else once._replace(stats=stats, plan=plan)
+    return Found(stats, plan) if once is None else Found(stats, plan, *once[2:])
 
 
 def _plan_tensors(plan: FilterPlan | None) -> tuple[Tensor, ...]:

@@ -10,10 +10,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from tilewise.kernels.slices import slices
+from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
 from tilewise.ops.autograd import no_second_derivative
 from tilewise.ops.call import holds_numbers, plain_operator
+from tilewise.ops.row_blocks import block_rows
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 CHUNK_ELEMENTS = 2**23  # 32 MiB of float32 at a time
@@ -23,7 +25,9 @@ def _chunks(rows: int, width: int) -> list[slice]:
     return slices(rows, max(1, CHUNK_ELEMENTS // max(width, 1)))
 
 
-def positive_shift(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor | None:
+def positive_shift(
+    a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None, options: TileOptions = DEFAULT_OPTIONS
+) -> Tensor | None:
     """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), without gradient. The shift of each row.
 
     It need not be exact, only near the positive's score. None for half types, whose products are coarser than what a
@@ -31,14 +35,20 @@ def positive_shift(a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = N
     """
     if a.dtype in HALF_TYPES:
         return None
-    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index)
+    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index, block_rows(a.device, options))
     return shift
 
 
-def _find_row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
+def _find_row_products(a: Tensor, b: Tensor, index: OptTensor, block: int) -> Tensor:
+    """In blocks of ``block`` rows, or, if it is 0, of any number of rows."""
     out = a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
     if b.shape[0] == 0:  # a rank's shard of the columns may be empty
         return out.zero_()
+    if block:
+        for rows, used in full_blocks(a.shape[0], block, a.device):
+            picked = b[rows if index is None else index[rows].clamp(0, b.shape[0] - 1)]
+            out[rows[:used]] = (a[rows] * picked).sum(1, dtype=out.dtype)[:used]
+        return out
     for part in _chunks(a.shape[0], a.shape[1]):
         picked = b[part] if index is None else b[index[part].clamp(0, b.shape[0] - 1)]
         out[part] = (a[part] * picked).sum(1, dtype=out.dtype)
@@ -46,7 +56,7 @@ def _find_row_products(a: Tensor, b: Tensor, index: OptTensor) -> Tensor:
 
 
 _row_products = plain_operator(
-    "row_products", _find_row_products, lambda a, b, index: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
+    "row_products", _find_row_products, lambda a, b, index, block: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
 )
 
 

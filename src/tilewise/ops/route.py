@@ -18,6 +18,7 @@ from tilewise.kernels.backend import Backend
 from tilewise.kernels.filter_plan import SMALLEST_TOLERANCE, tile_count, tile_width
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
+from tilewise.ops.row_blocks import in_blocks
 from tilewise.options import TileOptions
 
 Strategy = Literal["two_pass", "one_pass", "filtered"]
@@ -77,9 +78,11 @@ def _route(
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
     plain = type(shape.rows) is int
-    backend = (choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options)
+    backend = in_blocks((choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options), options)
     if over_group:
         return Route("two_pass", "over a group every block is computed twice", backend)
+    if options.batch_invariant:
+        return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
     if spec.guide != "none":

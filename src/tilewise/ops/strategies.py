@@ -24,7 +24,10 @@ from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs,
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
+from tilewise.ops.row_blocks import in_blocks
 from tilewise.ops.rows import KeptRows
+
+NO_STATS = Stats()
 
 
 class Found(NamedTuple):
@@ -40,7 +43,7 @@ class Found(NamedTuple):
 
     def without_stats_and_plan(self) -> Found:
         """The part for the first eager backward. Statistics and plan are saved with `save_for_backward` instead."""
-        return self._replace(stats=Stats(), plan=None)
+        return Found(NO_STATS, None, *self[2:])
 
 
 NOTHING = contextlib.nullcontext()
@@ -81,7 +84,7 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
         elif way.strategy == "filtered":
             found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
-            backend = way.backend if rows is None else choose_backend(fewer.shape, spec, options)
+            backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
             found = _two_pass(backend, fewer, call, save=eager)
             if is_recording() and way.too_small:
                 assert pair.row_key is not None
@@ -155,7 +158,7 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
 
             grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name)
         else:
-            backend = found.backend or choose_backend(pair.shape, spec, options)
+            backend = found.backend or in_blocks(choose_backend(pair.shape, spec, options), options)
             grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
         return grads if rows is None else rows.scatter_back_grads(grads)
 

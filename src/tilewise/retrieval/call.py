@@ -63,7 +63,7 @@ class RankingCall:
         both: bool,
     ) -> RankingCall:
         """Check the arguments on all ranks. If one rank raises an error, all ranks do."""
-        options = check_options(options)
+        options = check_options(options, rows_alone=True)
         exchange = find_exchange(group_name(group))
         positives, query_ids, gallery_ids = answers
         with propagate_errors(exchange):

@@ -79,7 +79,7 @@ def use_linear_cross_entropy(
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
-    settings = LossSettings(z_loss, group, _check.check_options(options), label_smoothing)
+    settings = LossSettings(z_loss, group, _check.check_options(options, rows_alone=True), label_smoothing)
     _check.group_name(group)
     _check_model(model)
     handle = LossHandle(model, settings, statistics=statistics, evaluation=evaluation)

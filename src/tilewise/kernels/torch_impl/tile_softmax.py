@@ -146,11 +146,15 @@ def tile_softmax_(
     cols: SideWeights | None,
     *,
     bounded: bool,
+    one_shift: bool = True,
 ) -> Tensor:
-    """g_i exp(x_ij - row_lse_i) + g_j exp(x_ij - col_lse_j), in place of the scores."""
+    """g_i exp(x_ij - row_lse_i) + g_j exp(x_ij - col_lse_j), in place of the scores.
+
+    ``one_shift``: all scores of the tile may have the same shift.
+    """
     if rows is None and cols is None:
         return x_rc.zero_()
-    if bounded or x_rc.device.type == "cpu":
+    if one_shift and (bounded or x_rc.device.type == "cpu"):
         top = 0.0 if bounded else x_rc.max().item()
         row = None if rows is None else rows.factor(i, top, x_rc.dtype)
         col = None if cols is None else cols.factor(j, top, x_rc.dtype)

@@ -17,7 +17,6 @@ from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
     Backward,
     Grads,
-    GradStats,
     Needs,
     Pair,
     PairSpec,
@@ -36,14 +35,14 @@ from tilewise.kernels.torch_impl.tile_softmax import (
     tile_softmax_,
 )
 from tilewise.kernels.torch_impl.tiles import Tiles, score_bound
-from tilewise.options import TileOptions
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 
 def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """The statistics of ``spec``, tile by tile."""
     with matmul_precision(options.precision), torch.no_grad():
         tiles = Tiles(pair, spec, options)
-        running = _RunningStats(tiles)
+        running = _RunningStats(tiles, options)
         for i, j in tiles:
             running.add(i, j)
         return running.stats()
@@ -51,24 +50,25 @@ def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
 
 def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:
     """Gradients, tile by tile. The scores are computed a second time."""
-    pair, stats, grad, needs, spec, options = job
+    pair, _, grad, needs, spec, options = job
     with matmul_precision(options.precision), torch.no_grad():
         tiles = Tiles(pair, spec, options)
         # G is divided by the largest gradient of a statistic, so that it stays near 1. `GradSums` multiplies it back.
-        size = largest_gradient(grad).to(pair.a.device)
-        weights = _TileWeights(pair, stats, grad, size, spec)
+        size = largest_gradient(grad, options).to(pair.a.device)
+        weights = _TileWeights(job, size)
         sums = GradSums(tiles, needs, size, grad_dtype or pair.a.dtype)
         for i, j in tiles:
             sums.add(weights.gradient(tiles, i, j), i, j)
         return sums.grads()
 
 
-def is_bounded(pair: Pair, spec: PairSpec) -> bool:
+def is_bounded(pair: Pair, spec: PairSpec, options: TileOptions = DEFAULT_OPTIONS) -> bool:
     """Whether exp of a score needs no shift. False on other devices than a CPU, where reading it would synchronize.
 
-    A row with a single score is always shifted, so that its log-sum-exp is that score and its loss exactly 0.
+    A row with a single score is always shifted, so that its log-sum-exp is that score and its loss exactly 0. With
+    ``batch_invariant`` every row is shifted, because the bound depends on all rows.
     """
-    if pair.a.device.type != "cpu" or pair.b.shape[0] <= 1 + spec.mask_self:
+    if options.batch_invariant or pair.a.device.type != "cpu" or pair.b.shape[0] <= 1 + spec.mask_self:
         return False
     return score_bound(pair, spec) <= SAFE_SCORE
 
@@ -76,7 +76,7 @@ def is_bounded(pair: Pair, spec: PairSpec) -> bool:
 class _RunningStats:
     """Statistics of the tiles added so far, without the shifts, float64."""
 
-    def __init__(self, tiles: Tiles) -> None:
+    def __init__(self, tiles: Tiles, options: TileOptions) -> None:
         self.tiles, self.pair, self.spec = tiles, tiles.pair, tiles.spec
         pair, spec, low = self.pair, self.spec, -torch.inf
         assert not spec.token_stats or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
@@ -91,7 +91,7 @@ class _RunningStats:
 
         counted = "num_positives"  # from the keys, at the end
         self.now = Stats(**{stat.name: vector(stat) for stat in wanted_stats(spec) if stat.name != counted})
-        self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_moments and is_bounded(pair, spec)
+        self.bounded = (spec.row_lse or spec.col_lse) and not spec.row_moments and is_bounded(pair, spec, options)
 
     def add(self, i: slice, j: slice) -> None:
         """Add the tile of the rows i and the columns j."""
@@ -105,7 +105,8 @@ class _RunningStats:
                 now.row_pos[j] += mirror
         if now.row_sum is not None:
             assert self.pair.col_weight is not None
-            now.row_sum[i] += x_rc @ self.pair.col_weight[j].to(x_rc.dtype)
+            # Not x @ weight: the order of its sums may depend on the row's place.
+            now.row_sum[i] += torch.mul(x_rc, self.pair.col_weight[j].to(x_rc.dtype), out=scratch).sum(1)
         if now.row_softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
             now.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)
@@ -158,8 +159,9 @@ class _RunningStats:
 class _TileWeights:
     """Gradients of the statistics divided by ``size``, and the tiles of G computed from them."""
 
-    def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
-        self.pair, self.spec = pair, spec
+    def __init__(self, job: Backward, size: Tensor) -> None:
+        pair, stats, grad, _, spec, options = job
+        self.pair, self.spec, self.one_shift = pair, spec, not options.batch_invariant
         self.rows = self.cols = self.tokens = h = c = None
         self.guide: GuideWeights | None = None
         grad_lse = grad.row_lse
@@ -188,7 +190,7 @@ class _TileWeights:
         self.sum = None if grad.row_sum is None else grad.row_sum / size
         self.softplus = None if grad.row_softplus is None else grad.row_softplus / size
         exponentials = self.rows is not None or self.cols is not None
-        self.bounded = exponentials and is_bounded(pair, spec)
+        self.bounded = exponentials and is_bounded(pair, spec, options)
 
     def gradient(self, tiles: Tiles, i: slice, j: slice) -> Tensor:
         """The tile of G, the gradient of the scores before the soft cap, divided by ``size``: (r, c)."""
@@ -205,7 +207,8 @@ class _TileWeights:
         elif self.tokens is not None:
             g_rc = self.tokens.gradient_(x_rc, scratch, i)
         else:
-            g_rc = tile_softmax_(x_rc, scratch, i, j, self.rows, self.cols, bounded=self.bounded)
+            how = {"bounded": self.bounded, "one_shift": self.one_shift}
+            g_rc = tile_softmax_(x_rc, scratch, i, j, self.rows, self.cols, **how)
         if self.pos is not None:
             tiles.keys.add_at_positives_(g_rc, self.pos, i, j, scratch)
         if self.sum is not None:

@@ -18,6 +18,7 @@ from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
+from tilewise.kernels.triton_impl.two_pass.row_product import row_product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
@@ -336,7 +337,10 @@ class Sum:
         """total[i] += left @ right."""
         first = i.start not in self.started
         self.started.add(i.start)
-        self._do(product, i, left, right, first)
+        if self.parent.call.options.batch_invariant:
+            row_product(self.parent.call, self._held(i), left, right, first)
+        else:
+            self._do(product, i, left, right, first)
 
     def times(self, i: slice, each: Tensor) -> None:
         """total[i] *= each, a number for every row."""

@@ -37,6 +37,9 @@ def forward(
 
     With ``save`` also the exponentials of some columns, where a backward for both sides can use them.
     """
+    if options.batch_invariant:
+        # With this statistic, exponentials are relative to the largest score of each row, and nothing needs repair.
+        spec = dataclasses.replace(spec, row_top=True)
     with on_device(pair.a), torch.no_grad():
         saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
@@ -82,7 +85,7 @@ def backward(
         factors: tuple[Tensor | None, Tensor | None] = (None, None)
         if pair.a.dtype == torch.float16:
             # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
-            size = largest_gradient(grad).to(pair.scale)
+            size = largest_gradient(grad, options).to(pair.scale)
             factors = 1.0 / size, pair.scale * size
         folded = folded_gradients(stats, grad)
 
