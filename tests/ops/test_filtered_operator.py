@@ -14,7 +14,7 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
 from tilewise.kernels.torch_impl.filtered import TorchFilter, _order_and_sample
 from tilewise.ops import filter_report
-from tilewise.ops.call import Settings, encode
+from tilewise.ops.call import KEYS, Settings, encode
 from tilewise.ops.route import route
 from tilewise.options import TileOptions
 
@@ -73,9 +73,11 @@ def test_what_the_filter_does_not_know_is_exact(name):
     """A statistic that is added to the spec is refused until the filter learns it."""
     plain = PairSpec(row_lse=True, positive="one", drop_rows=True)
     value = getattr(plain, name)
-    other = {"positive": "many", "softcap": 3.0}.get(name, not value)
+    other = {"positive": "many", "softcap": 3.0, "guide": "kl"}.get(name, not value)
     served = is_filtered(10, COLS, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1))
-    assert served == (name in ("softcap", "drop_rows"))
+    assert served == (
+        name in ("softcap", "drop_rows", "guide_softcap", "beta")
+    )  # the last two only matter with a guide
 
 
 def test_flat_rows_take_the_dense_path(monkeypatch):
@@ -258,7 +260,8 @@ def test_the_registered_operators_are_sound():
     key, shift, weight = head.target % 100, torch.zeros(20), torch.full((20,), 0.05)
     leaves = (x["input"], x["weight"], x["scale"], x["bias"])
     for operator, weights in (("pair_stats", (None, None)), ("pair_loss", (weight, None))):
-        inputs = (*leaves, key, None, None, None, shift, None, None, *weights, settings)
+        keys = [{"row_key": key, "row_shift": shift}.get(name) for name in KEYS]
+        inputs = (*leaves, *keys, *weights, settings)
         registered = getattr(torch.ops.tilewise, operator).default
         torch.library.opcheck(registered, inputs, test_utils=("test_schema", "test_faketensor"))
 
