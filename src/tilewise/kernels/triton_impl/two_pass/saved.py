@@ -85,6 +85,8 @@ class SavedColumns:
             return None
         if spec != PairSpec(row_lse=True, positive="one", drop_rows=spec.drop_rows):
             return None
+        if pair.row_scale is not None:  # saved exponentials would need it in their factors
+            return None
         if pair.row_skip is not None or pair.row_shift is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
         room = m * d // max(n, d)  # upper bound on the saved columns, reached if chunks are very narrow
