@@ -488,6 +488,40 @@ def tokens_picked(make: Maker) -> Problem:
     return Problem(leaves, ours, dense)
 
 
+def _sparse_distillation(make: Maker, **how: Any) -> Problem:
+    """Four classes of each token, some of them padding; every fourth token has no classes, or is masked."""
+    classes = make.n + 41
+    ids = (make.integers(classes, make.n, 1) + torch.tensor([0, 7, 19, 30], device=make.device)) % classes
+    log_probs = torch.log_softmax(make.random(make.n, 6).double(), 1)[:, :4].float()
+    ids[::3, 2], ids[::5, 0], ids[::4], mask = -1, -1, -1, torch.arange(make.n, device=make.device) % 4 != 2
+
+    def ours(p: Any, reduction: str = "mean", **more: Any) -> Tensor:
+        given = {"linear_bias": p.bias, "logit_scale": p.scale, "mask": mask, "reduction": reduction}
+        return tw.linear_sparse_distillation_loss(p.hidden, p.classifier, ids, log_probs, **given, **how, **more)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        given = {"bias": p.bias, "scale": p.scale, "mask": mask, "reduction": reduction}
+        return oracles.sparse_distillation_dense(p.hidden, p.classifier, ids, log_probs, **given, **how)
+
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(classes),
+    }
+    return Problem(leaves, ours, dense)
+
+
+@case
+def sparse_distillation(make: Maker) -> Problem:
+    return _sparse_distillation(make, tail="bucket")
+
+
+@case
+def sparse_distillation_reverse(make: Maker) -> Problem:
+    return _sparse_distillation(make, divergence="reverse", tail="bucket", softcap=9.0, temperature=1.5)
+
+
 @case
 def tokens_with_entropy(make: Maker) -> Problem:
     """What a policy gradient with an entropy bonus asks for; every third token does not count."""

@@ -56,6 +56,18 @@ def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: i
     return _scored(temperature[..., None], shift)[:, 0].to(stat_dtype(input.dtype))
 
 
+def tempered(
+    temperature: float | Tensor, scale: Tensor, bias: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor | None, float]:
+    """Scale, bias and soft cap of logits that one temperature divides; unchanged for a temperature of each token.
+
+    cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
+    """
+    if isinstance(temperature, Tensor) or temperature == 1.0:
+        return scale, bias, softcap
+    return scale / temperature, None if bias is None else bias / temperature, softcap / temperature
+
+
 def row_scale_of(temperature_n: Tensor, valid_n: Tensor | None) -> Tensor:
     """1 / temperature of each row, and 1 for an ignored one, whose temperature may be anything."""
     scale = temperature_n.reciprocal()

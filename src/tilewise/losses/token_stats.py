@@ -21,7 +21,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of
+from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -147,9 +147,7 @@ def linear_token_stats(
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     t = check_token_temperature(temperature, input, shift)
-    if isinstance(t, float) and t != 1.0:
-        # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
-        scale, bias, cap = scale / t, None if bias is None else bias / t, cap / t
+    scale, bias, cap = tempered(t, scale, bias, cap)
     y = valid = key = row_shift = row_scale = None
     ids = None if pick is None else check_token_ids("pick", pick, input, shift)
     must_match = ""
