@@ -18,7 +18,8 @@ its own width e. It is computed in the same tile.
 
     y_ij = guide_scale * <guide_a_i, guide_b_j> + guide_bias_j        then, with a soft cap, as above
 
-Axes: n rows of a, m rows of b (the columns of the scores), d features, e features of the guide, K columns that a row picks.
+Axes: n rows of a, m rows of b (the columns of the scores), d features, e features of the guide, K columns that each
+row picks.
 """
 
 from __future__ import annotations
@@ -178,12 +179,12 @@ ROW_TENSORS = (
     "row_key",
     "row_skip",
     "row_shift",
+    "row_scale",
+    "pick",
     "guide_a",
     "row_limit",
     "row_norm",
     "guide_norm",
-    "pick",
-    "row_scale",
 )
 COL_TENSORS = ("bias", "col_key", "col_skip", "col_shift", "col_weight", "guide_b", "guide_bias")
 

@@ -41,13 +41,18 @@ def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: in
     return inside
 
 
+def check_temperature(temperature: float) -> float:
+    """Check a temperature: a positive, finite number."""
+    _check.check_number("temperature", temperature)
+    if not temperature > 0.0:
+        raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
+    return float(temperature)
+
+
 def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: int) -> float | Tensor:
     """Check a temperature: positive, finite. Returns a float, or the temperatures of the scored states: (n,)."""
     if not isinstance(temperature, Tensor):
-        _check.check_number("temperature", temperature)
-        if not temperature > 0.0:
-            raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
-        return float(temperature)
+        return check_temperature(temperature)
     _check.check_floating("temperature", temperature, temperature.dim())
     _refuse_grad("temperature", temperature)
     if temperature.dim() == 0:

@@ -137,6 +137,6 @@ def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
     tiles = 2 + bool(spec.softcap) * (2 if pair.row_scale is not None else 1) + many + 2 * (pair.a.device.type != "cpu")
     tiles += 2 * (spec.guide == "mask") + 12 * spec.divergence
     masks = 2 * many + 2 * skips + 2 * (spec.guide != "none")
-    vectors = 6 * (rows + cols) * 8
+    vectors = 6 * (rows + cols) * 8 + 5 * rows * pair.shape.picks * 8
     width = max(pair.a.shape[1] + pair.shape.guide_width, 1)
     return rows * cols * (tiles * item + masks) + (3 * rows + cols) * width * item + vectors

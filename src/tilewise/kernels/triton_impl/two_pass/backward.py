@@ -122,6 +122,7 @@ class Backward:
             "grad_sum": vector(grad.row_sum),
             "grad_entropy": vector(grad.row_entropy),
             "grad_square": vector(grad.row_sum_sq),
+            "grad_picked": vector(grad.row_picked),
         }
         if self.guided:
             call.by_row |= {
@@ -139,10 +140,9 @@ class Backward:
         else:
             call.by_col |= {"col_lse": vector(stats.col_lse), "grad_col": vector(grad.col_lse)}
         self.picked: dict[str, Tensor] = {}  # arguments of `Call.picks`
-        if grad.row_picked is not None:
-            own, coming = vector(stats.row_picked), vector(grad.row_picked)
+        if (coming := call.by_row["grad_picked"]) is not None:
+            own = vector(stats.row_picked)
             assert own is not None
-            assert coming is not None
             self.picked = {"own": own, "grad_pos": coming}
         self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
         self.terms = bit_sum(
