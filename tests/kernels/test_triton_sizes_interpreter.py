@@ -142,6 +142,7 @@ REFUSED = {
     "no features": (a_pair(d=0), ROWS, "empty side"),
     "far away": (dataclasses.replace(a_pair(), row_start=2**31), ROWS, "32 bits"),
     "many sigmoids": (a_pair(), PairSpec(softplus=True, positive="many"), "one positive in each row"),
+    "picks with a guide": (a_pair(), PairSpec(row_lse=True, row_picked=True, guide="kl"), "neither picked columns"),
     "picks among many": (a_pair(), PairSpec(row_picked=True, positive="many"), "at most one positive"),
 }
 

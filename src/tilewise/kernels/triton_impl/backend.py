@@ -62,6 +62,8 @@ class TritonBackend(Backend):
             return "it looks for one positive in each row of a sigmoid loss"
         if spec.row_picked and (spec.positive == "many" or shape.has_skips):
             return "it picks columns of rows with at most one positive and no excluded pairs"
+        if spec.guide != "none" and (spec.row_picked or shape.has_row_scale):
+            return "a guided tile has neither picked columns nor a scale of each row"
         return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
