@@ -223,6 +223,51 @@ BAD = {
         DtypeError,
         ("ignore_index is a whole number", "bool True", "marks padding"),
     ),
+    "pick half": (
+        lambda: tw.linear_token_stats(A, B, Y, pick=A),
+        DtypeError,
+        ("pick holds integers", "float32", r"\.long\(\)"),
+    ),
+    "pick without K": (
+        lambda: tw.linear_token_stats(A, B, Y, pick=Y),
+        ShapeError,
+        (r"pick has K class ids for each hidden state, \(6, K\)", r"\(6,\)", "Reshape"),
+    ),
+    "pick out of range": (
+        lambda: tw.linear_token_stats(A, B, Y, pick=Y[:, None] + 1),
+        RangeError,
+        (r"class ids in \[0, 6\)", "6", "Pass ids"),
+    ),
+    "temperature of each token learned": (
+        lambda: tw.linear_token_stats(A, B, Y, temperature=WEIGHT),
+        GradientError,
+        ("temperature is a constant", "requires grad", "detach"),
+    ),
+    "temperature of each token zero": (
+        lambda: tw.linear_token_stats(A, B, Y, temperature=torch.zeros(6)),
+        RangeError,
+        ("temperature is positive and finite", "0.0", "divides the logits"),
+    ),
+    "teacher of probabilities": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None], torch.ones(6, 1)),
+        RangeError,
+        ("natural logarithms of probabilities", "2.718", "log_softmax"),
+    ),
+    "teacher learned": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None], -WEIGHT[:, None]),
+        GradientError,
+        ("teacher_log_probs is a constant", "requires grad", "detach"),
+    ),
+    "teacher of other classes": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None] + 3, -torch.ones(6, 1)),
+        RangeError,
+        (r"class ids in \[0, 6\)", "6", "negative id is padding"),
+    ),
+    "divergence": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None], -torch.ones(6, 1), divergence="kl"),
+        ConfigError,
+        ("divergence is one of forward", "'kl'", "Choose"),
+    ),
     "ignore_index tensor": (
         lambda: cross_entropy(ignore_index=Y[0]),
         DtypeError,

@@ -117,3 +117,31 @@ def distillation_dense(student, teacher, beta, temperature=1.0):
 def guided_dense(logits, guide, limit, own):
     """Logits without the negatives whose guide score is above the limit; ``own`` marks the positives."""
     return logits.masked_fill((guide > limit[:, None]) & ~own, -torch.inf)
+
+
+def sparse_distillation_dense(
+    input, weight, ids, t, divergence="forward", tail="ignore", bias=None, mask=None, softcap=None, scale=1.0,
+    temperature=1.0, shift=0, reduction="mean",
+):  # fmt: skip
+    if shift:
+        input, ids, t = input[..., :-shift, :], ids[..., shift:, :], t[..., shift:, :]
+        mask = None if mask is None else mask[..., shift:]
+        temperature = temperature[..., shift:] if isinstance(temperature, torch.Tensor) else temperature
+    logits = scale * input @ weight.T + (0.0 if bias is None else bias)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    temperature = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    log_p = (logits / temperature).log_softmax(-1)
+    here = ids >= 0 if mask is None else (ids >= 0) & mask[..., None]
+    losses = []
+    for token in range(here[..., 0].numel()):  # one by one, without padding
+        own = here.reshape(-1, ids.shape[-1])[token]
+        q = t.reshape(-1, ids.shape[-1])[token][own].to(log_p.dtype).exp()
+        p = log_p.reshape(-1, log_p.shape[-1])[token].exp()[ids.reshape(-1, ids.shape[-1])[token][own]]
+        if tail == "renormalize":
+            q = q / q.sum()
+        if tail == "bucket":
+            p, q = torch.cat([p, 1 - p.sum(0, keepdim=True)]), torch.cat([q, 1 - q.sum(0, keepdim=True)])
+        kind = {"forward": q * (q.log() - p.log()), "reverse": p * (p.log() - q.log()), "cross_entropy": -q * p.log()}
+        losses.append(kind[divergence].sum() if own.any() else p.sum() * 0.0)
+    loss = torch.stack(losses).reshape(here.shape[:-1])
+    return loss.sum() / here.any(-1).sum() if reduction == "mean" else reduced(loss, reduction)

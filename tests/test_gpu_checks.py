@@ -39,8 +39,9 @@ def test_behaviour():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
-def test_statistics_of_tokens(dtype):
-    checks.check_tokens(CPU, dtype, n=150, d=40, seed=5)
+@pytest.mark.parametrize("picks", [0, 5])
+def test_statistics_of_tokens(dtype, picks):
+    checks.check_tokens(CPU, dtype, n=150, d=40, seed=5, picks=picks)
 
 
 def test_ignored_rows(monkeypatch):

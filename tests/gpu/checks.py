@@ -222,13 +222,21 @@ def _counting_rows(call: Any, rows: list[int]) -> Any:
     return counted
 
 
-def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int) -> None:
-    """Log-probability, entropy and argmax of tokens and the gradients of both against dense; the host never waits."""
+def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int, picks: int = 0) -> None:
+    """Log-probability, entropy and argmax of tokens and the gradients of both against dense; the host never waits.
+
+    With ``picks``, also the log-probabilities of so many classes, some of them twice, at a temperature of each token.
+    """
     made = problem("cross_entropy_bias", dtype, n=n, d=d, seed=seed, device=place.device)
     generator = torch.Generator().manual_seed(seed)
     target = torch.randint(len(made.leaves["classifier"]), (n,), generator=generator).to(place.device)
     target[::3] = -100
-    valid, upstream = target != -100, torch.randn(2, n, generator=generator).to(place.device)
+    valid, upstream = target != -100, torch.randn(2 + picks, n, generator=generator).to(place.device)
+    pick = torch.randint(len(made.leaves["classifier"]), (n, max(picks, 2)), generator=generator).to(place.device)
+    pick[::2, 1] = pick[::2, 0]
+    pick[1::2, 0] = target[1::2].clamp(min=0)
+    each = torch.rand(n, generator=generator).to(place.device) + 0.5 if picks else torch.ones(n, device=place.device)
+    more = {"pick": pick, "temperature": each} if picks else {}
 
     def ours(p: Any) -> Tensor:
         stats = tw.linear_token_stats(
@@ -239,23 +247,25 @@ def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int)
             logit_scale=p.scale,
             softcap=8.0,
             options=place.options(),
+            **more,
         )
         found["argmax"], found["accuracy"] = stats.argmax, stats.accuracy
-        return torch.stack([stats.log_prob, stats.entropy])
+        return torch.stack([stats.log_prob, stats.entropy, *(stats.picked.unbind(1) if picks else ())])
 
     def dense(p: Any) -> Tensor:
         logits = p.scale.to(p.hidden.dtype) * p.hidden @ p.classifier.T + p.bias
-        log_p = (8.0 * torch.tanh(logits / 8.0)).log_softmax(-1)
+        log_p = (8.0 * torch.tanh(logits / 8.0) / each[:, None].to(logits.dtype)).log_softmax(-1)
         own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
         found["log_p"] = log_p.detach()
-        return torch.where(valid, torch.stack([own, -(log_p.exp() * log_p).sum(1)]), 0.0)
+        picked = log_p.gather(1, pick).unbind(1) if picks else ()
+        return torch.where(valid, torch.stack([own, -(log_p.exp() * log_p).sum(1), *picked]), 0.0)
 
     found: dict[str, Tensor] = {}
     value, grads = solve(ours, made.leaves, upstream)
     plain, plain_grads = solve(dense, made.leaves, upstream)
     want, want_grads = solve(dense, converted(made.leaves, torch.float64), upstream)
     assert value.dtype == torch.float32
-    for row, name in enumerate(("log_prob", "entropy")):
+    for row, name in enumerate(("log_prob", "entropy", *(f"picked {k}" for k in range(picks)))):
         assert_accurate(value[row], plain[row], want[row], LOSS_FLOOR, name)
     for leaf, exact in want_grads.items():
         floor = GRAD_FLOOR[dtype] if exact.dim() < 2 else 0.0

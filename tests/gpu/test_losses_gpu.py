@@ -85,8 +85,9 @@ def test_all_rows_ignored(monkeypatch):
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("d", [72, 1032])  # small and large tiles
-def test_statistics_of_tokens(dtype, d, seed):
-    checks.check_tokens(GPU, dtype, n=1003, d=d, seed=seed)
+@pytest.mark.parametrize("picks", [0, 5])
+def test_statistics_of_tokens(dtype, d, picks, seed):
+    checks.check_tokens(GPU, dtype, n=1003, d=d, seed=seed, picks=picks)
 
 
 def test_autocast():

@@ -11,7 +11,7 @@ from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
 from tilewise.kernels.triton_impl.two_pass import row_product, saved
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK
 
-DIAGONAL, ONE, MANY = (kind.value for kind in (bit.DIAGONAL, bit.ONE, bit.MANY))
+DIAGONAL, ONE, MANY, PICKED = (kind.value for kind in (bit.DIAGONAL, bit.ONE, bit.MANY, bit.PICKED))
 MERGE = {"ROW_FIRST": False, "COL_FIRST": False, "LAST": True, "BLOCK": MERGE_BLOCK}
 BOTH = {
     "col_part",
@@ -57,6 +57,13 @@ LOSSES = {
         | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
         | {"row_top", "row_top_col"},
     ),
+    "tokens, picked": (
+        *(of("ROWS", "ENTROPY", "SUM_SQ"), of("ROWS", "ENTROPY", "SUM_SQ", "BIAS_COLS")),
+        *(of("BIAS", "SOFTCAP"), ONE, True),
+        ROWS
+        | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
+        | {"row_shift", "row_scale", "own"},
+    ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
         BOTH | {"row_key", "peaks", "grad_pos_col"},
@@ -71,9 +78,9 @@ LOSSES = {
     ),
 }
 SAVING = "cross entropy, saved", "cross entropy, if not filtered"  # of wide features
-WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "supcon", "info_nce with ids"
+WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "tokens, picked", "supcon", "info_nce with ids"
 QUICK = "clip", "cross entropy, saved"
-ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered"  # differ little from others
+ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 
@@ -90,8 +97,12 @@ def small_kernels(loss, kind, sizes):
     found = [(forward.merge_kernel, MERGE | {"R": sizes.rows, "C": sizes.cols}, set())]
     if kind != MANY:
         found += [(positive.positive_kernel, {}, {"num_positives"}), (positive.positive_gradient_kernel, {}, set())]
+    if loss == "tokens, picked":
+        picked = {"POSITIVE": PICKED}
+        found += [(positive.positive_kernel, picked, set()), (positive.positive_gradient_kernel, picked, set())]
     if loss == "cross entropy, saved":
-        found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, set())]
+        for more in (set(), {"grad_picked"}):
+            found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, more)]
         found += [(saved.check_kernel, {"BLOCK": saved.CHECKED_ROWS}, set())]
     return found
 

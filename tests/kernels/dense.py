@@ -19,6 +19,8 @@ def dense_scores(pair: Pair, spec: PairSpec) -> tuple[Tensor, Tensor]:
         x_nm = x_nm + pair.bias
     if spec.softcap:
         x_nm = spec.softcap * torch.tanh(x_nm / spec.softcap)
+    if pair.row_scale is not None:
+        x_nm = pair.row_scale[:, None] * x_nm
     rows = torch.arange(x_nm.shape[0], device=x_nm.device)[:, None] + pair.row_start
     cols = torch.arange(x_nm.shape[1], device=x_nm.device)[None, :] + pair.col_start
     positive = torch.zeros(x_nm.shape, dtype=torch.bool, device=x_nm.device)
@@ -69,6 +71,7 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
         row_sum_sq=_sum_sq(x_nm) if spec.row_sum_sq else None,
         row_top=None if top is None else (top.values - (0 if pair.row_shift is None else pair.row_shift)).detach(),
         row_top_col=None if top is None else top.indices + pair.col_start,
+        row_picked=_picked(x_nm - row_shift, pair) if spec.row_picked else None,
         col_lse=torch.logsumexp(x_nm - col_shift, 0) if spec.col_lse else None,
         row_hot_lse=torch.logsumexp(spec.hot * (x_nm - row_shift), 1) if spec.hot else None,
         **(_divergences(x_nm, guide_scores(pair, spec), spec) if spec.divergence else {}),
@@ -94,6 +97,15 @@ def _divergences(x_nm: Tensor, y_nm: Tensor, spec: PairSpec) -> dict[str, Tensor
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """sum_j p_ij log(p_ij / q_ij), over the columns with p_ij > 0: (n,)."""
     return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(1)
+
+
+def _picked(x_nm: Tensor, pair: Pair) -> Tensor:
+    """x_ij of each picked column j: (n, K), 0 for a column that is not in the block."""
+    assert pair.pick is not None
+    place = pair.pick - pair.col_start
+    inside = (pair.pick >= 0) & (place >= 0) & (place < x_nm.shape[1])
+    x_nm = F.pad(x_nm, (0, int(x_nm.shape[1] == 0)))
+    return torch.where(inside, x_nm.gather(1, place.clamp(0, x_nm.shape[1] - 1)), 0.0)
 
 
 def _entropy(x_nm: Tensor) -> Tensor:

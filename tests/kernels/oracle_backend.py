@@ -41,7 +41,7 @@ class OracleBackend(Backend):
 def wide(pair, spec, requires_grad=False):
     """The pair in float64; as leaves of a graph, if wanted."""
     names = ("a", "b", "scale", "bias", "row_shift", "col_shift", "col_weight", "guide_a", "guide_b", "guide_scale")
-    names += ("guide_bias", "row_limit", "row_norm", "guide_norm")
+    names += ("guide_bias", "row_limit", "row_norm", "guide_norm", "row_scale")
     values = {name: getattr(pair, name) for name in names}
     values = {name: None if value is None else value.double() for name, value in values.items()}
     if requires_grad:

@@ -257,6 +257,44 @@ def guide_mask(make: Maker) -> Case:
 
 
 @case
+def tokens_picked(make: Maker) -> Case:
+    """Given classes of each token: some twice, some equal to the target, some padding."""
+    pair, spec = tokens(make)
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    assert pair.row_key is not None
+    pick = make.integers(m, 6 * n).reshape(n, 6)
+    pick[::2, 3], pick[::2, 4] = pick[::2, 0], pick[::2, 0]
+    pick[::3, 1], pick[::5, 5] = pair.row_key[::3], -1
+    return dataclasses.replace(pair, pick=pick), dataclasses.replace(spec, row_picked=True)
+
+
+@case
+def picked_of_a_slice(make: Maker) -> Case:
+    """A slice of the vocabulary, without positives: most rows pick classes that are elsewhere."""
+    pair, spec = cross_entropy(make)
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    pick = make.integers(3 * m, 3 * n).reshape(n, 3)
+    pair = dataclasses.replace(pair, pick=pick, row_key=None, row_shift=None, bias=None, col_start=20)
+    return pair, dataclasses.replace(spec, positive="none", row_picked=True)
+
+
+@case
+def tokens_of_many_temperatures(make: Maker) -> Case:
+    """A factor of each row, after the soft cap, from 1/16 to 16."""
+    pair, spec = tokens_picked(make)
+    pair = dataclasses.replace(pair, row_scale=torch.exp2(make.vector(pair.a.shape[0], 2.0).clamp(-4.0, 4.0)))
+    return pair, dataclasses.replace(spec, row_top=False)
+
+
+@case
+def cross_entropy_of_many_temperatures(make: Maker) -> Case:
+    pair, spec = cross_entropy(make)
+    pair = dataclasses.replace(pair, row_scale=torch.exp2(make.vector(pair.a.shape[0])))
+    pair = dataclasses.replace(pair, col_weight=make.vector(pair.b.shape[0]).abs())
+    return pair, dataclasses.replace(spec, row_sum=True)
+
+
+@case
 def softcap_far_beyond(make: Maker) -> Case:
     """Scores of a hundred times the cap: tanh is flat, and nothing overflows on the way."""
     n, m = make.rows(37), make.rows(90)

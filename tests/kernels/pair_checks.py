@@ -29,7 +29,16 @@ def leaves_of(pair: Pair, dtype: torch.dtype | None = None) -> Pair:
     a = leaf(pair.a, dtype)
     vectors = {
         name: None if getattr(pair, name) is None else getattr(pair, name).to(stat)
-        for name in ("row_shift", "col_shift", "col_weight", "guide_scale", "guide_bias", "row_limit", *NORMS)
+        for name in (
+            "row_shift",
+            "col_shift",
+            "col_weight",
+            "row_scale",
+            "guide_scale",
+            "guide_bias",
+            "row_limit",
+            *NORMS,
+        )
     }
     guide = {name: None if getattr(pair, name) is None else getattr(pair, name).to(dtype) for name in GUIDE}
     return dataclasses.replace(

@@ -24,6 +24,7 @@ CLIP = PairSpec(row_lse=True, col_lse=True, positive="one")
 CLASSES = PairSpec(row_lse=True, positive="one")
 VIEWS = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True)
 LABELS = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
+PICKS = PairSpec(row_lse=True, row_picked=True, positive="one")  # and a factor of each row
 IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that never meet
 
 
@@ -52,6 +53,10 @@ def pair_of(spec: PairSpec, seed: int, n: int = 70, d: int = 24) -> Pair:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(n, d, generator=generator) for _ in range(2))
     key = torch.randint(0, n, (n,), generator=generator) if spec is CLASSES else None
+    if spec is PICKS:
+        pick = torch.randint(0, n, (n, 3), generator=generator)
+        more = {"row_key": pick[:, 1].clone(), "pick": pick, "row_scale": torch.rand(n, generator=generator) + 0.5}
+        return Pair(a=a, b=b, scale=torch.tensor(0.1 + seed), **more)
     if spec is VIEWS:
         key = (torch.arange(n) + n // 2) % n
     if spec is LABELS or spec is IDS:
@@ -70,7 +75,11 @@ def everything(pair: Pair, spec: PairSpec, needs: Needs | None = None):
     return [value for value in values if value is not None]
 
 
-@pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS, LABELS, IDS], ids=["clip", "classes", "views", "labels", "ids"])
+@pytest.mark.parametrize(
+    "spec",
+    [CLIP, CLASSES, VIEWS, LABELS, IDS, PICKS],
+    ids=["clip", "classes", "views", "labels", "ids", "picks"],
+)
 def test_a_replay_is_the_call(spec, recordings, made):
     everything(pair_of(spec, 0), spec)
     assert len(made) == 2

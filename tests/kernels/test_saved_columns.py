@@ -195,6 +195,39 @@ def test_every_kind_of_incoming_gradient(kind, scale):
     assert abs(got.scale - want.scale) <= 2e-5 * terms
 
 
+PICKED = dataclasses.replace(SPEC, row_picked=True)
+PICKS_COMING = {  # gradients of the log-sum-exp, the positive and the picked columns
+    "all": lambda lse, pos, picked: (lse, pos, picked),
+    "picked alone": lambda lse, pos, picked: (lse * 0.0, None, picked),
+    "hardly any": lambda lse, pos, picked: (lse * 1e-12, pos * 1e-12, picked),
+    "a teacher": lambda lse, pos, picked: (-picked.sum(1), None, picked),
+}
+
+
+@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "needs repair"])
+@pytest.mark.parametrize("kind", PICKS_COMING)
+def test_picked_columns(kind, spread):
+    """Some of them are saved columns and some are not, some are picked twice, and some are the positive."""
+    pair = pair_of(spread=spread)
+    pick = torch.randint(0, 400, (48, 7), generator=torch.Generator().manual_seed(4))
+    pick[::2, 3], pick[:, 5], pick[1::3, 6] = pick[::2, 0], pair.row_key, -1
+    pair = dataclasses.replace(pair, pick=pick)
+    stats, held = BACKEND.forward_saving(pair, PICKED, OPTIONS)
+    assert held is not None
+    assert bool(held.needs_repair > 0) == (spread > 500.0)
+    plain = incoming_gradients(stats)
+    row_lse, row_pos, picked = PICKS_COMING[kind](plain.row_lse, plain.row_pos, plain.row_picked)
+    grad = dataclasses.replace(plain, row_lse=row_lse, row_pos=row_pos, row_picked=picked)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, PICKED, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, PICKED, OPTIONS, saved=held)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 5e-6, name)
+
+
+def test_nothing_is_saved_with_a_scale_of_each_row():
+    assert SavedColumns.of(dataclasses.replace(pair_of(), row_scale=torch.ones(48)), SPEC) is None
+
+
 @pytest.mark.parametrize("needs", [Needs(a=False, b=True, scale=True), Needs(a=False, b=True), Needs(a=True, b=True)])
 def test_fewer_gradients(needs):
     pair = pair_of()

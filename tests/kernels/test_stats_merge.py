@@ -62,6 +62,7 @@ def some_stats(seed: int) -> Stats:
         row_sum_sq=torch.where(lse == -torch.inf, 0.0, -vector().abs() / 100),
         row_top=lse.round(decimals=-2),  # some are equal
         row_top_col=torch.randint(0, 9, (7,), generator=generator),
+        row_picked=torch.randn(7, 3, generator=generator, dtype=torch.float64),
     )
 
 

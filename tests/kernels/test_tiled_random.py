@@ -24,7 +24,8 @@ LAYOUTS = {
 @st.composite
 def pairs(draw, dtype):
     """Any pair that the contract permits."""
-    symmetric = draw(st.booleans())
+    picks = draw(st.sampled_from([0, 1, 3, 8]))
+    symmetric = draw(st.booleans()) and not picks
     n = draw(st.integers(0, 40))
     m = n if symmetric else draw(st.integers(0, 40))
     d = draw(st.integers(1, 9))
@@ -44,7 +45,7 @@ def pairs(draw, dtype):
     a = LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))]((length * normal(n, d)).to(dtype))
     b = a if symmetric else LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](normal(m, d).to(dtype))
     positive = draw(st.sampled_from(["none", "one", "many"]))
-    softplus = draw(st.booleans()) and not symmetric
+    softplus = draw(st.booleans()) and not symmetric and not picks
     softcap = draw(st.sampled_from([0.0, 20.0])) if length <= 1.0 else 0.0
     scale = 1.0 if softcap else draw(st.sampled_from([1.0, 7.5, -2.0]))  # a cap far below the scores leaves no slope
     row_start, col_start = (draw(st.integers(0, 50)) for _ in range(2))
@@ -52,14 +53,14 @@ def pairs(draw, dtype):
         col_start = row_start
     spec = PairSpec(
         row_lse=not softplus and draw(st.booleans()),
-        col_lse=not softplus and not symmetric and draw(st.booleans()),
+        col_lse=not softplus and not symmetric and not picks and draw(st.booleans()),
         softplus=softplus,
         positive=positive,
-        mask_self=draw(st.booleans()) and not softplus,
+        mask_self=draw(st.booleans()) and not softplus and not picks,
         symmetric=symmetric,
         softcap=softcap,
     )
-    if spec.row_lse and not spec.col_lse and not symmetric:
+    if spec.row_lse and not spec.col_lse and not symmetric and not picks:
         spec = dataclasses.replace(
             spec, row_entropy=draw(st.booleans()), row_sum_sq=draw(st.booleans()), row_top=draw(st.booleans())
         )
@@ -80,13 +81,18 @@ def pairs(draw, dtype):
         col_start=col_start,
     )
     excludes = spec.mask_self
-    if draw(st.booleans()) and not softplus and not symmetric:
+    if draw(st.booleans()) and not softplus and not symmetric and not picks:
         ids = draw(st.sampled_from([3, 50]))
         pair = dataclasses.replace(pair, row_skip=integers(n, ids), col_skip=integers(m, ids))
         excludes = True
     if not symmetric and not excludes and draw(st.booleans()):  # -inf has no weighted sum
         pair = dataclasses.replace(pair, col_weight=normal(m).to(stat))
         spec = dataclasses.replace(spec, row_sum=True)
+    if not symmetric and not softplus:
+        pair = dataclasses.replace(pair, row_scale=maybe(torch.exp2(normal(n).clamp(-2.0, 2.0)).to(stat)))
+    if picks:
+        pick = integers(n * picks, m + 4).reshape(n, picks) + (col_start - 2)
+        pair, spec = dataclasses.replace(pair, pick=pick), dataclasses.replace(spec, row_picked=True)
     # Symmetric keys: a positive "one" that is its own mirror image, and none that is the sample itself.
     assume(not (symmetric and positive == "one" and n % 2))
     return pair, spec
@@ -104,7 +110,7 @@ def with_tiles(rows, cols, work):
 def check(pair, spec, rows, cols):
     def both():
         check_forward(BACKEND, pair, spec, hard=True)
-        if any((spec.row_lse, spec.col_lse, spec.softplus, spec.row_sum, spec.positive != "none")):
+        if any((spec.row_lse, spec.col_lse, spec.softplus, spec.row_sum, spec.row_picked, spec.positive != "none")):
             check_backward(BACKEND, pair, spec, hard=True)
 
     with_tiles(rows, cols, both)

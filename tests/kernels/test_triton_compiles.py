@@ -41,7 +41,7 @@ MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that
 # The sizes of the sigmoid were measured with Triton 3.6, which does not spill there; 3.9 spills up to 200 bytes.
 # Statistics of tokens, several positives, and cross entropy with label smoothing, bias and soft cap need more numbers.
 SPILLS = {"repaired sigmoid": 2560, "repair_kernel": 2048, "best_kernel": 512, "sigmoid": 256}
-SPILLS |= {"tokens": 256, "cross entropy": 256, "supcon": 512}
+SPILLS |= {"tokens": 256, "tokens, picked": 256, "cross entropy": 256, "supcon": 512}
 # The sizes of these two were chosen with Triton 3.6 and 3.9. For an A100, 3.7.1 spills 128 and 408 bytes.
 # Two score matrices with every statistic, bias and soft cap at once. What spills is used after the products.
 SPILLS |= {"guided_forward_kernel": 1408, "guided_gradient_kernel": 1792}

@@ -118,9 +118,12 @@ def test_statistics_that_nobody_asks_the_gradient_of(incoming):
     assert_close(got.b, want.b, 1e-5)
 
 
-@pytest.mark.parametrize("asked", [("row_lse",), ("row_entropy",), ("row_entropy", "row_pos")], ids="+".join)
-def test_gradients_of_entropies_alone_and_with_others(asked):
-    pair, spec = make_case("tokens", torch.float32)
+ASKED = [("row_lse",), ("row_entropy",), ("row_entropy", "row_pos"), ("row_picked",), ("row_lse", "row_picked")]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids="+".join)
+def test_gradients_of_entropies_and_picks_alone_and_with_others(asked):
+    pair, spec = make_case("tokens_picked", torch.float32)
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     got = BACKEND.backward(

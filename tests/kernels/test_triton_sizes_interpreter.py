@@ -41,6 +41,8 @@ MACRO = {
     "rows_of_unlike_size": ("float32",),
     "tokens": ("float16",),
     "tokens_masked_and_twice": ("float32",),
+    "tokens_of_many_temperatures": ("float32", "float16"),
+    "picked_of_a_slice": ("float32",),
 }
 
 
@@ -140,6 +142,8 @@ REFUSED = {
     "no features": (a_pair(d=0), ROWS, "empty side"),
     "far away": (dataclasses.replace(a_pair(), row_start=2**31), ROWS, "32 bits"),
     "many sigmoids": (a_pair(), PairSpec(softplus=True, positive="many"), "one positive in each row"),
+    "picks with a guide": (a_pair(), PairSpec(row_lse=True, row_picked=True, guide="kl"), "neither picked columns"),
+    "picks among many": (a_pair(), PairSpec(row_picked=True, positive="many"), "at most one positive"),
 }
 
 

@@ -458,6 +458,71 @@ def logsumexp(make: Maker) -> Problem:
 
 
 @case
+def tokens_picked(make: Maker) -> Problem:
+    """Log-probabilities of given classes of each token, some twice, at a temperature of each token."""
+    classes = make.n + 41
+    target, pick = make.integers(classes, make.n), make.integers(classes, 4 * make.n).reshape(make.n, 4)
+    target[::3], pick[::2, 1] = -100, pick[::2, 0]
+    counted, weight = target != -100, torch.tensor([0.5, -0.2, 0.4, 0.3], device=target.device)
+    each = 0.5 + 0.5 * (torch.arange(make.n, device=target.device) % 3)  # exact in every type
+
+    def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
+        given = {"linear_bias": p.bias, "logit_scale": p.scale, "softcap": 9.0, "want": ("log_prob",)}
+        stats = tw.linear_token_stats(
+            p.hidden, p.classifier, target, pick=pick, temperature=each.to(p.hidden.dtype), **given, **how
+        )
+        return reduced(-stats.log_prob - (stats.picked * weight).sum(1), reduction)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        logits = 9.0 * torch.tanh((p.scale * p.hidden @ p.classifier.T + p.bias) / 9.0)
+        log_p = (logits / each.to(p.hidden.dtype)[:, None]).log_softmax(1)
+        own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        return reduced(torch.where(counted, -own - (log_p.gather(1, pick) * weight).sum(1), 0.0), reduction)
+
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(classes),
+    }
+    return Problem(leaves, ours, dense)
+
+
+def _sparse_distillation(make: Maker, **how: Any) -> Problem:
+    """Four classes of each token, some of them padding; every fourth token has no classes, or is masked."""
+    classes = make.n + 41
+    ids = (make.integers(classes, make.n, 1) + torch.tensor([0, 7, 19, 30], device=make.device)) % classes
+    log_probs = torch.log_softmax(make.random(make.n, 6).double(), 1)[:, :4].float()
+    ids[::3, 2], ids[::5, 0], ids[::4], mask = -1, -1, -1, torch.arange(make.n, device=make.device) % 4 != 2
+
+    def ours(p: Any, reduction: str = "mean", **more: Any) -> Tensor:
+        given = {"linear_bias": p.bias, "logit_scale": p.scale, "mask": mask, "reduction": reduction}
+        return tw.linear_sparse_distillation_loss(p.hidden, p.classifier, ids, log_probs, **given, **how, **more)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        given = {"bias": p.bias, "scale": p.scale, "mask": mask, "reduction": reduction}
+        return oracles.sparse_distillation_dense(p.hidden, p.classifier, ids, log_probs, **given, **how)
+
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(classes),
+    }
+    return Problem(leaves, ours, dense)
+
+
+@case
+def sparse_distillation(make: Maker) -> Problem:
+    return _sparse_distillation(make, tail="bucket")
+
+
+@case
+def sparse_distillation_reverse(make: Maker) -> Problem:
+    return _sparse_distillation(make, divergence="reverse", tail="bucket", softcap=9.0, temperature=1.5)
+
+
+@case
 def tokens_with_entropy(make: Maker) -> Problem:
     """What a policy gradient with an entropy bonus asks for; every third token does not count."""
     classes = make.n + 41

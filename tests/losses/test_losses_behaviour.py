@@ -236,6 +236,7 @@ MODULES = {
     tw.LinearCrossEntropyLoss: tw.linear_cross_entropy,
     tw.LinearDistillationLoss: tw.linear_distillation_loss,
     tw.ClipDistillationLoss: tw.clip_distillation_loss,
+    tw.LinearSparseDistillationLoss: tw.linear_sparse_distillation_loss,
 }
 
 
@@ -274,6 +275,11 @@ def test_modules_compute_what_their_functions_compute():
             {"linear_bias": weight, "mask": labels > 0},
         ),
         tw.ClipDistillationLoss: ({"teacher_entropy": True}, (image, text, scale, text, image, 3.0), {}),
+        tw.LinearSparseDistillationLoss: (
+            {"divergence": "reverse", "tail": "bucket", "softcap": 4.0, "logit_scale": 3.0, "temperature": 2.0},
+            (image, text, labels[:, None] + torch.tensor([0, 9]), torch.full((len(image), 2), -2.0)),
+            {"linear_bias": weight, "mask": labels > 2},
+        ),
     }
     assert cases.keys() == MODULES.keys()
     for module, (settings, tensors, more) in cases.items():

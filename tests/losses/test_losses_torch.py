@@ -115,6 +115,11 @@ MODULES = {
         lambda s: tw.LinearDistillationLoss(logit_scale=s, temperature=2.0),
         lambda m: m(X, X, X.roll(1, 1), X),
     ),
+    "LinearSparseDistillationLoss": (
+        "logit_scale",
+        lambda s: tw.LinearSparseDistillationLoss(logit_scale=s, tail="bucket"),
+        lambda m: m(X, X, torch.stack([Y, Y + 3], 1), torch.full((6, 2), -1.5)),
+    ),
 }
 
 

@@ -28,6 +28,7 @@ SPECS = {
     "capped": PairSpec(row_lse=True, col_lse=True, positive="many", softcap=5.0),
     "sum": PairSpec(row_lse=True, row_sum=True),
     "tokens": PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one", softcap=9.0),
+    "picked": PairSpec(row_lse=True, row_picked=True, positive="one", softcap=9.0),
     "softplus": PairSpec(softplus=True, positive="one"),
     "symmetric-one": PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True),
     "symmetric-many": PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
@@ -57,7 +58,7 @@ def whole(spec: PairSpec, rows: Sequence[int], cols: Sequence[int], dtype: torch
         mutual[partner[-1]] = -1
     one = mutual if spec.symmetric else integers(m, n)
     labels = integers(4, n)
-    with_skip = not spec.symmetric and not spec.row_sum  # an excluded score of -inf has no sum
+    with_skip = not spec.symmetric and not spec.row_sum and not spec.row_picked  # -inf has no sum and is not picked
     return Pair(
         a=a,
         b=a if spec.symmetric else normal(m, 6),
@@ -70,6 +71,8 @@ def whole(spec: PairSpec, rows: Sequence[int], cols: Sequence[int], dtype: torch
         row_shift=normal(n).to(stat) if spec.row_lse else None,
         col_shift=normal(m).to(stat) if spec.col_lse else None,
         col_weight=normal(m).to(stat) if spec.row_sum else None,
+        pick=integers(m + 2, 4 * n).reshape(n, 4) - 1 if spec.row_picked else None,  # -1 and m are none
+        row_scale=normal(n).to(stat).exp() if spec.row_picked else None,
     )
 
 
@@ -106,7 +109,7 @@ def over_ring(
     def cut(name: str, value: Tensor | None, rank: int) -> Tensor | None:
         if not isinstance(value, Tensor) or name == "scale":
             return value
-        sizes = rows if name == "a" or name.startswith("row") else cols
+        sizes = rows if name in ("a", "pick") or name.startswith("row") else cols
         return value[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
     def work(group: Any) -> dict[str, Tensor]:
@@ -138,10 +141,10 @@ def over_ring(
 
 def incoming_for(pair: Pair, spec: PairSpec) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(9)
-    lengths = {stat.name: len(pair.b if stat.of_columns else pair.a) for stat in wanted_stats(spec)}
+    sizes = {stat.name: stat.size(pair.shape) for stat in wanted_stats(spec)}
     return {
-        name: torch.randn(length, generator=random, dtype=torch.float64).to(pair.stat_dtype)
-        for name, length in lengths.items()
+        name: torch.randn(size, generator=random, dtype=torch.float64).to(pair.stat_dtype)
+        for name, size in sizes.items()
     }
 
 

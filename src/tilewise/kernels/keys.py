@@ -53,3 +53,24 @@ def self_matches(row_key: Tensor, col_key: Tensor, col_of_row: Tensor) -> Tensor
     inside = (col_of_row >= 0) & (col_of_row < col_key.numel())
     own = col_key[col_of_row.clamp(0, col_key.numel() - 1)]
     return (inside & (own == row_key)).long()
+
+
+def combined_picks(pick: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct columns that each row picks, with the sum of the gradients of each: (n, K) each.
+
+    Returns the columns, the place in ``pick`` that each comes from, and the sums. Where a column is a repetition, the
+    first result is -1 and the sum is 0. Sums have a fixed order: no atomics.
+
+    >>> combined_picks(torch.tensor([[7, 2, 7]]), torch.tensor([[1.0, 2.0, 4.0]]))
+    (tensor([[ 2, -1,  7]]), tensor([[1, 0, 2]]), tensor([[2., 0., 5.]]))
+    """
+    cols, order = pick.sort(dim=1, stable=True)
+    total, step = grad.gather(1, order), 1
+    while step < pick.shape[1]:  # after each step, an entry holds the sum of up to 2 * step entries of its column
+        same = cols[:, step:] == cols[:, :-step]
+        total[:, step:] += torch.where(same, total[:, :-step], 0.0)
+        step *= 2
+    last = torch.ones_like(cols, dtype=torch.bool)
+    last[:, :-1] = cols[:, 1:] != cols[:, :-1]
+    last &= cols >= 0
+    return torch.where(last, cols, -1), order, torch.where(last, total, 0.0)

@@ -3,6 +3,7 @@
 Scores of one pair of blocks, never stored as a whole:
 
     x_ij = scale * <a_i, b_j> + bias_j          then, with a soft cap,  softcap * tanh(x_ij / softcap)
+                                                then, with row scales,  row_scale_i * x_ij
 
 Integer keys define which pairs are positive or excluded:
 
@@ -17,7 +18,8 @@ its own width e. It is computed in the same tile.
 
     y_ij = guide_scale * <guide_a_i, guide_b_j> + guide_bias_j        then, with a soft cap, as above
 
-Axes: n rows of a, m rows of b (the columns of the scores), d features, e features of the guide.
+Axes: n rows of a, m rows of b (the columns of the scores), d features, e features of the guide, K columns that each
+row picks.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class PairSpec:
         row_top: the largest score of each row and the global index of its column (the lowest, if several are equal).
             ``row_entropy``, ``row_sum_sq`` and ``row_top`` need ``row_lse`` and exclude ``col_lse``, ``symmetric`` and
             ``softplus``.
+        row_picked: the scores of K given columns of each row (``pick``, global indices): 0 for a column outside of
+            the block. Excludes ``col_lse``, ``symmetric``, ``mask_self`` and ``softplus``.
         positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
             the row's own; ``col_key`` is not used), or any number (equal keys).
         mask_self: a row and a column of equal global index are the same sample; their score is -inf.
@@ -82,6 +86,7 @@ class PairSpec:
     row_entropy: bool = False
     row_sum_sq: bool = False
     row_top: bool = False
+    row_picked: bool = False
     positive: Positive = "none"
     mask_self: bool = False
     symmetric: bool = False
@@ -141,6 +146,8 @@ class Pair:
     row_limit: Tensor | None = None  # (n,), for the guide "mask"
     row_norm: Tensor | None = None  # (n,) row_lse over ALL columns, for the guide "jsd"
     guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
+    pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
+    row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores
     row_start: int = 0
     col_start: int = 0
 
@@ -162,11 +169,23 @@ class Pair:
             has_skips=self.row_skip is not None and self.col_skip is not None,
             last_start=max(self.row_start, self.col_start),
             guide_width=0 if self.guide_a is None else self.guide_a.shape[1],
+            picks=0 if self.pick is None else self.pick.shape[1],
+            has_row_scale=self.row_scale is not None,
         )
 
 
 # The fields of `Pair`, beside the features, that belong to its rows or to its columns
-ROW_TENSORS = ("row_key", "row_skip", "row_shift", "guide_a", "row_limit", "row_norm", "guide_norm")
+ROW_TENSORS = (
+    "row_key",
+    "row_skip",
+    "row_shift",
+    "row_scale",
+    "pick",
+    "guide_a",
+    "row_limit",
+    "row_norm",
+    "guide_norm",
+)
 COL_TENSORS = ("bias", "col_key", "col_skip", "col_shift", "col_weight", "guide_b", "guide_bias")
 
 
@@ -182,6 +201,8 @@ class PairShape(NamedTuple):
     has_skips: bool = False
     last_start: int = 0  # the larger of row_start and col_start
     guide_width: int = 0  # e
+    picks: int = 0  # K, the columns that each row picks
+    has_row_scale: bool = False
 
     @property
     def products(self) -> int:
@@ -225,6 +246,7 @@ class Stats:
     row_mix_kl: Tensor | None = None  # (n,) sum_j p_j log(p_j / m_j), a part of row_jsd
     row_top: Tensor | None = None  # (n,) the largest score
     row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
+    row_picked: Tensor | None = None  # (n, K) scores of the picked columns
     col_lse: Tensor | None = None  # (m,)
 
     def merge(self, other: Stats) -> Stats:
@@ -255,9 +277,15 @@ class Statistic(NamedTuple):
     wanted: Callable[[PairSpec], bool]  # whether a spec requests it
     merge: Callable[[Stats, Stats], Tensor]  # its value over two blocks
     of_columns: bool = False  # one value for each column instead of each row
+    of_picks: bool = False  # K values for each row: one for each column that it picks
     integer: bool = False  # int64 instead of the type of the statistics
     gradient: bool = True  # whether it is differentiable
     saved: bool = False  # whether backward needs its value over all blocks
+
+    def size(self, shape: PairShape) -> tuple[int, ...]:
+        """Its size for a pair of this shape."""
+        rows = shape.cols if self.of_columns else shape.rows
+        return (rows, shape.picks) if self.of_picks else (rows,)
 
 
 def _sum_of(name: str) -> Callable[[Stats, Stats], Tensor]:
@@ -295,6 +323,7 @@ STATISTICS: tuple[Statistic, ...] = (
     ),
     Statistic("row_jsd", lambda spec: spec.guide == "jsd", _sum_of("row_jsd")),
     Statistic("row_mix_kl", lambda spec: spec.guide == "jsd", _sum_of("row_mix_kl"), gradient=False, saved=True),
+    Statistic("row_picked", lambda spec: spec.row_picked, _sum_of("row_picked"), of_picks=True, saved=True),
     Statistic("col_lse", lambda spec: spec.col_lse, _log_sum_of("col_lse"), of_columns=True, saved=True),
     Statistic("num_positives", lambda spec: spec.has_positive_scores, _sum_of("num_positives"), gradient=False),
     Statistic("row_top", lambda spec: spec.row_top, _part_of(merged_top, TOP, 0), gradient=False),

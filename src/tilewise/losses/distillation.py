@@ -24,7 +24,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.losses.token_stats import check_temperature
+from tilewise.losses.per_token import check_temperature
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns

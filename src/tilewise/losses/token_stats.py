@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, RangeError
+from tilewise.errors import ConfigError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import (
     NAMES,
@@ -21,6 +21,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -33,7 +34,7 @@ DEFAULT = ("log_prob", "entropy", "argmax", "correct", "logsumexp")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Statistics of tokens, each in the shape of the tokens; None for a field that was not requested.
+    """Statistics of tokens, in the shape of the tokens (``picked``: K for each); None for one that was not requested.
 
     For an ignored token, whose target is ``ignore_index``, ``argmax`` is -1, ``correct`` is False, and all other
     statistics are 0.
@@ -46,6 +47,7 @@ class TokenStats:
     argmax: Tensor | None = None  # int64, the class with the largest logit; the lowest of equal ones
     correct: Tensor | None = None  # bool, whether the target is the argmax: an equal logit of a lower class wins
     logsumexp: Tensor | None = None  # of the logits; differentiable
+    picked: Tensor | None = None  # (..., K), the log-probabilities of the classes in ``pick``; differentiable
     valid: Tensor | None = None  # bool, False for an ignored token; None without targets
 
     @property
@@ -87,11 +89,12 @@ def linear_token_stats(
     target: Tensor | None = None,
     *,
     want: Sequence[str] | None = None,
+    pick: Tensor | None = None,
     linear_bias: Tensor | None = None,
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     shift: int = 0,
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -105,6 +108,7 @@ def linear_token_stats(
         entropy = -(log_p.exp() * log_p).sum(-1)
         log_sum_sq_prob = log_p.exp().square().sum(-1).log();  mean_logit = logits.mean(-1)
         argmax = logits.argmax(-1);  correct = argmax == target;  logsumexp = logits.logsumexp(-1)
+        picked = log_p.gather(-1, pick)
 
     All of them except ``argmax`` and ``correct`` have exact gradients, all from one backward pass. The loss of
     `linear_cross_entropy` is ``-stats.mean("log_prob")``.
@@ -115,13 +119,19 @@ def linear_token_stats(
         target: (...) integers in [0, V), or ``ignore_index``. With None no token is ignored.
         want: names of the fields of `TokenStats` to compute; None for all that are available, except
             ``log_sum_sq_prob`` and ``mean_logit``.
+        pick: (..., K) integers in [0, V), whose log-probabilities are computed as ``picked``. A class may occur several
+            times in a row. Those of an ignored token may be anything, and give 0. An id out of range is an error on the
+            CPU, and gives NaN on a GPU.
         linear_bias: (V,).
-        temperature: divides the logits, after scale, bias and soft cap; positive.
+        temperature: divides the logits, after scale, bias and soft cap; positive. A number, or one for each token,
+            (...), without gradient. With ``shift``, entries of ``pick`` and ``temperature`` belong to the same states
+            as those of ``target``.
         ignore_index, softcap, logit_scale, shift, group: as in `linear_cross_entropy`.
         options: how the statistics are computed; see `TileOptions`. ``filter_tolerance`` and ``gradients`` have no
             effect.
 
     Memory: as `linear_cross_entropy`. Cost: entropy and argmax also compute the maximum of each row of each tile.
+    Picked classes take one more product of K columns for each token.
 
     >>> stats = linear_token_stats(torch.eye(3), 9.0 * torch.eye(3), torch.tensor([0, 2, -100]))
     >>> stats.argmax.tolist(), stats.correct.tolist(), stats.accuracy.item()
@@ -136,20 +146,28 @@ def linear_token_stats(
     bias = check_bias("linear_bias", linear_bias, c)
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    if (t := check_temperature(temperature)) != 1.0:
-        # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
-        scale, bias, cap = scale / t, None if bias is None else bias / t, cap / t
-    y = valid = key = row_shift = None
+    t = check_token_temperature(temperature, input, shift)
+    scale, bias, cap = tempered(t, scale, bias, cap)
+    y = valid = key = row_shift = row_scale = None
+    ids = None if pick is None else check_token_ids("pick", pick, input, shift)
     must_match = ""
     if name:
         settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-        must_match = call_settings(want="+".join(names), ignore_index=ignore_index, **settings)
+        picks = None if ids is None else ids.shape[1]
+        must_match = call_settings(want="+".join(names), pick=picks, ignore_index=ignore_index, **settings)
     start, classes = shard_of_columns(c, must_match, name)
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
         row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+    if isinstance(t, Tensor):
+        row_scale = row_scale_of(t, valid)
+        row_shift = None if row_shift is None else row_shift * row_scale
+    inside = None
+    if ids is not None:
+        counted = None if valid is None else valid[:, None]
+        inside = check_id_range("pick", ids, counted, classes, "Pass ids of classes that the classifier has")
     col_weight = None
     if "mean_logit" in names:
         col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / classes
@@ -158,13 +176,14 @@ def linear_token_stats(
         c,
         scale,
         bias,
-        keys=PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight),
+        keys=PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight, pick=ids, row_scale=row_scale),
         spec=PairSpec(
             row_lse=True,
             row_sum=col_weight is not None,
             row_entropy="entropy" in names,
             row_sum_sq="log_sum_sq_prob" in names,
             row_top="argmax" in names or "correct" in names,
+            row_picked=ids is not None,
             positive="one" if "log_prob" in names else "none",
             softcap=cap,
             drop_rows=key is not None,
@@ -174,11 +193,16 @@ def linear_token_stats(
         group_name=name,
     )
     found = _found(stats, names, valid, row_shift)
+    if inside is not None:
+        assert stats.row_lse is not None
+        assert stats.row_picked is not None
+        picked = torch.where(inside, stats.row_picked - stats.row_lse[:, None], torch.nan)
+        found["picked"] = picked if valid is None else torch.where(valid[:, None], picked, 0.0)
     if "correct" in names:
         assert stats.row_top_col is not None
         assert valid is not None
         found["correct"] = (stats.row_top_col == y) & valid
-    return TokenStats(**{field: value.reshape(shape) for field, value in found.items()})
+    return TokenStats(**{field: value.reshape((*shape, *value.shape[1:])) for field, value in found.items()})
 
 
 def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
@@ -201,14 +225,6 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
     if "argmax" in names and top is not None:
         found["argmax"] = top if valid is None else torch.where(valid, top, -1)
     return found
-
-
-def check_temperature(temperature: float) -> float:
-    """Check a temperature: a positive, finite number."""
-    _check.check_number("temperature", temperature)
-    if not temperature > 0.0:
-        raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
-    return float(temperature)
 
 
 def _check_want(want: Sequence[str] | None, target: Tensor | None) -> tuple[str, ...]:

@@ -40,12 +40,15 @@ class PairKeys:
     row_limit: Tensor | None = None
     row_norm: Tensor | None = None
     guide_norm: Tensor | None = None
+    pick: Tensor | None = None
+    row_scale: Tensor | None = None
 
 
 NO_KEYS = PairKeys()
 LEAVES = ("a", "b", "scale", "bias")  # differentiable
 KEYS = tuple(field.name for field in dataclasses.fields(PairKeys))
 GUIDE = KEYS.index("guide_a")
+PICK, ROW_SCALE = KEYS.index("pick"), KEYS.index("row_scale")
 WEIGHTS = ("weight", "square")
 TENSORS = (*LEAVES, *KEYS, *WEIGHTS)  # the arguments of an operator, before the string
 ALWAYS = ("a", "scale")  # never None
@@ -103,11 +106,12 @@ class Call(NamedTuple):
         """Sizes and types, also of fake tensors."""
         a, b = self.leaves[0], self.leaves[1]
         row_key, _, row_skip, col_skip = self.others[:4]
-        guide_a = self.others[GUIDE]
+        guide_a, pick, row_scale = self.others[GUIDE], self.others[PICK], self.others[ROW_SCALE]
         (rows, width), cols = a.shape, a.shape[0] if b is None else b.shape[0]
         skips = row_skip is not None and col_skip is not None
-        guide_width = 0 if guide_a is None else guide_a.shape[1]
-        return PairShape(rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width)
+        guide_width, picks = (0 if part is None else part.shape[1] for part in (guide_a, pick))
+        kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width
+        return PairShape(*kind, picks=picks, has_row_scale=row_scale is not None)
 
 
 def operator_schema(more: str = "") -> str:

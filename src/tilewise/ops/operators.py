@@ -187,10 +187,7 @@ def _plan_tensors(plan: FilterPlan | None) -> tuple[Tensor, ...]:
 def _stats_like(call: Call, names: Sequence[str]) -> list[Like]:
     shape, stat = call.shape, stat_dtype(call.leaves[0].dtype)
     table = {entry.name: entry for entry in STATISTICS}
-    return [
-        ((shape.cols if table[name].of_columns else shape.rows,), torch.int64 if table[name].integer else stat)
-        for name in names
-    ]
+    return [(table[name].size(shape), torch.int64 if table[name].integer else stat) for name in names]
 
 
 def _plan_like(call: Call) -> list[Like]:

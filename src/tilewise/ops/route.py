@@ -51,7 +51,7 @@ class Route(NamedTuple):
 
 def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
     """The strategy of a call; ``how`` are the keywords of `_route`."""
-    plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
+    plain = all(type(size) is int for size in (shape.rows, shape.cols, shape.width, shape.picks))
     choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
     return choose(shape, spec, options, needs, **how)
 
@@ -77,7 +77,7 @@ def _route(
         over_group: whether the columns are sharded over a process group.
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
-    plain = type(shape.rows) is int
+    plain = type(shape.rows) is int and type(shape.picks) is int
     backend = in_blocks((choose_backend if plain else choose_backend.__wrapped__)(shape, spec, options), options)
     if over_group:
         return Route("two_pass", "over a group every block is computed twice", backend)
@@ -111,6 +111,7 @@ def _why_not_filtered(
     if spec.row_sum:
         return "a weighted sum of all scores (label smoothing) needs every entry"
     more = spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
+    more = more or shape.has_row_scale
     if set(wanted_names(spec)) != FILTERED or spec.positive != "one" or more or not shape.has_row_key:
         return "the filter is for softmax losses with one positive per row, given by an index"
     if shape.empty or shape.cols < 2 * tile_width(shape.cols):
@@ -136,6 +137,8 @@ def _why_not_one_pass(
         return f"the backend {backend.name} offers no one-pass strategy"
     if shape.empty:
         return "there are no scores"
+    if shape.has_row_scale:
+        return "one pass has the same scale for all rows"
     if reason := backend.one_pass.why_not(shape, spec, options):
         return reason
     if spec.col_lse:

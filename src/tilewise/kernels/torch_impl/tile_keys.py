@@ -93,6 +93,19 @@ class TileKeys:
         else:
             g_rc.addcmul_(value[i, None], self._mask(i, j).to(g_rc.dtype))
 
+    def picked_scores(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
+        """x - row_shift at the columns that each row picks, float64: (r, K); 0 for a column outside of the tile."""
+        assert self.pair.pick is not None
+        place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
+        shift = self._shift(i)
+        found = x_rc.gather(1, place).double() - (shift if isinstance(shift, float) else shift[:, None])
+        return torch.where(inside, found, 0.0)
+
+    def add_at_picks_(self, g_rc: Tensor, col_nk: Tensor, value_nk: Tensor, i: slice, j: slice) -> None:
+        """Add value_ik at the column col_ik of row i, in place. The columns of a row are distinct, or negative."""
+        place, inside = _inside(col_nk[i], j)
+        g_rc.scatter_add_(1, place, torch.where(inside, value_nk[i], 0.0).to(g_rc.dtype))
+
     def _scatter_add(self, g_rc: Tensor, value: Tensor, i: slice, j: slice) -> None:
         place, inside = self._place(i, j)
         g_rc.scatter_add_(1, place, torch.where(inside, value[i, None], 0.0))
@@ -105,9 +118,7 @@ class TileKeys:
     def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
         """For "one" positive: its column in the tile, clamped to the tile, and whether it is inside: (r, 1) each."""
         assert self.pos_col is not None
-        place = (self.pos_col[i] - j.start)[:, None]
-        width = j.stop - j.start
-        return place.clamp(0, width - 1), (place >= 0) & (place < width)
+        return _inside(self.pos_col[i, None], j)
 
     def _mask(self, i: slice, j: slice) -> Tensor:
         """For "many" positives: the mask of the positives, (r, c) bool."""
@@ -125,3 +136,9 @@ class TileKeys:
 
     def _shift(self, rows: slice) -> Tensor | float:
         return 0.0 if self.pair.row_shift is None else self.pair.row_shift[rows].double()
+
+
+def _inside(cols: Tensor, j: slice) -> tuple[Tensor, Tensor]:
+    """Columns of the block as columns of the tile, clamped to the tile, and whether they are inside."""
+    place, width = cols - j.start, j.stop - j.start
+    return place.clamp(0, width - 1), (place >= 0) & (place < width)

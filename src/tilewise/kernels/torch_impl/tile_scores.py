@@ -68,6 +68,13 @@ class TileScores:
             x_rc.div_(cap).tanh_().mul_(cap)
         return x_rc
 
+    def score_slope(self, x_rc: Tensor, i: slice) -> Tensor | None:
+        """The derivative of the scores of the rows i by what soft cap and row scale were applied to; None for 1."""
+        if self.pair.row_scale is None:
+            return self.softcap_slope(x_rc) if self.spec.softcap else None
+        scale_r = self.pair.row_scale[i, None].to(x_rc.dtype)
+        return self.softcap_slope(x_rc / scale_r).mul_(scale_r) if self.spec.softcap else scale_r
+
     def softcap_slope(self, x_rc: Tensor) -> Tensor:
         """d softcap(x) / dx = 1 - (x / cap)^2 of capped scores; 0 for an excluded pair."""
         return (x_rc / self.spec.softcap).square_().neg_().add_(1.0).clamp_(min=0.0)

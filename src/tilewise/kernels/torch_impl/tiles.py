@@ -65,6 +65,8 @@ class Tiles(TileScores):
             # x_ij is also used as x_ji, but a product rounds the two differently. Their mean is symmetric.
             x_rc.add_(self.scratch(x_rc).copy_(x_rc.T)).mul_(0.5)
         self.finish_(x_rc, None if self.pair.bias is None else self.pair.bias[j])
+        if self.pair.row_scale is not None:
+            x_rc.mul_(self.pair.row_scale[i, None].to(x_rc.dtype))
         self.keys.exclude_(x_rc, i, j)
         if self.mask is not None:
             self.mask.exclude_(x_rc, i, j, self.keys.only_positive(i, j))
@@ -105,6 +107,8 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
         bound += pair.bias.abs().max().item()
     if spec.softcap:
         bound = min(bound, spec.softcap)
+    if pair.row_scale is not None:
+        bound *= pair.row_scale.abs().max().item()
     return bound if math.isfinite(bound) else math.inf
 
 
@@ -130,9 +134,9 @@ def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
     """An upper bound of one tile's memory: its buffers, its masks, and its blocks of features."""
     item = 8 if pair.a.dtype == torch.float64 else 4
     many, skips = spec.positive == "many", pair.row_skip is not None
-    tiles = 2 + bool(spec.softcap) + many + 2 * (pair.a.device.type != "cpu")
+    tiles = 2 + bool(spec.softcap) * (2 if pair.row_scale is not None else 1) + many + 2 * (pair.a.device.type != "cpu")
     tiles += 2 * (spec.guide == "mask") + 12 * spec.divergence
     masks = 2 * many + 2 * skips + 2 * (spec.guide != "none")
-    vectors = 6 * (rows + cols) * 8
+    vectors = 6 * (rows + cols) * 8 + 5 * rows * pair.shape.picks * 8
     width = max(pair.a.shape[1] + pair.shape.guide_width, 1)
     return rows * cols * (tiles * item + masks) + (3 * rows + cols) * width * item + vectors

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.kernels.keys import combined_picks
 from tilewise.kernels.merging import merged_entropy, merged_sum_sq, merged_top
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import slices
@@ -81,13 +82,15 @@ class _RunningStats:
         pair, spec, low = self.pair, self.spec, -torch.inf
         assert not spec.token_stats or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
         assert spec.guide == "none" or (spec.row_lse and not spec.col_lse and not spec.symmetric and not spec.softplus)
+        assert not spec.row_picked or not (spec.col_lse or spec.symmetric or spec.softplus or spec.mask_self)
+        assert pair.row_scale is None or not (spec.symmetric or spec.guide != "none")
         first = {"row_lse": low, "col_lse": low, "row_top": low, "row_top_col": pair.col_start}  # 0 for the others
         first |= {"row_hot_lse": low, "guide_lse": low}
         self.guide = GuideTiles(pair, spec) if spec.divergence else None
 
         def vector(stat: Statistic) -> Tensor:
-            size, dtype = pair.b.shape[0] if stat.of_columns else pair.a.shape[0], torch.float64
-            return pair.a.new_full((size,), first.get(stat.name, 0.0), dtype=torch.int64 if stat.integer else dtype)
+            dtype = torch.int64 if stat.integer else torch.float64
+            return pair.a.new_full(stat.size(pair.shape), first.get(stat.name, 0.0), dtype=dtype)
 
         counted = "num_positives"  # from the keys, at the end
         self.now = Stats(**{stat.name: vector(stat) for stat in wanted_stats(spec) if stat.name != counted})
@@ -103,6 +106,8 @@ class _RunningStats:
             now.row_pos[i] += row
             if mirror is not None:
                 now.row_pos[j] += mirror
+        if now.row_picked is not None:
+            now.row_picked[i] += tiles.keys.picked_scores(x_rc, i, j)
         if now.row_sum is not None:
             assert self.pair.col_weight is not None
             # Not x @ weight: the order of its sums may depend on the row's place.
@@ -187,16 +192,21 @@ class _TileWeights:
             assert stats.col_lse is not None
             self.cols = SideWeights(stats.col_lse, pair.col_shift, grad.col_lse / size)
         self.pos = None if grad.row_pos is None else grad.row_pos / size
+        self.picked: tuple[Tensor, Tensor] | None = None
+        if grad.row_picked is not None:
+            assert pair.pick is not None
+            pick, _, total = combined_picks(pair.pick, grad.row_picked / size)
+            self.picked = pick - pair.col_start, total
         self.sum = None if grad.row_sum is None else grad.row_sum / size
         self.softplus = None if grad.row_softplus is None else grad.row_softplus / size
         exponentials = self.rows is not None or self.cols is not None
         self.bounded = exponentials and is_bounded(pair, spec, options)
 
     def gradient(self, tiles: Tiles, i: slice, j: slice) -> Tensor:
-        """The tile of G, the gradient of the scores before the soft cap, divided by ``size``: (r, c)."""
+        """The tile of G, the gradient of the scores before soft cap and row scale, divided by ``size``: (r, c)."""
         x_rc = tiles.scores(i, j)
         scratch = tiles.scratch(x_rc)
-        slope = tiles.softcap_slope(x_rc) if self.spec.softcap else None
+        slope = tiles.score_slope(x_rc, i)
         if self.softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
             g_rc = x_rc.sigmoid_()
@@ -211,6 +221,8 @@ class _TileWeights:
             g_rc = tile_softmax_(x_rc, scratch, i, j, self.rows, self.cols, **how)
         if self.pos is not None:
             tiles.keys.add_at_positives_(g_rc, self.pos, i, j, scratch)
+        if self.picked is not None:
+            tiles.keys.add_at_picks_(g_rc, *self.picked, i, j)
         if self.sum is not None:
             assert self.pair.col_weight is not None
             g_rc.addr_(self.sum[i].to(g_rc.dtype), self.pair.col_weight[j].to(g_rc.dtype))

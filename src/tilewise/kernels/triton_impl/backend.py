@@ -17,7 +17,7 @@ from tilewise.options import TileOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_WIDTH = 8192
-TOKEN_STATS = {"row_entropy", "row_sum_sq", "row_top", "row_top_col"}
+TOKEN_STATS = {"row_entropy", "row_sum_sq", "row_top", "row_top_col", "row_picked"}
 GUIDE_STATS = {"guide_lse", "row_kl", "row_reverse_kl", "row_jsd", "row_mix_kl", "row_hot_lse"}
 
 
@@ -60,6 +60,10 @@ class TritonBackend(Backend):
             return "it counts rows and columns in 32 bits"
         if spec.softplus and spec.positive == "many":
             return "it looks for one positive in each row of a sigmoid loss"
+        if spec.row_picked and (spec.positive == "many" or shape.has_skips):
+            return "it picks columns of rows with at most one positive and no excluded pairs"
+        if spec.guide != "none" and (spec.row_picked or shape.has_row_scale):
+            return "a guided tile has neither picked columns nor a scale of each row"
         return None
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:

@@ -13,6 +13,7 @@ ONE_BIAS = tl.constexpr(16)  # the same number for all columns
 DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j
 ONE = tl.constexpr(2)  # row_key holds the global index of the column
 MANY = tl.constexpr(3)  # equal keys
+PICKED = tl.constexpr(4)  # of the kernels for positives: several columns of each row, given like row_key of ONE
 
 # Bits of STATS, the statistics that a kernel computes, and of TERMS, the terms of G
 ROWS = tl.constexpr(1)  # log-sum-exp of rows

@@ -103,8 +103,14 @@ def any_here(
 
 
 @triton.jit
+def row_scales(row_scale, rows, ok):
+    """The factor of each row's scores; 1 for rows past the end."""
+    return tl.load(row_scale + rows, mask=ok, other=1.0)
+
+
+@triton.jit
 def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-               SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0):  # fmt: skip
+               SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0, row_scale=None):  # fmt: skip
     """Scores less ``shift``, in units of log2; -inf in columns past the end and for excluded pairs."""
     inside = cols < m
     # A column past the end gets an offset of -inf. It is added to the product, so no score needs a selection.
@@ -117,7 +123,11 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
     if SOFTCAP & SCORE:
         # By its equation the cap turns a bias of -inf into -softcap. Only columns past the end stay at -inf.
         x = (softcap * LOG2E) * tanh((acc * scale + offset[None, :]) / softcap)
+        if row_scale is not None:
+            x = x * row_scales(row_scale, rows, rows < n)[:, None]
         x = tl.where(inside[None, :], x, float("-inf")) - shift
+    elif row_scale is not None:
+        x = (acc * (scale * LOG2E) + (offset * LOG2E)[None, :]) * row_scales(row_scale, rows, rows < n)[:, None] - shift
     else:
         x = acc * (scale * LOG2E) + (offset * LOG2E - shift)[None, :]
     if SKIP & SCORE:
@@ -135,13 +145,14 @@ def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, 
 @triton.jit
 def scored_tile(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                 n, m, first, ahead, D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
-                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0):  # fmt: skip
+                R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr, shift=0.0,
+                row_scale=None):  # fmt: skip
     """Rows and columns of a tile, and its scores as in `score_tile`."""
     acc = tile_dot(a_desc, b_desc, tile_row * R, tile_col * C, D, R, C, K, EXACT)
     rows = tile_row * R + tl.arange(0, R)
     cols = tile_col * C + tl.arange(0, C)
     x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
-                   SCORE, POSITIVE, shift)  # fmt: skip
+                   SCORE, POSITIVE, shift, row_scale)  # fmt: skip
     return rows, cols, x
 
 

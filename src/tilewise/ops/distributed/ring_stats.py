@@ -44,6 +44,7 @@ from tilewise.ring.schedule import Shards
 PAYLOAD = ("b", *COL_TENSORS)  # the fields of `Pair` that travel
 LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
 TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
+SAME = {"row_key": TARGETS, "pick": "picked ids", "row_scale": "temperature of each token"}
 
 
 def ring_forward(
@@ -155,8 +156,11 @@ def _agree(
     }
     if spec.same_rows:
         call["rows"] = pair.a.shape[0]
-        if pair.row_key is not None and pair.row_key.device.type == "cpu":  # elsewhere, looking would wait
-            call[TARGETS] = f"checksum {zlib.crc32(pair.row_key.numpy().tobytes()):08x}"
+        call["picks"] = pair.shape.picks
+        for name, words in SAME.items():
+            values = getattr(pair, name)
+            if values is not None and values.device.type == "cpu":  # elsewhere, looking would wait
+                call[words] = f"checksum {zlib.crc32(values.numpy().tobytes()):08x}"
     return agree(exchange, pair.a.shape[0], pair.b.shape[0], call, pair.a.device)
 
 

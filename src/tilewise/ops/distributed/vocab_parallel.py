@@ -12,7 +12,7 @@ import functools
 import torch
 
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_names, wanted_stats
+from tilewise.kernels.spec import Backward, Grads, Pair, PairSpec, Stats, wanted_stats
 from tilewise.options import TileOptions
 from tilewise.ring.blocks import Guard
 from tilewise.ring.exchange import Exchange
@@ -22,26 +22,33 @@ def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: Tile
     """Row statistics over the shards of all ranks, bitwise the same on every rank."""
     guard = Guard()  # the other ranks wait for this rank's statistics: if it fails, they get NaN
     local = guard.run(lambda: choose_backend(pair.shape, spec, options).forward(pair, spec, options))
-    names = wanted_names(spec)
+    wanted = wanted_stats(spec)
     # One all-reduce: every rank adds its statistics to its own row of zeros.
-    shape = exchange.world, len(names), pair.a.shape[0]
-    gathered = torch.zeros(shape, dtype=torch.float64, device=pair.a.device)
-    for place, name in enumerate(names):
-        mine = gathered[exchange.rank, place]
-        mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, name))
+    vectors = sum(pair.shape.picks if stat.of_picks else 1 for stat in wanted)
+    gathered = torch.zeros((exchange.world, vectors, pair.a.shape[0]), dtype=torch.float64, device=pair.a.device)
+    for stat, mine in zip(wanted, _parts(gathered[exchange.rank], spec), strict=True):
+        mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, stat.name))
     exchange.sum_(gathered)
     guard.check()
     return _merge(gathered, spec, pair.stat_dtype)
 
 
+def _parts(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
+    """Each statistic, as a view of the (vectors, rows) of one rank: a vector, or K of them for the picked columns."""
+    wanted = wanted_stats(spec)
+    picks = values.shape[0] - sum(not stat.of_picks for stat in wanted)
+    parts = values.split([picks if stat.of_picks else 1 for stat in wanted])
+    return [part.T if stat.of_picks else part[0] for stat, part in zip(wanted, parts, strict=True)]
+
+
 def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
-    """``gathered`` is (ranks, statistics, rows), float64."""
+    """``gathered`` is (ranks, vectors, rows), float64; see `_parts`."""
     wanted = wanted_stats(spec)
 
     def of_rank(values: torch.Tensor) -> Stats:
         # Indices below 2**53 are exact in float64. NaN, from a rank that failed, has no index.
-        named = {s.name: v.nan_to_num(-1.0).long() if s.integer else v for s, v in zip(wanted, values, strict=True)}
-        return Stats(**named)
+        parts = zip(wanted, _parts(values, spec), strict=True)
+        return Stats(**{stat.name: v.nan_to_num(-1.0).long() if stat.integer else v for stat, v in parts})
 
     merged = functools.reduce(Stats.merge, map(of_rank, gathered))
     if merged.num_positives is not None and merged.row_pos is not None:

@@ -26,7 +26,7 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
-ROW_VECTORS = ("row_key", "row_skip", "row_shift", "row_limit", "row_norm", "guide_norm")
+ROW_VECTORS = ("row_key", "row_skip", "row_shift", "row_limit", "row_norm", "guide_norm", "row_scale")
 COL_VECTORS = ("col_key", "col_skip", "col_shift", "col_weight", "guide_bias")
 GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
@@ -128,6 +128,7 @@ class Call:
         self.gradient_sizes = gradient_sizes(*kind)
         self.by_row = {name: vector(getattr(pair, name)) for name in ROW_VECTORS}
         self.by_col = {name: vector(getattr(pair, name)) for name in COL_VECTORS}
+        self.pick = vector(pair.pick)
         if spec.symmetric:
             self.by_col["col_shift"] = self.by_row["row_shift"]
         self.fixed: dict[str, Any] = {"scale": pair.scale, "softcap": spec.softcap, "D": self.a.shape[1]}
@@ -171,13 +172,21 @@ class Call:
         self._place(prepared, i, j, sizes).put(values).launch(programs)
 
     def run_positive(self, kernel: Any, i: slice, j: slice, **values: Any) -> None:
-        """A kernel for the positives of the rows i that lie in the columns j."""
-        key = kernel, *(value is None for value in values.values())
+        """A kernel for the positives of the rows i that lie in the columns j, or, with `picks`, for picked columns."""
+        key = kernel, *(value if name.isupper() else value is None for name, value in values.items())
         prepared = self.prepared.get(key)
         if prepared is None:
-            tile = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32}
+            tile = {"P": POSITIVE_ROWS, "K": 64 if self.a.element_size() == 2 else 32, "picks": 1}
             prepared = self.prepared[key] = self.prepare(kernel).offer(self.fixed).offer(tile)
-        self._place(prepared, i, j, None).put(values).launch(cdiv(i.stop - i.start, POSITIVE_ROWS))
+        entries = values.get("n", i.stop - i.start)
+        self._place(prepared, i, j, None).put(values).launch(cdiv(entries, POSITIVE_ROWS))
+
+    def picks(self, i: slice, **values: Tensor) -> dict[str, Any]:
+        """Arguments of `run_positive` for the columns that the rows i pick; ``values`` are (n, K) of all rows."""
+        assert self.pick is not None
+        count = self.pick.shape[1]
+        found: dict[str, Any] = {name: value[i].view(-1) for name, value in ({"row_key": self.pick} | values).items()}
+        return found | {"n": (i.stop - i.start) * count, "picks": count, "POSITIVE": bit.PICKED.value}
 
     def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
         return prepared.offer(self.rows(i, sizes)).offer(self.cols(j, sizes)).put({"ahead": self.ahead(i, j)})
@@ -241,7 +250,8 @@ def replayed(
     one_shift = pair.col_shift is pair.row_shift
     columns = None if spec.symmetric else pair.b, None if one_shift else pair.col_shift
     named = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
-    inputs = [pair.a, pair.scale, pair.bias, *named, pair.row_shift, *columns, pair.col_weight, *more]
+    inputs = [pair.a, pair.scale, pair.bias, *named, pair.row_shift, *columns, pair.col_weight]
+    inputs += [pair.pick, pair.row_scale, *more]
     precision = float32_precision() if pair.a.dtype == torch.float32 else None
     what = *what, pair.row_start, pair.col_start, one_shift, spec, options, precision
     return replay_or_record(what, inputs, lambda recording: run(Call(pair, spec, options, recording)), pair.a.device)

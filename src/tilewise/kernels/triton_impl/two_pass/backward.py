@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.spec import Grads, GradStats, Needs, PairShape, PairSpec, Stats
+from tilewise.kernels.keys import combined_picks
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
@@ -50,6 +51,23 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
     # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
     most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
     return rows, min(all_cols, max(tile, most), 65536)
+
+
+def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> tuple[Pair, Stats, GradStats]:
+    """Distinct picked columns of each row, their scores and summed gradients; a positive's go to that of ``row_pos``."""
+    if grad.row_picked is None:
+        return pair, stats, grad
+    assert pair.pick is not None
+    assert stats.row_picked is not None
+    pick, order, total = combined_picks(pair.pick, grad.row_picked)
+    if spec.positive == "one":
+        rows = torch.arange(pair.a.shape[0], device=pick.device) + pair.row_start
+        same = pick == (rows if pair.row_key is None else pair.row_key)[:, None]
+        more = torch.where(same, total, 0.0).sum(1)
+        grad = dataclasses.replace(grad, row_pos=more if grad.row_pos is None else grad.row_pos + more)
+        pick, total = torch.where(same, -1, pick), torch.where(same, 0.0, total)
+    stats = dataclasses.replace(stats, row_picked=stats.row_picked.gather(1, order))
+    return dataclasses.replace(pair, pick=pick), stats, dataclasses.replace(grad, row_picked=total)
 
 
 def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
@@ -105,6 +123,7 @@ class Backward:
             "grad_sum": vector(grad.row_sum),
             "grad_entropy": vector(grad.row_entropy),
             "grad_square": vector(grad.row_sum_sq),
+            "grad_picked": vector(grad.row_picked),
         }
         if self.guided:
             call.by_row |= {
@@ -121,6 +140,11 @@ class Backward:
             call.by_col |= {name: call.by_row[of_row] for name, of_row in as_column.items()}
         else:
             call.by_col |= {"col_lse": vector(stats.col_lse), "grad_col": vector(grad.col_lse)}
+        self.picked: dict[str, Tensor] = {}  # arguments of `Call.picks`
+        if (coming := call.by_row["grad_picked"]) is not None:
+            own = vector(stats.row_picked)
+            assert own is not None
+            self.picked = {"own": own, "grad_pos": coming}
         self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
         self.terms = bit_sum(
             (bit.ROWS, grad.row_lse is not None),
@@ -247,6 +271,9 @@ class Backward:
         if call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j)):
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
+        if self.picked:
+            more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor} | call.picks(i, **self.picked)
+            call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if bias is not None:
             bias.add(j)
 
@@ -254,7 +281,7 @@ class Backward:
 class Bias:
     """The gradient of the bias: column sums of G before it is rounded, or its total for a bias that all columns share.
 
-    The tiles leave out an only positive; its share of the column is added here.
+    The tiles leave out an only positive and picked columns; their shares of the column are added here.
     """
 
     def __init__(self, parent: Backward) -> None:
@@ -281,21 +308,33 @@ class Bias:
     def _add_positives(self) -> None:
         """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
         parent, call = self.parent, self.parent.call
+        if parent.picked:
+            assert call.pick is not None
+            here = call.pick - parent.pair.col_start
+            inside = (call.pick >= 0) & (here >= 0) & (here < parent.m)
+            self._add(parent.picked["grad_pos"] * self.factor, parent.picked["own"], here, inside)
         incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
         if incoming is None or call.positive not in ONE_POSITIVE or parent.guided:  # a guided tile has its positives
             return
         share = incoming * (-self.factor if parent.spec.softplus else self.factor)
-        if parent.spec.softcap:
-            own, shift = call.by_row["own"], parent.pair.row_shift
-            assert own is not None
-            share = share * (1.0 - ((own if shift is None else own + shift) / parent.spec.softcap).square())
         rows = torch.arange(parent.n, device=incoming.device) + parent.pair.row_start
         key = rows if parent.pair.row_key is None else parent.pair.row_key
         here = key - parent.pair.col_start
         inside = (here >= 0) & (here < parent.m)
         if parent.spec.mask_self:
             inside &= key != rows
-        share = torch.where(inside, share, 0.0)
+        own = call.by_row["own"]
+        assert own is not None
+        self._add(share[:, None], own[:, None], here[:, None], inside[:, None])
+
+    def _add(self, share: Tensor, own: Tensor, here: Tensor, inside: Tensor) -> None:
+        """Add shares to the columns ``here``, where they are inside; ``own`` are their scores: (n, K) each."""
+        parent, pair = self.parent, self.parent.pair
+        each = 1.0 if pair.row_scale is None else pair.row_scale[:, None]
+        if parent.spec.softcap:
+            x = (own if pair.row_shift is None else own + pair.row_shift[:, None]) / each
+            share = share * (1.0 - (x / parent.spec.softcap).square())
+        share = torch.where(inside, share * each, 0.0)
         if self.shared:
             self.total += share.sum()
         else:

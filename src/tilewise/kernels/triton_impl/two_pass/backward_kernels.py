@@ -32,6 +32,7 @@ from tilewise.kernels.triton_impl.primitives import (
     LOG2E,
     NO_SHARE,
     positives,
+    row_scales,
     row_stride,
     scored_tile,
     store_tile,
@@ -42,7 +43,7 @@ from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 WIDEST_SPAN = tl.constexpr(60.0)
 TINY_SCALE = tl.constexpr(1e-30)
 # Terms of G that may be missing, with their statistics
-OPTIONAL_TERMS = ("row_shift", "col_shift", "col_weight", "row_lse", "col_lse", "grad_row", "grad_col",
+OPTIONAL_TERMS = ("row_shift", "col_shift", "col_weight", "row_scale", "row_lse", "col_lse", "grad_row", "grad_col",
                   "grad_pos", "grad_pos_col", "grad_sum", "grad_entropy", "grad_square")  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def cap_slope(x, softcap):
 
 @kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
 def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
-                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
+                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight, row_scale,  # keys, shifts, weights
                     row_lse, col_lse, row_share, col_share, span,  # statistics
                     grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # their gradients
                     g_desc, bias_part,  # outputs
@@ -122,7 +123,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t)  # fmt: skip
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t, row_scale)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
         g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
         if SOFTPLUS & TERMS:
@@ -160,7 +161,12 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         if ROW_SUM & TERMS:
             weight = tl.load(col_weight + cols, mask=ok_cols, other=0.0)
             g += (tl.load(grad_sum + rows, mask=ok_rows, other=0.0) * f)[:, None] * weight[None, :]
-        if SOFTCAP & SCORE:
+        if row_scale is not None:
+            each = row_scales(row_scale, rows, ok_rows)[:, None]
+            g = g * each
+            if SOFTCAP & SCORE:
+                g = g * cap_slope((x + t) * (1.0 / each), softcap)
+        elif SOFTCAP & SCORE:
             g = g * cap_slope(x + t, softcap)
         if BIAS_TOTAL & TERMS:
             tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=ok_rows)

@@ -87,10 +87,15 @@ class Forward:
         spec, out = self.spec, {}
         for stat in wanted_stats(spec):
             if not (stat.name == "num_positives" and spec.positive == "many"):  # many positives are counted elsewhere
-                size, dtype = self.m if stat.of_columns else self.n, torch.int64 if stat.integer else None
-                out[stat.name] = self.call.empty(size, dtype=dtype)
+                dtype = torch.int64 if stat.integer else None
+                out[stat.name] = self.call.empty(*stat.size(self.call.pair.shape), dtype=dtype)
         if spec.has_positive_scores and spec.positive == "one":
             self._positives(out["row_pos"], out["num_positives"])
+        if spec.row_picked:
+            every = slice(0, self.n)
+            self.call.run_positive(
+                positive_kernel, every, slice(0, self.m), **self.call.picks(every, row_pos=out["row_picked"])
+            )
         for i, j in self._macro_tiles():
             mirrored = spec.symmetric and i != j
             self._tiles(i, j, mirrored)

@@ -97,11 +97,21 @@ def raised(high, total, x, axis: tl.constexpr):
 
 
 @kernel(
-    optional=(*SCORE_KEYS, "row_shift", "col_shift", "col_weight", "peaks", "only_if", "col_part", "e_desc"),
+    optional=(
+        *SCORE_KEYS,
+        "row_shift",
+        "col_shift",
+        "col_weight",
+        "row_scale",
+        "peaks",
+        "only_if",
+        "col_part",
+        "e_desc",
+    ),
     dynamic=(*TILE_NUMBERS, "peak_count"),
 )
 def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
-                   row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight,  # keys, shifts, weights
+                   row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight, row_scale,  # keys, shifts, weights
                    peaks, peak_count, only_if,  # a sample of scores; a flag, see below
                    row_part, col_part, tops, e_desc, needs_repair,  # outputs
                    n, m, first, ahead,
@@ -136,7 +146,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         strip, tile_col = tile_place(tl.program_id(0) + step // STRIP * PROGRAMS, strips, col_tiles, STRIP_GROUP)
         tile_row = strip * STRIP + step % STRIP
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0)  # fmt: skip
+                                    n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0, row_scale)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
         totals = row_part + tile_col * n
         at = totals  # parts of the next statistic
@@ -213,9 +223,9 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
 
 
-@kernel(optional=(*SCORE_KEYS, "col_part"), dynamic=TILE_NUMBERS)
+@kernel(optional=(*SCORE_KEYS, "row_scale", "col_part"), dynamic=TILE_NUMBERS)
 def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
-                  row_key, col_key, row_skip, col_skip,  # keys
+                  row_key, col_key, row_skip, col_skip, row_scale,  # keys, weights
                   row_part, col_part, tops, needs_repair,  # in and out
                   n, m, first, ahead,
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
@@ -246,7 +256,7 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         for step in range(0, tl.where(again != 0, STRIP, 0)):
             tile_row = strip * STRIP + step
             rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
-                                        n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+                                        n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, 0.0, row_scale)  # fmt: skip
             ok_rows = rows < n
             if SOFTPLUS & STATS:
                 y = x

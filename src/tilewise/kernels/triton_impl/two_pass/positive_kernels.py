@@ -1,7 +1,10 @@
-"""The only positive of each row: its score, and its entry of G.
+"""The only positive of each row: its score, and its entry of G. Also given columns of each row, several for one row.
 
 A block of rows is multiplied by the gathered columns of their positives, with the same arithmetic as a tile. The diagonal
 of that product holds the scores. n / P small products take the place of a search in every tile.
+
+With POSITIVE = PICKED, each row has ``picks`` columns. Then ``n`` counts entries, of which entry ``at`` belongs to the
+row at // picks, and ``row_key``, ``row_pos``, ``own`` and ``grad_pos`` have one number for each entry.
 """
 
 import triton
@@ -13,6 +16,7 @@ from tilewise.kernels.triton_impl.bits import (
     ENTROPY,
     MIRROR,
     ONE_BIAS,
+    PICKED,
     ROW_SUM,
     ROWS,
     SOFTCAP,
@@ -20,7 +24,7 @@ from tilewise.kernels.triton_impl.bits import (
     SUM_SQ,
 )
 from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_stride, tanh
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_scales, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,
     cap_slope,
@@ -33,7 +37,18 @@ from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
 
 @triton.jit
-def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
+def entries(n, picks, POSITIVE: tl.constexpr, P: tl.constexpr):
+    """The entries of this program, their rows, and which of them exist."""
+    at = tl.program_id(0) * P + tl.arange(0, P)
+    rows = at
+    if PICKED == POSITIVE:
+        at = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+        rows = at // picks
+    return at, rows, at < n
+
+
+@triton.jit
+def own_scores(a, b, a_stride, b_stride, rows, ok, key, scale, bias, softcap, row_scale,
                D: tl.constexpr, SCORE: tl.constexpr, P: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """The score of each row with its own column, in units of log2, undefined where key is -1; and the largest score."""
     acc = tl.zeros((P, P), dtype=tl.float32)
@@ -41,11 +56,18 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
     col_at = b + tl.maximum(key, 0).to(tl.int64)[:, None] * row_stride(b, b_stride)
     for k in range(0, (D + K - 1) // K):
         at = k * K + tl.arange(0, K)
-        left = tl.load(row_at + at[None, :], mask=(rows < n)[:, None] & (at < D)[None, :], other=0.0)
+        left = tl.load(row_at + at[None, :], mask=ok[:, None] & (at < D)[None, :], other=0.0)
         right = tl.load(col_at + at[None, :], mask=(key >= 0)[:, None] & (at < D)[None, :], other=0.0)
         acc = tl.dot(left, right.T, acc, input_precision=EXACT)
     place = tl.arange(0, P)
-    peak = tl.max(tl.max(acc * scale, 1), 0)
+    if row_scale is not None:
+        each = row_scales(row_scale, rows, ok)
+        sample = acc * scale
+        if SOFTCAP & SCORE:
+            sample = tl.minimum(sample, softcap)
+        peak = tl.max(tl.max(sample * each[:, None], 1), 0)
+    else:
+        peak = tl.max(tl.max(acc * scale, 1), 0)
     x = tl.sum(tl.where(place[:, None] == place[None, :], acc, 0.0), 1) * scale
     if BIAS & SCORE:
         x += tl.load(bias + key, mask=key >= 0, other=0.0)
@@ -53,17 +75,20 @@ def own_scores(a, b, a_stride, b_stride, rows, key, n, scale, bias, softcap,
         x += tl.load(bias)
     if SOFTCAP & SCORE:
         x = softcap * tanh(x / softcap)
-        peak = tl.minimum(peak, softcap)
+        if row_scale is None:
+            peak = tl.minimum(peak, softcap)
+    if row_scale is not None:
+        x = x * each
     return x * LOG2E, peak * LOG2E
 
 
 @kernel(
-    optional=("bias", "row_key", "row_shift", "num_positives", "peaks", "needs_repair"),
-    dynamic=(*TILE_NUMBERS, "a_stride", "b_stride"),
+    optional=("bias", "row_key", "row_shift", "row_scale", "num_positives", "peaks", "needs_repair"),
+    dynamic=(*TILE_NUMBERS, "a_stride", "b_stride", "picks"),
 )
-def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift,  # scores, keys, shift
+def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_scale,  # scores, keys, shift, weights
                     row_pos, num_positives, peaks, needs_repair,  # outputs
-                    a_stride, b_stride, n, m, first, ahead,
+                    a_stride, b_stride, n, m, first, ahead, picks,
                     D: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
     """Score of the positive, less the shift of the row, and the number of positives; 0 and 0 without one.
@@ -73,33 +98,35 @@ def positive_kernel(a, b, scale, bias, softcap, row_key, row_shift,  # scores, k
     """
     if needs_repair is not None:
         tl.store(needs_repair, 0)
-    rows = tl.program_id(0) * P + tl.arange(0, P)
-    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
-    x, peak = own_scores(a, b, a_stride, b_stride, rows, key, n, tl.load(scale), bias, softcap, D, SCORE, P, K, EXACT)
+    at, rows, here = entries(n, picks, POSITIVE, P)
+    key = own_column(at, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    x, peak = own_scores(a, b, a_stride, b_stride, rows, here, key, tl.load(scale), bias, softcap, row_scale,
+                         D, SCORE, P, K, EXACT)  # fmt: skip
     if peaks is not None:
         tl.store(peaks + tl.program_id(0), peak)
-    x -= shifts(row_shift, rows, rows < n)
-    tl.store(row_pos + rows, tl.where(key >= 0, x * LN2, 0.0), mask=rows < n)
+    x -= shifts(row_shift, rows, here)
+    tl.store(row_pos + at, tl.where(key >= 0, x * LN2, 0.0), mask=here)
     if num_positives is not None:
-        tl.store(num_positives + rows, tl.where(key >= 0, 1.0, 0.0), mask=rows < n)
+        tl.store(num_positives + at, tl.where(key >= 0, 1.0, 0.0), mask=here)
 
 
-@kernel(optional=(*OPTIONAL_TERMS, "row_key", "row_factor"), dynamic=(*TILE_NUMBERS, "g_stride"))
-def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_weight,  # scores, keys, shifts, weights
+@kernel(optional=(*OPTIONAL_TERMS, "row_key", "row_factor"), dynamic=(*TILE_NUMBERS, "g_stride", "picks"))
+def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_weight, row_scale,  # scores, keys, shifts, weights
                              row_lse, col_lse,  # statistics
                              grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # gradients
                              row_factor, g,  # see below; output
-                             g_stride, n, m, first, ahead,
+                             g_stride, n, m, first, ahead, picks,
                              TERMS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """Overwrite the entry of G of each row's positive, whose score less the shift of the row is ``own``.
 
-    With ``row_factor``, the rows of G are multiplied by it later, so the entry is divided by it.
+    With ``row_factor``, the rows of G are multiplied by it later, so the entry is divided by it. The columns of a row
+    must be distinct, or -1.
     """
-    rows = tl.program_id(0) * P + tl.arange(0, P)
-    key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+    at, rows, _ = entries(n, picks, POSITIVE, P)
+    key = own_column(at, n, m, row_key, first, ahead, SCORE, POSITIVE)
     ok = key >= 0
     f = outer_factor(factor)
-    from_shift = tl.load(own + rows, mask=ok, other=0.0) * LOG2E
+    from_shift = tl.load(own + at, mask=ok, other=0.0) * LOG2E
     x = from_shift + shifts(row_shift, rows, ok)
     value = tl.zeros((P,), tl.float32)
     if SOFTPLUS & TERMS:
@@ -114,12 +141,16 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
         level, start, coming = side(col_lse, col_shift, grad_col, key, ok, f)
         value += coming * tl.exp2((x - start) - level)
     if grad_pos is not None:
-        value += tl.load(grad_pos + rows, mask=ok, other=0.0) * f
+        value += tl.load(grad_pos + at, mask=ok, other=0.0) * f
         if MIRROR & TERMS:
             value += tl.load(grad_pos_col + key, mask=ok, other=0.0) * f
     if ROW_SUM & TERMS:
         weight = tl.load(col_weight + key, mask=ok, other=0.0)
         value += tl.load(grad_sum + rows, mask=ok, other=0.0) * f * weight
+    if row_scale is not None:
+        each = row_scales(row_scale, rows, ok)
+        value = value * each
+        x = x * (1.0 / each)
     if SOFTCAP & SCORE:
         value = value * cap_slope(x, softcap)
     if row_factor is not None:

@@ -55,8 +55,8 @@ FULL_TILES = 256  # divides the number of columns of every chunk in the memory o
 ALIGNED = 8  # numbers of a half type in 16 bytes
 # Largest log2 of exp(t - lse_i). Probabilities down to 2**-36 are then normal numbers in E, and f_i a_i is finite.
 FARTHEST = tl.constexpr(90.0)
-# Smallest |g_i| in f_i, relative to |g_pos_i|, the gradient of the positive's score; a smaller g_i is replaced. Otherwise
-# the positive's entry of E, about g_pos_i / f_i, could overflow.
+# Smallest |g_i| in f_i, relative to |g_pos_i|, the gradient of the positive's score, and to those of picked columns; a
+# smaller g_i is replaced. Otherwise the positive's entry of E, about g_pos_i / f_i, could overflow.
 SMALLEST_SHARE = tl.constexpr(2.0**-20)
 ROUNDING = tl.constexpr(2.0**-7)  # larger than the relative rounding error of bfloat16
 FACTOR_ROWS, WIDTH = 32, 256  # rows of one program of `factor_kernel`, and its features at a time
@@ -83,7 +83,9 @@ class SavedColumns:
         n, m, d = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
         if pair.a.dtype not in DTYPES or n > MOST_ROWS or n * m * d < WORTH_IT:
             return None
-        if spec != PairSpec(row_lse=True, positive="one", drop_rows=spec.drop_rows):
+        if spec != PairSpec(row_lse=True, row_picked=spec.row_picked, positive="one", drop_rows=spec.drop_rows):
+            return None
+        if pair.row_scale is not None:  # the factors of saved exponentials do not have it
             return None
         if pair.row_skip is not None or pair.row_shift is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
@@ -151,6 +153,7 @@ class SavedColumns:
         values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": self.needs_repair}
         values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "first": start, "n": n, "m": self.end}
         values |= {"each": each, "scaled": scaled, "ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
+        values["picks"] = 0 if call.pick is None else call.pick.shape[1]
         prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
         prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
         return each, scaled
@@ -188,10 +191,13 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
     tl.store(needs_repair, tl.where(wrong != 0, 1e9, 0.0))
 
 
-@kernel(optional=("own", "row_key", "grad_pos"), dynamic=("peak_count", "n", "m", "first", "ahead", "a_stride"))
-def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, needs_repair,  # in
+@kernel(
+    optional=("own", "row_key", "grad_pos", "grad_picked"),
+    dynamic=("peak_count", "n", "m", "first", "ahead", "picks", "a_stride"),
+)
+def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_picked, factor, needs_repair,  # in
                   each, scaled,  # outputs
-                  peak_count, a_stride, n, m, first, ahead,
+                  peak_count, a_stride, n, m, first, ahead, picks,
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """each_i = f_i = g_i exp(t - lse_i) and scaled_i = f_i a_i; 1 and a_i if ``needs_repair`` is set.
 
@@ -209,7 +215,12 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, factor, n
     f = coming * lift
     if grad_pos is not None:
         worth = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer
-        least = tl.abs(worth) * SMALLEST_SHARE
+        most = tl.abs(worth)
+        if grad_picked is not None:  # those of a positive are part of grad_pos
+            for k in range(0, picks):
+                value = tl.load(grad_picked + rows.to(tl.int64) * picks + k, mask=ok, other=0.0)
+                most = tl.maximum(most, tl.abs(value * outer))
+        least = most * SMALLEST_SHARE
         f = tl.where(tl.abs(coming) < least, least, coming) * lift
         value = coming * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + worth
         entry = (value / f).to(a.dtype.element_ty).to(tl.float32)

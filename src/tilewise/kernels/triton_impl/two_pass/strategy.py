@@ -21,7 +21,7 @@ from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
-from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients, folded_picks
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -87,13 +87,14 @@ def backward(
             # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
             size = largest_gradient(grad, options).to(pair.scale)
             factors = 1.0 / size, pair.scale * size
+        pair, stats, grad = folded_picks(pair, stats, grad, spec)
         folded = folded_gradients(stats, grad)
 
         def run(call: Call) -> tuple[Tensor | None, ...]:
             grads = Backward(call, stats, folded, needs, out_dtype, saved, factors).run()
             return grads.a, grads.b, grads.scale, grads.bias
 
-        known = [stats.row_lse, stats.row_pos, stats.col_lse, *vars(folded).values(), *factors]
+        known = [stats.row_lse, stats.row_pos, stats.col_lse, stats.row_picked, *vars(folded).values(), *factors]
         layout = None
         if saved is not None:
             known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]

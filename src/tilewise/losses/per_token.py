@@ -1,0 +1,111 @@
+"""Arguments with entries for each token: ids of classes, and temperatures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import _check
+from tilewise.errors import GradientError, RangeError, ShapeError
+from tilewise.kernels.spec import stat_dtype
+
+
+def check_token_ids(name: str, ids: Tensor, input: Tensor, shift: int) -> Tensor:
+    """Check K ids for each token, (..., K). Returns those of the scored states: (n, K) int64."""
+    _check.check_tensor(name, ids, "a tensor of class ids")
+    _check.check_integers(name, ids, "It holds class ids; convert them with .long()")
+    _check_entries(name, ids, input, "K class ids")
+    if ids.shape[-1] == 0:
+        raise ShapeError(f"{name} has at least one class id for each token, got {tuple(ids.shape)}. Leave it out")
+    return _scored(ids, shift).long()
+
+
+def check_token_values(name: str, values: Tensor, input: Tensor, shift: int) -> Tensor:
+    """Check K numbers for each token, (..., K), without gradient. Returns those of the scored states: (n, K)."""
+    _check.check_floating(name, values, values.dim() if isinstance(values, Tensor) else 0)
+    _refuse_grad(name, values)
+    _check_entries(name, values, input, "K numbers")
+    return _scored(values, shift)
+
+
+def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: int | Tensor, advice: str) -> Tensor:
+    """Whether each id is in [0, classes): (n, K). On a CPU, a ``wanted`` id that is not (None: any) is an error."""
+    inside = (ids_nk >= 0) & (ids_nk < classes)
+    if _check.can_read(ids_nk):
+        wrong = ids_nk[~inside if wanted is None else ~inside & wanted]
+        if wrong.numel():
+            raise RangeError(
+                f"{name} holds class ids in [0, {int(classes)}), got {wrong[0].item()} ({wrong.numel()} out of range). "
+                f"{advice}"
+            )
+    return inside
+
+
+def check_temperature(temperature: float) -> float:
+    """Check a temperature: a positive, finite number."""
+    _check.check_number("temperature", temperature)
+    if not temperature > 0.0:
+        raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
+    return float(temperature)
+
+
+def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: int) -> float | Tensor:
+    """Check a temperature: positive, finite. Returns a float, or the temperatures of the scored states: (n,)."""
+    if not isinstance(temperature, Tensor):
+        return check_temperature(temperature)
+    _check.check_floating("temperature", temperature, temperature.dim())
+    _refuse_grad("temperature", temperature)
+    if temperature.dim() == 0:
+        temperature = temperature.expand(input.shape[:-1])
+    _check_entries("temperature", temperature[..., None], input, "one number")
+    return _scored(temperature[..., None], shift)[:, 0].to(stat_dtype(input.dtype))
+
+
+def tempered(
+    temperature: float | Tensor, scale: Tensor, bias: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor | None, float]:
+    """Scale, bias and soft cap of logits that one temperature divides; unchanged for a temperature of each token.
+
+    cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
+    """
+    if isinstance(temperature, Tensor) or temperature == 1.0:
+        return scale, bias, softcap
+    return scale / temperature, None if bias is None else bias / temperature, softcap / temperature
+
+
+def row_scale_of(temperature_n: Tensor, valid_n: Tensor | None) -> Tensor:
+    """1 / temperature of each row, and 1 for an ignored one, whose temperature may be anything."""
+    scale = temperature_n.reciprocal()
+    if valid_n is not None:
+        scale = torch.where(valid_n, scale, 1.0)
+    if _check.can_read(scale):
+        wrong = temperature_n[~((scale > 0.0) & scale.isfinite())]
+        if wrong.numel():
+            raise RangeError(
+                f"temperature is positive and finite, got {wrong[0].item()} ({wrong.numel()} of {scale.numel()} "
+                "tokens). It divides the logits"
+            )
+    return scale
+
+
+def _check_entries(name: str, values: Tensor, input: Tensor, what: str) -> None:
+    if values.shape[:-1] != input.shape[:-1]:
+        size = ", ".join(str(size) for size in input.shape[:-1])
+        shape = tuple(values.shape[:-1] if what == "one number" else values.shape)
+        raise ShapeError(
+            f"{name} has {what} for each hidden state, ({size}{', K' if what != 'one number' else ''}), got {shape}. "
+            "Reshape it to the shape of target"
+        )
+    _check.check_device((name, "input"), values, input)
+
+
+def _refuse_grad(name: str, values: Tensor) -> None:
+    if values.requires_grad and torch.is_grad_enabled():
+        raise GradientError(f"{name} is a constant and gets no gradient, but it requires grad. Pass {name}.detach()")
+
+
+def _scored(values: Tensor, shift: int) -> Tensor:
+    """Entries of the scored states, (n, K). Those of state t are at t + shift, like a target."""
+    if shift:
+        values = values[..., shift:, :]
+    return values.reshape(-1, values.shape[-1])

@@ -1,0 +1,260 @@
+"""Distillation from a sparse teacher: K class ids and log-probabilities of each token. Logits are never stored.
+
+Axes: n tokens, K ids of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tilewise import _check
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.cross_entropy import NAMES, _check_classifier, _rows, _target_scores, check_shift
+from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.per_token import (
+    check_id_range,
+    check_token_ids,
+    check_token_temperature,
+    check_token_values,
+    row_scale_of,
+    tempered,
+)
+from tilewise.ops.autograd import pair_stats
+from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.options import TileOptions
+
+Divergence = Literal["forward", "reverse", "cross_entropy"]
+Tail = Literal["ignore", "renormalize", "bucket"]
+LARGEST_TOTAL = 1.05  # of a token's teacher probabilities: log-probabilities that were stored in bfloat16 are rounded
+
+
+def linear_sparse_distillation_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    divergence: Divergence = "forward",
+    tail: Tail = "ignore",
+    linear_bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    reduction: _check.Reduction = "mean",
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    temperature: float | Tensor = 1.0,
+    shift: int = 0,
+    group: torch.distributed.ProcessGroup | None = None,
+    options: TileOptions | None = None,
+) -> Tensor:
+    """Divergence of a student from K stored log-probabilities of each token. The logits are never stored.
+
+    With the student's logits as in `linear_token_stats`, equals::
+
+        s = logits.log_softmax(-1).gather(-1, teacher_ids);  t = teacher_log_probs
+        if tail == "renormalize": t = t.log_softmax(-1)
+        if tail == "bucket": s, t = (cat([x, log(1 - x.exp().sum(-1))]) for x in (s, t))
+        forward = (t.exp() * (t - s)).sum(-1)        # KL(teacher || student)
+        reverse = (s.exp() * (s - t)).sum(-1)        # KL(student || teacher)
+        cross_entropy = -(t.exp() * s).sum(-1)
+
+    The student's probabilities are exact: their softmax is over the whole vocabulary, whatever ``tail`` is.
+
+    Args:
+        input: (..., d), hidden states of the student.
+        linear_weight: (V, d), its classifier.
+        teacher_ids: (..., K) integers in [0, V), distinct for each token; negative for padding. A token without ids is
+            ignored. An id out of range is an error on the CPU, and the loss is NaN on a GPU.
+        teacher_log_probs: (..., K), natural logarithms of the teacher's probabilities, at the same temperature. Without
+            gradient. Those of padding may be anything.
+        divergence: see above. The gradient of "cross_entropy" is that of "forward".
+        tail: what becomes of the teacher's other probability. "ignore" leaves it out. "renormalize" divides the K
+            probabilities by their sum. "bucket" compares it with the student's other probability, as one class; both
+            are at least the smallest step of the type (1.2e-7 for float32). Only with "bucket" does "reverse" see the
+            student's probability outside of the ids.
+        linear_bias: (V,).
+        mask: (...) bool, True for tokens that count.
+        reduction: "mean" is over the tokens that count, NaN if there are none. "none" returns 0 for the others.
+        softcap, logit_scale, temperature: of the student, as in `linear_token_stats`.
+        shift: with shift k, the hidden state of token t is compared with the teacher's entries (and mask) of token
+            t + k. The last k states are not used.
+        group: as in `linear_cross_entropy`: every rank holds all tokens and a slice of the classes; ids are global.
+        options: how the loss is computed; see `TileOptions`. ``filter_tolerance`` and ``gradients`` have no effect.
+
+    Memory: as `linear_cross_entropy`, and a few (..., K) tensors.
+
+    >>> ids, log_probs = torch.tensor([[0, 1], [2, -1]]), torch.tensor([[0.5, 0.25], [0.5, 0.0]]).log()
+    >>> student, classes = torch.zeros(2, 3), torch.eye(4, 3)
+    >>> losses = linear_sparse_distillation_loss(student, classes, ids, log_probs, tail="bucket", reduction="none")
+    >>> [round(loss, 4) for loss in losses.tolist()]
+    [0.1733, 0.1438]
+    """
+    _check.check_reduction(reduction)
+    _check_choice("divergence", divergence, get_args(Divergence))
+    _check_choice("tail", tail, get_args(Tail))
+    options, name, shift = _check.check_options(options), _check.group_name(group), check_shift(shift)
+    a, shape = _rows(input, shift)
+    c = _check_classifier(linear_weight)
+    _check.check_together(NAMES, a, c)
+    bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    degrees = check_token_temperature(temperature, input, shift)
+    scale, bias, cap = tempered(degrees, scale, bias, cap)
+    ids = check_token_ids("teacher_ids", teacher_ids, input, shift)
+    t = check_token_values("teacher_log_probs", teacher_log_probs, input, shift).to(stat_dtype(a.dtype))
+    if t.shape != ids.shape:
+        raise ShapeError(
+            f"teacher_log_probs has one number for each id, got {tuple(teacher_log_probs.shape)} numbers and "
+            f"{tuple(teacher_ids.shape)} ids. Pass K of both"
+        )
+    must_match = ""
+    if name:
+        settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
+        numbers = {"logit_scale": logit_scale, "temperature": temperature, "ids": ids.shape[1]}
+        must_match = call_settings(**settings, **numbers)
+    start, classes = shard_of_columns(c, must_match, name)
+
+    here, counted = _present(ids, mask, input, shift)
+    check_id_range("teacher_ids", ids, here, classes, "A negative id is padding; the student needs all other classes")
+    t = torch.where(here, t, -torch.inf)
+    _check_log_probs(t)
+    # The likeliest id of a token stands for its target: its score is the shift, and -1 ignores the token.
+    key = torch.where(counted, ids.gather(1, t.argmax(1, keepdim=True))[:, 0], -1)
+    key = torch.where(counted & (key < 0), ids.amax(1), key)  # all probabilities are 0, and padding comes first
+    row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+    row_scale = row_scale_of(degrees, counted) if isinstance(degrees, Tensor) else None
+    if row_shift is not None and row_scale is not None:
+        row_shift = row_shift * row_scale
+    stats = pair_stats(
+        a,
+        c,
+        scale,
+        bias,
+        keys=PairKeys(row_key=key, row_shift=row_shift, pick=torch.where(here, ids, -1), row_scale=row_scale),
+        spec=PairSpec(row_lse=True, row_picked=True, positive="one", softcap=cap, drop_rows=True, same_rows=bool(name)),
+        options=options,
+        group_name=name,
+    )
+    assert stats.row_lse is not None
+    assert stats.row_picked is not None
+    s = torch.where(here & (ids >= classes), torch.nan, stats.row_picked - stats.row_lse[:, None])
+    loss_n = torch.where(counted, _divergence(s, t, here, counted, divergence, tail), 0.0)
+    if reduction == "none":
+        return loss_n.reshape(shape)
+    return loss_n.sum() / counted.sum() if reduction == "mean" else loss_n.sum()
+
+
+def _divergence(s: Tensor, t: Tensor, here: Tensor, counted: Tensor, divergence: str, tail: str) -> Tensor:
+    """The divergence of each token from the log-probabilities of student and teacher, (n, K), where ``here``: (n,).
+
+    t is -inf elsewhere. Rows that do not count have finite values of no meaning, so that no NaN reaches a gradient.
+    """
+    s = torch.where(here, s, torch.where(counted, -torch.inf, -1.0)[:, None])
+    if tail == "renormalize":
+        total = t.logsumexp(1, keepdim=True)
+        t = t - torch.where(total == -torch.inf, 0.0, total)
+    if tail == "bucket":
+        s, t = torch.cat([s, _log_rest(s)], 1), torch.cat([t, _log_rest(t)], 1)
+    if divergence == "reverse":
+        known = s > -torch.inf
+        s = torch.where(known, s, 0.0)
+        return torch.where(known, s.exp() * (s - t), 0.0).sum(1)
+    known, q = t > -torch.inf, t.exp()
+    terms = q * (t - s) if divergence == "forward" else -q * s
+    return torch.where(known, terms, 0.0).sum(1)
+
+
+def _log_rest(x: Tensor) -> Tensor:
+    """log(1 - sum_k exp(x_k)) of each row, (n, 1); the difference is at least the smallest step of the type."""
+    total = x.logsumexp(1, keepdim=True)
+    return torch.log(-torch.expm1(total.clamp(max=-torch.finfo(x.dtype).eps)))
+
+
+def _present(ids: Tensor, mask: Tensor | None, input: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Which ids count, (n, K), and which tokens have any, (n,)."""
+    here = ids >= 0
+    if mask is not None:
+        _check.check_tensor("mask", mask)
+        if mask.dtype != torch.bool:
+            raise DtypeError(f"mask is bool, True for tokens that count, got {mask.dtype}. Convert it with .bool()")
+        if mask.shape != input.shape[:-1]:
+            raise ShapeError(
+                f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. "
+                "Reshape it to the shape of the tokens"
+            )
+        _check.check_device(("mask", "input"), mask, input)
+        here = here & mask[..., shift:].reshape(-1, 1)
+    return here, here.any(1)
+
+
+def _check_log_probs(t: Tensor) -> None:
+    """Check that the probabilities of each token sum to at most 1. Only on a CPU: a check would synchronize a GPU."""
+    if not _check.can_read(t) or not t.numel():
+        return
+    total = t.double().exp().sum(1).max().item()
+    if not total <= LARGEST_TOTAL:
+        raise RangeError(
+            "teacher_log_probs holds natural logarithms of probabilities, which sum to at most 1 for each token, got a "
+            f"sum of {total:g}. Pass log_softmax of the teacher's logits, and each id of a token once"
+        )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is one of {', '.join(choices)}, got {value!r}. Choose one of these")
+
+
+class LinearSparseDistillationLoss(nn.Module):
+    """`linear_sparse_distillation_loss` as a Module that stores the settings."""
+
+    def __init__(
+        self,
+        *,
+        divergence: Divergence = "forward",
+        tail: Tail = "ignore",
+        reduction: _check.Reduction = "mean",
+        softcap: float | None = None,
+        logit_scale: float | Tensor = 1.0,
+        temperature: float | Tensor = 1.0,
+        shift: int = 0,
+        group: torch.distributed.ProcessGroup | None = None,
+        options: TileOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
+        self.settings: dict[str, Any] = {
+            "divergence": divergence,
+            "tail": tail,
+            "reduction": reduction,
+            "softcap": softcap,
+            "temperature": temperature,
+            "shift": shift,
+            "group": group,
+            "options": options,
+        }
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        teacher_ids: Tensor,
+        teacher_log_probs: Tensor,
+        *,
+        linear_bias: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """See `linear_sparse_distillation_loss`."""
+        return linear_sparse_distillation_loss(
+            input,
+            linear_weight,
+            teacher_ids,
+            teacher_log_probs,
+            linear_bias=linear_bias,
+            mask=mask,
+            logit_scale=self.logit_scale,
+            **self.settings,
+        )
