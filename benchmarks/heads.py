@@ -39,9 +39,11 @@ PAGE = RESULTS.parent.parent / "docs" / "post-training.md"
 BEGIN, END = "<!-- heads: begin -->", "<!-- heads: end -->"
 
 
-def tilewise_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def tilewise_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, options: tw.TileOptions | None = None
+) -> tuple[Tensor, Tensor]:
     """Ours."""
-    stats = tw.linear_token_stats(hidden, weight, target, want=("log_prob", "entropy"))
+    stats = tw.linear_token_stats(hidden, weight, target, want=("log_prob", "entropy"), options=options)
     assert stats.log_prob is not None
     assert stats.entropy is not None
     return stats.log_prob, stats.entropy
@@ -127,15 +129,32 @@ def errors(head: Head, x: dict[str, Any], exact: dict[str, Tensor]) -> dict[str,
     return found
 
 
-def run_shape(case: Case, device: torch.device, repeats: int, budget_s: float) -> list[dict[str, Any]]:
-    """One result for each method."""
+def run_shape(
+    case: Case,
+    device: torch.device,
+    repeats: int,
+    budget_s: float,
+    methods: dict[str, Callable[[], Head]] = METHODS,
+    slope: float = 1.8,
+    loss: bool = False,
+) -> list[dict[str, Any]]:
+    """One result for each method.
+
+    ``slope``: that of peaked scores over the logarithm of the rank. ``loss``: the gradients are those of a mean loss,
+    the same for each token, and none of the entropy.
+    """
     x = make_inputs(case, device)
+    if case.scores == "peaked":
+        with torch.no_grad():
+            x["b"][:, 0] *= slope / 1.8
     generator = torch.Generator(device).manual_seed(1)
     x["advantage"], x["bonus"] = (torch.randn(case.rows, generator=generator, device=device) for _ in range(2))
+    if loss:
+        x["advantage"], x["bonus"] = torch.full_like(x["bonus"], -1.0 / case.rows), torch.zeros_like(x["bonus"])
     exact = reference(x)
     heads: dict[str, Head] = {}
     results: dict[str, dict[str, Any]] = {}
-    for name, make in METHODS.items():
+    for name, make in methods.items():
         results[name] = {"method": name, "n": case.rows, "d": case.width, "V": case.cols}
         try:
             heads[name] = make()

@@ -591,5 +591,9 @@ BAD = {
         ConfigError,
         ("filter_tolerance", "nan", "0 is exact"),
     ),
-    "tolerance text": (lambda: OPTIONS(filter_tolerance="0"), ConfigError, ("filter_tolerance", "'0'", "0 is exact")),
+    "tolerance text": (
+        lambda: OPTIONS(filter_tolerance="0"),
+        ConfigError,
+        ('filter_tolerance is a .* or "rounding"', "'0'", "0 is exact"),
+    ),
 }

@@ -12,6 +12,7 @@ BACKEND_NAMES: list[str] = list(get_args(BackendName))  # `kernels.registry` add
 Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
 GradientsIn = Literal["auto", "forward", "backward"]
+FilterTolerance = float | Literal["rounding"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class TileOptions:
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
             stays exact; gradients change by no more than the documented bound. 0, the default, is exact. A backend
-            may drop less.
+            may drop less. "rounding" drops only as much as changes gradients no more than rounding logits and their
+            gradients to bfloat16 or float16 does; for float32 and float64 it drops nothing.
         ring_gradients: over a group, the type in which the gradients of columns are sent and summed. "float32" (float64
             for float64 features), or "features" for the type of the features, which halves the traffic of bfloat16
             and rounds once per rank.
@@ -50,7 +52,7 @@ class TileOptions:
     backend: BackendName = "auto"
     workspace_mib: int = 256
     precision: Precision = "torch"
-    filter_tolerance: float = 0.0
+    filter_tolerance: FilterTolerance = 0.0
     ring_gradients: RingGradients = "float32"
     gradients: GradientsIn = "auto"
     batch_invariant: bool = False
@@ -73,9 +75,10 @@ class TileOptions:
                 f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs scratch memory; "
                 "the default is 256"
             )
-        if not isinstance(self.filter_tolerance, (int, float)) or not 0.0 <= self.filter_tolerance < 1.0:
+        tolerance = self.filter_tolerance
+        if tolerance != "rounding" and not (isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0):
             raise ConfigError(
-                f"filter_tolerance is a probability mass in [0, 1), got {self.filter_tolerance!r}; 0 is exact"
+                f'filter_tolerance is a probability mass in [0, 1) or "rounding", got {tolerance!r}; 0 is exact'
             )
         if not isinstance(self.batch_invariant, bool):
             raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}. Convert it with bool()")

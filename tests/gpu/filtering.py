@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.compare import assert_close
+from tests.compare import assert_close, relative_error
 from tests.gpu.checks import Place
 from torch import Tensor
 
@@ -130,6 +130,84 @@ def check_filtered(place: Place, dtype: torch.dtype, n: int, d: int, m: int, see
     assert torch.equal(again, loss)
     assert all(torch.equal(again_grads[name], grads[name]) for name in grads)
     return report.kept_share[0]
+
+
+def check_tokens(
+    place: Place, dtype: torch.dtype, n: int, d: int, m: int, seed: int, workspace_mib: int = 256
+) -> float:
+    """Log-probability and entropy of each token with gradients of their own: statistics, bound and gradients."""
+    head = make_head(place, dtype, n, d, m, seed)
+    x, valid = {name: value.detach().double() for name, value in head.leaves.items()}, head.target >= 0
+    g = torch.Generator().manual_seed(seed)
+    advantage, bonus = (torch.randn(n, generator=g).to(place.device).double() for _ in range(2))
+
+    def solve(options: tw.TileOptions) -> tuple[Any, dict[str, Tensor]]:
+        leaves = head.leaves
+        stats = tw.linear_token_stats(
+            leaves["input"], leaves["weight"], head.target, logit_scale=leaves["scale"], options=options
+        )
+        loss = (stats.log_prob * advantage + stats.entropy * bonus).sum()
+        return stats, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+    options = place.options(filter_tolerance=TOLERANCE, workspace_mib=workspace_mib)
+    with tw.record_filtering() as report:
+        stats, grads = solve(options)
+    assert report.dense == [False]
+    exact, _ = solve(place.options())
+    for name in ("log_prob", "entropy", "logsumexp"):
+        assert_close(getattr(stats, name), getattr(exact, name), 1e-5, name)
+    # A product sums in another order for another shape, so that a near tie may have another winner.
+    assert (stats.argmax != exact.argmax).double().mean() < 0.01
+    plan, product = report._plans[0][0], x["input"] @ x["weight"].T
+    log_p = (x["scale"] * product).log_softmax(1)
+    p, tiles, width = log_p.exp(), plan.mass.shape[0], plans.tile_width(m)
+    tile = torch.empty(m, dtype=torch.long, device=p.device)
+    tile[plan.order.long()] = torch.arange(m, device=p.device) // width
+    mass_nt, entropy_nt = (p.new_zeros(n, tiles).index_add_(1, tile, value) for value in (p, -p * log_p))
+    dropped_nt = (plan.mass.T >= 0) & valid[:, None]
+    mass, lost = (mass_nt * dropped_nt).sum(1), (entropy_nt * dropped_nt).sum(1)
+    assert mass.max() <= TOLERANCE
+    assert lost.max() <= TOLERANCE * math.log(m)
+    assert mass.max() > TOLERANCE / 2
+    size = torch.bincount(tile, minlength=tiles).double()
+    entropy = -(p * log_p).sum(1)
+    v = -advantage - bonus * entropy
+    stands_nt = (v + bonus * lost / mass.clamp(min=1e-30))[:, None] * mass_nt / size
+    own = F.one_hot(head.target.clamp(min=0), m).double()
+    full = advantage[:, None] * (own - p) + bonus[:, None] * p * (-log_p - entropy[:, None])
+    full = torch.where(dropped_nt[:, tile], stands_nt[:, tile], full) * valid[:, None]
+    want = {
+        "input": x["scale"] * full @ x["weight"],
+        "weight": x["scale"] * full.T @ x["input"],
+        "scale": (full * product).sum(),
+    }
+    for name, value in want.items():
+        assert_close(grads[name], value, ERRORS[dtype] * (10 if name == "scale" else 1), name)
+    with place.no_waiting():
+        _, again = solve(options)
+    assert all(torch.equal(again[name], grads[name]) for name in grads)
+    return report.kept_share[0]
+
+
+def check_rounding(place: Place, dtype: torch.dtype, n: int, d: int, m: int, seed: int) -> None:
+    """Errors of "rounding" are at most 1.05 times those of a dense path that rounds its logits and their gradient."""
+    head = make_head(place, dtype, n, d, m, seed)
+    scale = torch.ones_like(head.leaves["scale"])  # a scale would be one more rounding of the dense path
+    head.leaves["scale"] = scale.requires_grad_()
+
+    def dense(kind: torch.dtype) -> tuple[Tensor, ...]:
+        a, b = (head.leaves[name].detach().to(kind).requires_grad_() for name in ("input", "weight"))
+        logits = a @ b.T
+        loss = F.cross_entropy(logits if kind == torch.float64 else logits.float(), head.target)
+        return torch.autograd.grad(loss, (a, b))
+
+    want, theirs = dense(torch.float64), dense(dtype)
+    with tw.record_filtering() as report:
+        _, grads = head.solve(place.options(filter_tolerance="rounding"))
+    assert report.tolerance == [torch.finfo(dtype).eps]
+    assert report.dense == [False]
+    for name, right, other in zip(("input", "weight"), want, theirs, strict=True):
+        assert relative_error(grads[name], right) <= 1.05 * relative_error(other, right), name
 
 
 def flat_head(place: Place, dtype: torch.dtype, n: int, d: int, m: int) -> Head:

@@ -60,6 +60,24 @@ def test_a_small_workspace(seed):
     filtering.check_filtered(GPU, torch.bfloat16, 300, 72, 40_000, seed, workspace_mib=1)
 
 
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("n, d, m", [(300, 72, 40_000), (130, 1032, 33_000)])
+def test_statistics_of_tokens(n, d, m, dtype, seed):
+    filtering.check_tokens(GPU, dtype, n, d, m, seed)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+def test_statistics_of_tokens_after_a_probe(seed):
+    filtering.check_tokens(GPU, torch.bfloat16, 300, 72, 40_000, seed)
+    filtering.check_tokens(GPU, torch.bfloat16, 300, 72, 40_000, seed, workspace_mib=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_errors_of_rounding(dtype, seed):
+    filtering.check_rounding(GPU, dtype, 1024, 256, 65_536, seed)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_flat_scores(dtype):
     filtering.check_flat(GPU, dtype, 300, 72, 20_000)

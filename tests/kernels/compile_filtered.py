@@ -12,26 +12,39 @@ from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 BIAS_AND_CAP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True))
 OPTIONAL = {"skip_if", "g", "u"}
 WITH_BIAS = OPTIONAL | {"bias", "row_shift", "bias_share", "bias_out"}
+TOKENS = {
+    "order",
+    "entropy_part",
+    "own_part",
+    "top_part",
+    "top_col_part",
+    "row_pos",
+    "row_entropy",
+    "surprise",
+    "grad_entropy",
+}
 
 
 def main() -> None:
     for capability, dtype, every in cards():
         row = row_for(capability, dtype)
-        # (columns of a tile, features, SCORE)
-        cases = [(256, 2304, 0)]
+        # (columns of a tile, features, SCORE, whether entropy and largest score are wanted)
+        cases = [(256, 2304, 0, False), (256, 2304, 0, True)]
         if every or (capability, dtype) == (89, "fp32"):
-            cases += [(128, 2304, 0), (256, 2304, BIAS_AND_CAP)]
-        for width, d, score in cases:
-            present, named = WITH_BIAS if score else OPTIONAL, {"dtype": dtype, "width": width}
+            cases += [(128, 2304, 0, False), (256, 2304, BIAS_AND_CAP, False)]
+        for width, d, score, tokens in cases:
+            present, named = WITH_BIAS if score else OPTIONAL, {"dtype": dtype, "width": width, "tokens": tokens}
+            present = present | TOKENS if tokens else present
             shared = {"D": d, "UNIT": 4 if dtype == "fp32" else 8, "W": width, "EXACT": FULL, "SCORE": score}
+            shared["ROUNDING"] = tokens
             masses = dataclasses.replace(row.filter_masses if width == 256 else row.filter_masses_narrow, cols=width)
             made = compiled_tiles(kernels.mass_kernel, shared, present, dtype, capability, masses)
             show(capability, "mass_kernel", made, masses.programs, **named)
-            found = over_pairs(row.filter_pairs, d)
+            found = over_pairs(row.filter_pairs, d)[: 1 if tokens else 2]
             if every and width == 256:
                 found += small_kernels(width, d)
             for kernel, sizes, warps, stages in found:
-                there = present - ({"skip_if"} if sizes.get("T") == 1024 else set())
+                there = present - ({"skip_if", "surprise"} if sizes.get("T") == 1024 else set())
                 made = compiled(kernel, shared | sizes, there, dtype, capability, warps=warps, stages=stages)
                 show(capability, kernel.__name__, made, **named)
 
@@ -53,6 +66,7 @@ def small_kernels(width, d):
         (kernels.probe_kernel, {"S": 128, "R": 32}, 4, 2),
         (kernels.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
         (kernels.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
+        (kernels.top_kernel, {"R": 32, "T": 64}, 4, 2),
         (kernels.plan_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
         (kernels.add_rows_kernel, {"K": 1024}, 4, 2),
     ]

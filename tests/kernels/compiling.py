@@ -17,12 +17,13 @@ from tilewise.kernels.known_faults import FAULTS, release
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 
-FLOATS = {"softcap", "tolerance", "usable", "share", "guide_softcap", "hot", "beta"}
+FLOATS = {"softcap", "tolerance", "usable", "share", "most_entropy", "guide_softcap", "hot", "beta"}
 # Pointers that are not float32, by name
 POINTERS = dict.fromkeys(
     ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "column")
     + (
         "order",
+        "top_col_part",
         "place",
         "rows",
         "starts",

@@ -51,7 +51,7 @@ def flat_pair(dtype=torch.float32, **settings):
     return dataclasses.replace(pair, a=pair.a * 0.05), grad
 
 
-def rule(pair, spec, order, rows):
+def rule(pair, spec, order, rows, options=OPTIONS):
     """What these rows keep, from all their scores: (T, rows) bool."""
     x = pair.scale.double() * pair.a[rows].double() @ pair.b.double().T
     x = x if pair.bias is None else x + pair.bias.double()
@@ -60,8 +60,16 @@ def rule(pair, spec, order, rows):
     x = F.pad(x[:, order.long()], (0, tiles * width - m), value=-torch.inf).view(len(rows), tiles, width)
     few = dataclasses.replace(pair, row_key=pair.row_key[rows])
     part = x.logsumexp(2).T
-    valid = few.row_key >= 0
-    return plans.choose(part, part.logsumexp(0), plans.places_of(order, few), valid, 1e-2, width) < 0
+    valid, place, lse = few.row_key >= 0, plans.places_of(order, few), part.logsumexp(0)
+    own = x.reshape(len(rows), -1).gather(1, place.clamp(min=0)[:, None]).squeeze(1)
+    each = entropy = None
+    if spec.row_entropy:
+        p = x.softmax(2)
+        each = torch.where(p > 0, -p * p.log(), 0.0).nan_to_num().sum(2).T
+        entropy = plans.dropped_entropy(part - lse, each).sum(0)
+    most = plans.limits(options, m, torch.where(place >= 0, own - lse, -torch.inf), entropy)
+    tolerance = plans.tolerance_of(options, pair.a.dtype)
+    return plans.choose(part, lse, place, valid, tolerance, width, most, each) < 0
 
 
 @TYPES
@@ -96,6 +104,30 @@ def test_the_probe_follows_the_rule_for_all_rows(n, m, d, ignored, softcap, dtyp
     mean = plans.mean_row(pair).double() @ pair.b.double().T * pair.scale + pair.bias
     falls = mean[order.long()].diff()
     assert not (falls > 0.01).any()
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, "rounding"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_probe_of_tokens_and_of_rounding_follows_the_rule(entropy, tolerance, monkeypatch):
+    dtype = torch.float16 if tolerance == "rounding" else torch.float32
+    pair, _ = make_pair(dtype, 70, 600, 24, zero=dtype == torch.float32)
+    if tolerance == "rounding":
+        pair.a.add_(pair.b[pair.row_key])  # confident rows, which drop less
+    options, spec = (
+        dataclasses.replace(OPTIONS, filter_tolerance=tolerance),
+        dataclasses.replace(SPEC, row_entropy=entropy),
+    )
+    asked, plain = [], plans.too_many
+    monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
+    order, _, _ = FilterForward(pair, spec, options)._probe(16)
+    index = torch.arange(70)[plans.sample_of(70, 16)][1:]
+    valid = pair.row_key[index] >= 0
+    kept, want = asked[0][0][:, valid], rule(pair, spec, order, index, options)[:, valid]
+    assert (kept != want).float().mean() < 0.01
+    assert 0.01 < want.float().mean() < 0.98
+    if tolerance == "rounding":
+        other = rule(pair, spec, order, index, dataclasses.replace(options, filter_tolerance=2.0**-10))[:, valid]
+        assert (kept != other).float().mean() > 0.01
 
 
 def test_no_probe_without_memory_for_a_sample(monkeypatch):

@@ -10,7 +10,7 @@ from tests.compare import assert_close
 from tests.kernels.interpreted import BACKEND, IN_THE_INTERPRETER
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, wanted_names
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.triton_impl.filtered import backward as filter_backward
@@ -54,22 +54,29 @@ def make_pair(dtype, n=70, m=331, d=24, *, bias=True, zero=True):
     return pair, grad
 
 
-def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None):
+def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None, **fields):
     tolerance = tolerance or (2e-6 if pair.a.dtype == torch.float32 else 3e-3)
-    spec = PairSpec(row_lse=True, positive="one", softcap=softcap, drop_rows=True)
+    spec = PairSpec(**{"row_lse": True, "positive": "one", "softcap": softcap, "drop_rows": True, **fields})
     stats, plan = TritonFilter().forward(pair, spec, options)
     want_stats, want = TorchFilter().forward(pair, spec, options)
     valid = pair.row_key >= 0
-    for name in ("row_lse", "row_pos", "num_positives"):
-        assert_close(getattr(stats, name)[valid], getattr(want_stats, name)[valid], 1e-5, name)
+    for name in wanted_names(spec):
+        got, right = getattr(stats, name)[valid], getattr(want_stats, name)[valid]
+        if name == "row_top_col":
+            assert torch.equal(got, right)
+        else:
+            assert_close(got, right, 1e-5, name)
     assert torch.equal(plan.order, want.order)
     assert torch.equal(plan.mass < 0, want.mass < 0)
     assert torch.equal(plan.kept, want.kept)
     assert_close(plan.mass, want.mass, 1e-3, "mass")
     assert_close(plan.mean, want.mean, 1e-3, "mean")
+    assert plan.surprise.shape == want.surprise.shape
+    if spec.row_entropy:
+        assert_close(plan.surprise[valid], want.surprise[valid], 1e-4, "surprise")
     share = (plan.mass[:, valid] < 0).float().mean()
     assert 0.01 < share < 0.9
-    known = Stats(row_lse=want_stats.row_lse)
+    known = Stats(row_lse=want_stats.row_lse, row_entropy=want_stats.row_entropy)
     got = TritonFilter().backward(pair, known, plan, grad, needs, spec, options)
     right = TorchFilter().backward(pair, known, want, grad, needs, spec, options)
     for name in ("a", "b", "scale", "bias"):
@@ -82,6 +89,58 @@ def check(pair, grad, *, softcap=0.0, options=OPTIONS, needs=ALL, tolerance=None
         assert_close(value, expected, tolerance * (20 if name == "scale" else 1), name)
     if needs.a:
         assert (got.a[~valid] == 0).all()
+
+
+def with_entropy(grad):
+    """A gradient of the entropy of each row, beside those of its log-sum-exp and its positive."""
+    entropy = torch.randn(len(grad.row_lse), generator=torch.Generator().manual_seed(3)) * (grad.row_lse != 0)
+    return dataclasses.replace(grad, row_entropy=entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("softcap", [0.0, 12.0])
+def test_entropy_and_largest_score(dtype, softcap):
+    pair, grad = make_pair(dtype, zero=dtype == torch.float32)
+    pair.b[100:110] = pair.b[40:50]  # ties
+    pair.bias[100:110] = pair.bias[40:50]
+    check(pair, with_entropy(grad), softcap=softcap, row_entropy=True, row_top=True)
+
+
+def test_token_statistics_one_at_a_time():
+    pair, grad = make_pair(torch.float32, n=40, m=200)
+    alone = GradStats(row_entropy=with_entropy(grad).row_entropy)
+    check(pair, alone, row_entropy=True, positive="none")
+    check(pair, grad, row_top=True)
+
+
+def test_token_statistics_in_a_small_workspace(monkeypatch):
+    """Several chunks of columns and blocks of rows."""
+    pair, grad = make_pair(torch.float32, n=150)
+    monkeypatch.setattr(TileOptions, "workspace_bytes", 2**15)
+    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: PairSizes(16, 32, 16, 1, 1, 1))
+    check(pair, with_entropy(grad), row_entropy=True, row_top=True)
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["loss", "entropy"])
+def test_the_tolerance_of_rounding(entropy):
+    """Confident rows drop less. The scores are small enough that float16 does not take the exact path."""
+    options = dataclasses.replace(OPTIONS, filter_tolerance="rounding")
+    pair, grad = make_pair(torch.float16, n=40, m=600, zero=False)
+    pair.a[:20] += pair.b[pair.row_key[:20]]
+    check(pair, with_entropy(grad) if entropy else grad, options=options, row_entropy=entropy)
+
+
+def test_nan_is_the_largest_score():
+    pair, grad = make_pair(torch.float32, n=40, m=200)
+    pair.a[7, 3] = torch.nan
+    spec = PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one", drop_rows=True)
+    stats, plan = TritonFilter().forward(pair, spec, OPTIONS)
+    assert stats.row_top[7].isnan()
+    assert stats.row_entropy[7].isnan()
+    assert (plan.mass[:, 7] < 0).all()
+    got = TritonFilter().backward(pair, stats, plan, with_entropy(grad), ALL, spec, OPTIONS)
+    assert got.a[7].isnan().all()
+    assert not got.a[8].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])

@@ -24,6 +24,7 @@ SCRIPTS = {
     },
     "compile_filtered": {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
+        "top_kernel",
     },
     "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
     "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel"},

@@ -19,6 +19,19 @@ def test_gradients_and_bound(dtype, settings):
     assert 0.001 < share < 0.2
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
+@pytest.mark.parametrize("workspace", [256, 1])
+def test_statistics_of_tokens(dtype, workspace):
+    share = filtering.check_tokens(CPU, dtype, 100, 72, 4000, 3, workspace)
+    assert 0.001 < share < 0.2
+
+
+def test_errors_of_rounding():
+    filtering.check_rounding(CPU, torch.bfloat16, 64, 40, 8192, 3)
+
+
 def test_flat_scores():
     filtering.check_flat(CPU, torch.float32, 60, 40, 1000)
 
@@ -40,6 +53,12 @@ def test_flat_scores_after_a_probe(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peaked_scores_after_a_probe(dtype, settings):
     filtering.check_filtered(CPU, dtype, 100, 72, 4000, 3, **settings)
+
+
+@pytest.mark.usefixtures("probing", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_of_tokens_after_a_probe(dtype):
+    filtering.check_tokens(CPU, dtype, 100, 72, 4000, 3)
 
 
 def test_a_way_that_is_not_the_exact_one_is_found():

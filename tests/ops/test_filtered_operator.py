@@ -14,7 +14,7 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
 from tilewise.kernels.torch_impl.filtered import TorchFilter, _order_and_sample
 from tilewise.ops import filter_report
-from tilewise.ops.call import KEYS, Settings, encode
+from tilewise.ops.call import TENSORS, Settings, encode
 from tilewise.ops.route import route
 from tilewise.options import TileOptions
 
@@ -75,9 +75,8 @@ def test_what_the_filter_does_not_know_is_exact(name):
     value = getattr(plain, name)
     other = {"positive": "many", "softcap": 3.0, "guide": "kl"}.get(name, not value)
     served = is_filtered(10, COLS, dataclasses.replace(plain, **{name: other}), TileOptions(filter_tolerance=0.1))
-    assert served == (
-        name in ("softcap", "drop_rows", "guide_softcap", "beta")
-    )  # the last two only matter with a guide
+    without_effect = ("guide_softcap", "beta")  # without a guide
+    assert served == (name in ("softcap", "drop_rows", "row_entropy", "row_top", *without_effect))
 
 
 def test_flat_rows_take_the_dense_path(monkeypatch):
@@ -193,7 +192,7 @@ def test_reports_are_only_written_inside():
             head.loss(1e-2)
     head.loss(1e-2)
     assert (len(outer), len(inner)) == (2, 1)
-    assert repr(inner).startswith(f"FilterReport(kept_share={inner.kept_share}, mean_dropped=[")
+    assert repr(inner).startswith(f"FilterReport(tolerance=[0.01], kept_share={inner.kept_share}, mean_dropped=[")
     assert "tensor" not in repr(outer)
     assert not filter_report.is_recording()
 
@@ -255,13 +254,13 @@ def test_compiled_with_one_tolerance_after_another(dynamic):
 def test_the_registered_operators_are_sound():
     head = Head(torch.float32, n=20, classes=100)
     x = head.leaves
-    spec = PairSpec(row_lse=True, positive="one", drop_rows=True)
-    settings = encode(Settings(spec, TileOptions(filter_tolerance=1e-2), needs=Needs(True, True, True, True)))
-    key, shift, weight = head.target % 100, torch.zeros(20), torch.full((20,), 0.05)
-    leaves = (x["input"], x["weight"], x["scale"], x["bias"])
-    for operator, weights in (("pair_stats", (None, None)), ("pair_loss", (weight, None))):
-        keys = [{"row_key": key, "row_shift": shift}.get(name) for name in KEYS]
-        inputs = (*leaves, *keys, *weights, settings)
+    keys = {"row_key": head.target % 100, "row_shift": torch.zeros(20)}
+    leaves, loss = (x["input"], x["weight"], x["scale"], x["bias"]), {"weight": torch.full((20,), 0.05)}
+    tokens = {"row_entropy": True, "row_top": True}
+    for operator, weights, more in (("pair_stats", {}, {}), ("pair_stats", {}, tokens), ("pair_loss", loss, {})):
+        spec = PairSpec(row_lse=True, positive="one", drop_rows=True, **more)
+        settings = encode(Settings(spec, TileOptions(filter_tolerance=1e-2), needs=Needs(True, True, True, True)))
+        inputs = (*leaves, *((keys | weights).get(name) for name in TENSORS[len(leaves) :]), settings)
         registered = getattr(torch.ops.tilewise, operator).default
         torch.library.opcheck(registered, inputs, test_utils=("test_schema", "test_faketensor"))
 

@@ -21,17 +21,32 @@ With D_i <= tolerance the mass that row i drops,
     sum_j |error of G_ij|  <=  2 |g_i| D_i
     sum_j error of G_ij     =  0                                                           without a soft cap
     |error of dA_i|        <=  |scale g_i| D_i max_j |b_j - mean of its tile|              without a soft cap
+
+The gradient h_i of the entropy H_i adds h_i p_ij (row_lse_i - x_ij - H_i) to G_ij, p_ij = exp(x_ij - row_lse_i). So an
+entry also carries entropy, and a row drops E_i of it:
+
+    E_ti = sum over the columns j of tile t of p_ij (row_lse_i - x_ij)          E_i = sum of the dropped E_ti
+    E_i <= tolerance log m                 a second condition of the choice; log m is the largest entropy of a row
+    G_ij = (v_i + h_i E_i / D_i) M_ti / live columns of the tile       if (t, i) is dropped, v_i = g_i - h_i H_i
+
+The stand-ins of a row have the sum of what they replace. So, without a soft cap, the errors of a row of G sum to 0, and
+
+    sum_j |error of G_ij|  <=  2 (|v_i| D_i + |h_i| E_i)
+    |error of dA_i|        <=  |scale| (|v_i| D_i + |h_i| E_i) max_jk |b_j - b_k|
+
+`tolerance_of` and `limits` say what "rounding" means.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import FilterPlan, Pair, stat_dtype
+from tilewise.kernels.spec import HALF_TYPES, FilterPlan, Pair, PairSpec, stat_dtype
 from tilewise.options import TileOptions
 
 KEPT = -1.0  # value in the plan of an entry that is kept
@@ -45,6 +60,55 @@ PROBED_SHARE = 0.88  # of DENSE_SHARE: if the sampled rows keep more than 0.15 o
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
 NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # a sample has one in 64 rows, at least 16, at most 128
+
+
+SMALLEST_LIMIT = 2.0**-23  # of a row with "rounding": float32 does not tell a smaller 1 - p from 0
+
+
+class Limits(NamedTuple):
+    """What a row may drop, in units of the tolerance: a number, or one for each row (n,)."""
+
+    mass: Tensor | float = 1.0  # of its probability
+    entropy: Tensor | float = math.inf  # of its entropy, in nats
+
+
+NO_LIMITS = Limits()  # beside the tolerance
+
+
+def tolerance_of(options: TileOptions, dtype: torch.dtype) -> float:
+    """``filter_tolerance`` as a number. "rounding" is the eps of a half type, and 0 for float32 and float64.
+
+    A dense path in a half type rounds its logits and their gradient G, each by up to eps / 2 of its size.
+
+    >>> tolerance_of(TileOptions(filter_tolerance="rounding"), torch.bfloat16)
+    0.0078125
+    """
+    if isinstance(options.filter_tolerance, str):
+        return torch.finfo(dtype).eps if dtype in HALF_TYPES else 0.0
+    return options.filter_tolerance
+
+
+def limits(options: TileOptions, m: int, log_prob_n: Tensor | None, entropy_n: Tensor | None) -> Limits:
+    """What each row may drop, in units of the tolerance.
+
+    With a number as tolerance: 1 of the probability, and log m of the entropy, the largest that m columns can have.
+    With "rounding" a row with a small gradient drops less, because rounding G is relative to its size. With p the
+    probability of the positive, the gradient of the loss has the size sum_j |G_ij| = 2 |g_i| (1 - p):
+
+        probability  min(1, 2 (1 - p))        entropy  H_i / 2
+
+    Args:
+        log_prob_n: log p; None without positives.
+        entropy_n: H_i, or None if it is no statistic of the call.
+    """
+    mass: Tensor | float = 1.0
+    entropy: Tensor | float = math.log(m)
+    if options.filter_tolerance == "rounding":
+        if log_prob_n is not None:
+            mass = (-2.0 * torch.expm1(log_prob_n)).clamp(SMALLEST_LIMIT, 1.0)
+        if entropy_n is not None:
+            entropy = (entropy_n / 2.0).clamp(min=SMALLEST_LIMIT)
+    return Limits(mass, math.inf if entropy_n is None else entropy)
 
 
 def tile_width(m: int) -> int:
@@ -168,7 +232,7 @@ def places_of(order: Tensor, pair: Pair) -> Tensor:
     return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
 
 
-def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
+def keep_everything(pair: Pair, spec: PairSpec, order: Tensor | None = None) -> FilterPlan:
     """The plan of a call that drops nothing. The order of the columns does not matter."""
     assert pair.row_key is not None
     valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
@@ -177,7 +241,9 @@ def keep_everything(pair: Pair, order: Tensor | None = None) -> FilterPlan:
     mass = torch.where(valid, KEPT, 0.0).to(pair.a.dtype).expand(tiles, -1).contiguous()
     mean = pair.a.new_zeros((tiles, pair.b.shape[1]))
     kept = valid.sum(dtype=torch.int32).expand(tiles).contiguous()
-    return FilterPlan(order=order, mass=mass, mean=mean, kept=kept, keep_all=torch.ones_like(kept[:1]))
+    surprise = pair.scale.new_zeros(pair.a.shape[0] if spec.row_entropy else 0)
+    keep_all = torch.ones_like(kept[:1])
+    return FilterPlan(order=order, mass=mass, mean=mean, surprise=surprise, kept=kept, keep_all=keep_all)
 
 
 def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,9 +259,9 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
     return live.view(tiles, width).sum(1).clamp_(min=1.0)
 
 
-def rows_per_step(n: int, tiles: int, options: TileOptions) -> int:
-    """The number of rows whose masses in all tiles take a quarter of the workspace."""
-    return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles)) // 64 * 64)
+def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) -> int:
+    """The number of rows whose masses in all tiles, or ``numbers`` numbers, take a quarter of the workspace."""
+    return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles * numbers)) // 64 * 64)
 
 
 def choose(
@@ -205,17 +271,23 @@ def choose(
     valid_n: Tensor,
     tolerance: float,
     width: int,
+    most: Limits = NO_LIMITS,
+    entropy_tn: Tensor | None = None,
 ) -> Tensor:
     """The entries that each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
 
     A row drops the entries whose mass is below a threshold, which is found by bisection: their sum must stay below
-    ``tolerance``. The first lower bound, tolerance / T, is safe for every row.
+    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The first lower bound is safe
+    for every row: that mass / T, and with y that entropy / T also y / (2 log(width / y)), because
+    E_ti <= M_ti log(width / M_ti).
 
     Args:
         part_tn: the log-sum-exp of each row in each tile.
         lse_n: the log-sum-exp of each row over all tiles.
         place_n: the position of the row's positive in the order, or -1.
         valid_n: False for an ignored row. It drops all its entries, and they are 0 in the result.
+        most: what a row may drop, in units of the tolerance.
+        entropy_tn: the entropy of each row's softmax over the columns of each tile, if entropy is limited.
     """
     tiles = part_tn.shape[0]
     tile = torch.arange(tiles, device=part_tn.device)[:, None]
@@ -223,12 +295,32 @@ def choose(
     # NaN < x is False, so NaN entries are kept. Set the positive's entry to NaN to keep it. NaN scores stay visible.
     log_mass = torch.where(tile == (place_n // width)[None, :], torch.nan, log_mass)
     mass = log_mass.exp()
-    usable = tolerance * MARGIN
-    low = torch.full_like(lse_n, math.log(usable / tiles))
-    high = torch.full_like(lse_n, math.log(usable))
+    usable = torch.full_like(lse_n, tolerance * MARGIN)
+    usable, usable_entropy = usable * most.mass, usable * most.entropy
+    low, high = (usable / tiles).log(), usable.log()
+    entropy = None
+    if entropy_tn is not None:
+        entropy, each = dropped_entropy(log_mass, entropy_tn), usable_entropy / tiles
+        low = torch.minimum(low, (each / (2.0 * (width / each).log())).log())
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        fits = torch.where(log_mass < middle, mass, 0.0).sum(0) <= usable
+        below = log_mass < middle
+        fits = torch.where(below, mass, 0.0).sum(0) <= usable
+        if entropy is not None:
+            fits &= torch.where(below, entropy, 0.0).sum(0) <= usable_entropy
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
     plan = torch.where(log_mass < low, mass / tolerance, KEPT)
     return torch.where(valid_n[None, :], plan, 0.0)
+
+
+def dropped_entropy(log_mass_tn: Tensor, entropy_tn: Tensor) -> Tensor:
+    """E_ti = M_ti (entropy over the tile - log M_ti): (T, n); 0 for an empty tile."""
+    return torch.where(log_mass_tn == -torch.inf, 0.0, log_mass_tn.exp() * (entropy_tn - log_mass_tn))
+
+
+def mean_surprise(mass_tn: Tensor, log_mass_tn: Tensor, entropy_tn: Tensor) -> Tensor:
+    """E_i / D_i of the dropped entries, those that are not negative in ``mass_tn``: (n,); 0 if nothing is dropped."""
+    dropped = (mass_tn >= 0) & (log_mass_tn > -torch.inf)
+    entropy = torch.where(dropped, dropped_entropy(log_mass_tn, entropy_tn), 0.0).sum(0)
+    mass = torch.where(dropped, log_mass_tn.exp(), 0.0).sum(0)
+    return torch.where(mass > 0.0, entropy / mass, 0.0)

@@ -421,6 +421,7 @@ class FilterPlan:
     order: Tensor  # (m,) int32, the column at each position
     mass: Tensor  # (T, n) in the features' type: -1 for a kept entry, or the dropped mass divided by the tolerance
     mean: Tensor  # (T, d) in the features' type: the mean column of each tile
+    surprise: Tensor  # (n,) mean of row_lse - x over the probability that a row drops; (0,) without ``row_entropy``
     kept: Tensor  # (T,) int32, the number of rows that keep the tile
     keep_all: Tensor  # (1,) int32, 1 if backward computes every pair, because that is faster
 

@@ -192,12 +192,15 @@ def _shown(value: Any) -> str:
 def _text(value: Any, kind: str) -> str:
     if kind == "bool" or kind == "int":
         return f"{int(value)}"
-    return f"{float(value)!r}" if kind == "float" else f"{value}"
+    number = kind == "float" or (kind == "FilterTolerance" and value != "rounding")
+    return f"{float(value)!r}" if number else f"{value}"
 
 
 def _value(text: str, kind: str) -> Any:
     if kind == "bool":
         return text == "1"
+    if kind == "FilterTolerance":
+        return text if text == "rounding" else float(text)
     return {"int": int, "float": float}.get(kind, str)(text)
 
 

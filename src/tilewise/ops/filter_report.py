@@ -26,7 +26,7 @@ class FilterReport:
         return len(self._plans)
 
     def __repr__(self) -> str:
-        names = ("kept_share", "mean_dropped", "largest_dropped", "dense")
+        names = ("tolerance", "kept_share", "mean_dropped", "largest_dropped", "dense")
         return f"FilterReport({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
@@ -36,6 +36,11 @@ class FilterReport:
         It is 1 where a sample of the rows needed nearly all of them, and where a call is too small for the filter.
         """
         return [int(plan.kept.sum()) / max(1, int(valid.sum()) * plan.mass.shape[0]) for plan, valid, _ in self._plans]
+
+    @property
+    def tolerance(self) -> list[float]:
+        """The ``filter_tolerance`` of the call as a number, also where it was given as "rounding"."""
+        return [tolerance for _, _, tolerance in self._plans]
 
     @property
     def dense(self) -> list[bool]:

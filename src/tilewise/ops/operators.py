@@ -194,5 +194,7 @@ def _plan_like(call: Call) -> list[Like]:
     """In the order of `FilterPlan`."""
     shape = call.shape
     tiles = plans.tile_count(shape.cols)
-    sizes = (shape.cols,), (tiles, shape.rows), (tiles, shape.width), (tiles,), (1,)
-    return list(zip(sizes, (torch.int32, shape.dtype, shape.dtype, torch.int32, torch.int32), strict=True))
+    surprise = shape.rows if call.settings.spec.row_entropy else 0
+    sizes = (shape.cols,), (tiles, shape.rows), (tiles, shape.width), (surprise,), (tiles,), (1,)
+    types = torch.int32, shape.dtype, shape.dtype, stat_dtype(shape.dtype), torch.int32, torch.int32
+    return list(zip(sizes, types, strict=True))

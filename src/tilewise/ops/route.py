@@ -2,7 +2,7 @@
 
     two_pass    statistics in forward, scores recomputed in backward: four products. Always possible.
     one_pass    a scalar loss and its gradients in forward: three products, if the memory allows.
-    filtered    gradients without the (row, tile) entries that carry almost no probability; ``filter_tolerance > 0``.
+    filtered    gradients without the (row, tile) entries that carry almost no probability; a ``filter_tolerance``.
 
 `route` is a pure function of sizes, types and settings. It never looks at a number in a tensor.
 """
@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend
-from tilewise.kernels.filter_plan import SMALLEST_TOLERANCE, tile_count, tile_width
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.row_blocks import in_blocks
@@ -36,7 +36,8 @@ SMALLEST_GPU_BLOCK = 2048
 LARGEST_SMALL_BATCH = 16384
 # The filter on a GPU: below so many multiply-adds its launches cost more than it saves.
 WORTH_FILTERING = 2**40
-FILTERED = {"row_lse", "row_pos", "num_positives"}  # the statistics that the filter computes
+# The statistics that the filter computes
+FILTERED = {"row_lse", "row_pos", "num_positives", "row_entropy", "row_top", "row_top_col"}
 TOO_SMALL = "the call is too small for the filter to pay"
 
 
@@ -87,10 +88,10 @@ def _route(
         return Route("two_pass", "no gradient is needed", backend)
     if spec.guide != "none":
         return Route("two_pass", "a second score matrix is computed in the same tiles", backend)
-    if options.filter_tolerance > 0.0:
+    if (tolerance := plans.tolerance_of(options, shape.dtype)) > 0.0:
         why_exact = _why_not_filtered(shape, spec, options, backend, capturing)
         if why_exact is None:
-            return Route("filtered", f"filter_tolerance is {options.filter_tolerance:g}", backend)
+            return Route("filtered", _filter_reason(options, tolerance), backend)
         return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
@@ -100,25 +101,33 @@ def _route(
     return Route("two_pass", why_two, backend)
 
 
+def _filter_reason(options: TileOptions, tolerance: float) -> str:
+    meaning = f'"rounding": {tolerance:g}' if options.filter_tolerance == "rounding" else f"{tolerance:g}"
+    return f"filter_tolerance is {meaning}"
+
+
 def _why_not_filtered(
     shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, capturing: bool
 ) -> str | None:
     """Why the exact gradients are computed despite a tolerance, or None."""
     if backend.filtered is None:
         return f"the backend {backend.name} offers no filter"
-    if options.filter_tolerance < SMALLEST_TOLERANCE:
+    if plans.tolerance_of(options, shape.dtype) < plans.SMALLEST_TOLERANCE:
         return "the tolerance is too small for float32"
     if spec.row_sum:
-        return "a weighted sum of all scores (label smoothing) needs every entry"
+        return "a weighted sum of all scores (label smoothing, mean_logit) needs every entry"
+    if spec.row_sum_sq:
+        return "the filter has no bound for the sum of squared probabilities (log_sum_sq_prob)"
     more = spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips
     more = more or shape.has_row_scale
-    if set(wanted_names(spec)) != FILTERED or spec.positive != "one" or more or not shape.has_row_key:
+    one = spec.positive == "one" or (spec.positive == "none" and spec.drop_rows)
+    if not spec.row_lse or not set(wanted_names(spec)) <= FILTERED or not one or more or not shape.has_row_key:
         return "the filter is for softmax losses with one positive per row, given by an index"
-    if shape.empty or shape.cols < 2 * tile_width(shape.cols):
+    if shape.empty or shape.cols < 2 * plans.tile_width(shape.cols):
         return "there are too few columns to choose from"
-    if shape.rows * tile_count(shape.cols) * shape.dtype.itemsize > options.workspace_bytes / 2:
+    if shape.rows * plans.tile_count(shape.cols) * shape.dtype.itemsize > options.workspace_bytes / 2:
         return "the plan would not fit half the workspace"
-    if shape.rows * tile_count(shape.cols) >= 2**31:
+    if shape.rows * plans.tile_count(shape.cols) >= 2**31:
         return "pairs are counted in 32 bits"
     if shape.device.type == "cuda" and shape.products < WORTH_FILTERING:
         return TOO_SMALL

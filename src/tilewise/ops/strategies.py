@@ -26,6 +26,7 @@ from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
 from tilewise.ops.row_blocks import in_blocks
 from tilewise.ops.rows import KeptRows
+from tilewise.options import TileOptions
 
 NO_STATS = Stats()
 
@@ -58,7 +59,7 @@ def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[obje
 def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
     """The route of a call. A registered operator ignores CUDA graph capture, because its fake cannot see it."""
     settings = call.settings
-    capturing = eager and settings.options.filter_tolerance > 0.0 and is_capturing(call.leaves[0])
+    capturing = eager and settings.options.filter_tolerance != 0.0 and is_capturing(call.leaves[0])
     return route(
         call.shape,
         settings.spec,
@@ -87,8 +88,7 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
             backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
             found = _two_pass(backend, fewer, call, save=eager)
             if is_recording() and way.too_small:
-                assert pair.row_key is not None
-                record(plans.keep_everything(pair), pair.row_key >= 0, options.filter_tolerance)
+                _record(plans.keep_everything(pair, spec), pair, options)
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
 
 
@@ -112,12 +112,11 @@ def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
 def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
     spec, options, _, needs = call.settings[:4]
-    assert pair.row_key is not None
     plan: FilterPlan | None
     way = route(fewer.shape, spec, options, needs)
     if way.strategy != "filtered":
         found = _two_pass(way.backend, fewer, call, save=eager)
-        plan = plans.keep_everything(pair) if not eager or is_recording() else None
+        plan = plans.keep_everything(pair, spec) if not eager or is_recording() else None
     else:
         chosen = way.backend.filtered
         assert chosen is not None
@@ -127,14 +126,22 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
             (stats, plan), saved = chosen.forward(fewer, spec, options), None
         if rows is not None:
             mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, rows.index, plan.mass)
-            plan = dataclasses.replace(plan, mass=mass)
+            surprise = plan.surprise
+            if spec.row_entropy:
+                surprise = surprise.new_zeros(pair.a.shape[0]).index_copy_(0, rows.index, surprise)
+            plan = dataclasses.replace(plan, mass=mass, surprise=surprise)
         found = Found(stats, plan, saved=saved)
     if is_recording():
         assert plan is not None
-        record(plan, pair.row_key >= 0, options.filter_tolerance)
+        _record(plan, pair, options)
     # Eager calls must save the same tensors with and without recording. Otherwise torch.utils.checkpoint reports a
     # mismatch.
     return found if eager else found._replace(plan=plan)
+
+
+def _record(plan: FilterPlan, pair: Pair, options: TileOptions) -> None:
+    assert pair.row_key is not None
+    record(plan, pair.row_key >= 0, plans.tolerance_of(options, pair.a.dtype))
 
 
 def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool) -> Grads:

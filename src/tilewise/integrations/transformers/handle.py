@@ -59,8 +59,8 @@ def use_linear_cross_entropy(
             the labels from the model's inputs and needs the logits.
         statistics: keep ``handle.token_stats`` of the last call without logits: a `tilewise.TokenStats` of all its
             tokens in one dimension, with the log-probability of the target, the entropy, whether the target was the
-            most likely token, and which tokens count. They come from the same pass as the loss. ``filter_tolerance``
-            and ``gradients`` then have no effect.
+            most likely token, and which tokens count. They come from the same pass as the loss. ``gradients`` then
+            has no effect.
         evaluation: do not compute logits in evaluation mode either, if there are labels. For a ``Trainer`` without
             metrics that need logits. The loss is then the model's own, without ``z_loss`` and ``label_smoothing``.
         verify: run the model on 16 random tokens, before and after, and raise `ConfigError` if the losses differ.

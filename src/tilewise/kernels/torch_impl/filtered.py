@@ -14,10 +14,20 @@ from torch import Tensor
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import Backward, FilterPlan, Grads, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.spec import (
+    Backward,
+    FilterPlan,
+    Grads,
+    Pair,
+    PairSpec,
+    Stats,
+    largest_gradient,
+    merged_entropy,
+    merged_top,
+)
 from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.tile_scores import TileScores
-from tilewise.kernels.torch_impl.tile_softmax import SideWeights
+from tilewise.kernels.torch_impl.tile_softmax import NO_SHARE, SideWeights, TokenWeights, tile_moments
 from tilewise.options import TileOptions
 
 ROWS = 1024  # rows of one product
@@ -32,11 +42,11 @@ class TorchFilter:
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics of all pairs, and the plan of what backward drops."""
         with matmul_precision(options.precision), torch.no_grad():
-            if plans.rounding_exceeds(pair, options.filter_tolerance):
-                return two_pass.forward(pair, spec, options), plans.keep_everything(pair)
+            if plans.rounding_exceeds(pair, plans.tolerance_of(options, pair.a.dtype)):
+                return two_pass.forward(pair, spec, options), plans.keep_everything(pair, spec)
             order, too_many = _order_and_sample(pair, spec, options)
             if too_many:
-                return two_pass.forward(pair, spec, options), plans.keep_everything(pair, order)
+                return two_pass.forward(pair, spec, options), plans.keep_everything(pair, spec, order)
             return _Forward(pair, spec, options, order).run()
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan, None]:
@@ -63,7 +73,8 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     n, m = pair.a.shape[0], pair.b.shape[0]
     rows = 0
     if pair.a.device.type == "cpu" and n * m * pair.a.shape[1] >= WORTH_PROBING:
-        column_bytes = 4 * pair.stat_dtype.itemsize  # scores in both orders, and their exponentials
+        # Scores in both orders, their exponentials, and for the entropy products with them.
+        column_bytes = (6 if spec.row_entropy else 4) * pair.stat_dtype.itemsize
         rows = plans.sample_size(n, m, column_bytes, options)
     if rows == 0:
         return plans.order_columns(pair), False
@@ -81,13 +92,34 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     x_mr = scores.finish_(x_mr.index_select(0, order).mul_(scores.scale), bias)
     x_mr = torch.nn.functional.pad(x_mr, (0, 0, 0, tiles * width - m), value=-torch.inf)
     top = x_mr.amax(0)  # over all tiles; a tile whose terms underflow has no mass
-    x_mr.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
-    part_tr = x_mr.view(tiles, width, rows).sum(1).log_()
+    x_mr.sub_(torch.where(top == -torch.inf, 0.0, top))
     few = dataclasses.replace(pair, row_key=pair.row_key[chosen])
     assert few.row_key is not None
-    lse, place, valid = part_tr.logsumexp(0), plans.places_of(order, few), few.row_key >= 0
-    mass = plans.choose(part_tr, lse, place, valid, options.filter_tolerance, width)[:, 1:]
+    place, valid = plans.places_of(order, few), few.row_key >= 0
+    own = x_mr.gather(0, place.clamp(min=0)[None]).squeeze(0)
+    entropy_tr = entropy = None
+    if spec.row_entropy:
+        below_mr = x_mr.clamp(min=NO_SHARE).mul_(x_mr.exp_())
+        total_tr = x_mr.view(tiles, width, rows).sum(1)
+        # log S - sum e (x - top) / S, see `tile_moments`
+        entropy_tr = total_tr.log() - below_mr.view(tiles, width, rows).sum(1) / total_tr
+        entropy_tr = torch.where(total_tr > 0.0, entropy_tr, 0.0)
+        part_tr = total_tr.log()
+    else:
+        part_tr = x_mr.exp_().view(tiles, width, rows).sum(1).log_()
+    lse = part_tr.logsumexp(0)
+    if entropy_tr is not None:
+        entropy = plans.dropped_entropy(part_tr - lse, entropy_tr).sum(0)
+    log_prob = _log_prob(own, lse, place) if spec.positive == "one" else None
+    most = plans.limits(options, m, log_prob, entropy)
+    tolerance = plans.tolerance_of(options, pair.a.dtype)
+    mass = plans.choose(part_tr, lse, place, valid, tolerance, width, most, entropy_tr)[:, 1:]
     return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
+
+
+def _log_prob(pos: Tensor, lse: Tensor, place: Tensor) -> Tensor:
+    """The log-probability of the positives; -inf for a row without one."""
+    return torch.where(place >= 0, pos - lse, -torch.inf)
 
 
 class _Forward:
@@ -102,72 +134,114 @@ class _Forward:
         self.place = plans.places_of(self.order, pair)
         self.count = plans.columns_of_tiles(self.order, pair.bias)
         self.bounded = two_pass.is_bounded(pair, spec)
+        # The statistics of the tiles so far, relative to the shifts, but the largest score
+        self.lse = torch.full((self.n,), -torch.inf, dtype=torch.float64, device=pair.a.device)
+        self.pos, self.entropy = torch.zeros_like(self.lse), torch.zeros_like(self.lse)
+        self.top, self.top_col = self.lse.clone(), torch.full_like(self.place, pair.col_start)
 
     def run(self) -> tuple[Stats, FilterPlan]:
         """The statistics and the plan."""
-        pair = self.pair
-        assert pair.row_key is not None
+        pair, spec = self.pair, self.spec
         mass = pair.a.new_empty((self.tiles, self.n))
         mean = pair.a.new_empty((self.tiles, pair.b.shape[1]))
-        lse, pos = (torch.empty(self.n, dtype=torch.float64, device=pair.a.device) for _ in range(2))
-        for i in slices(self.n, plans.rows_per_step(self.n, self.tiles, self.options)):
-            part_tr = self._rows(i, lse, pos, mean)
+        surprise = pair.scale.new_zeros(self.n if spec.row_entropy else 0)
+        for i in slices(self.n, plans.rows_per_step(self.n, self.tiles, self.options, 1 + spec.row_entropy)):
+            part_tr, entropy_tr = self._rows(i, mean)
             for r in slices(i.stop, CHOOSE_ROWS, i.start):
-                mass[:, r] = plans.choose(
-                    part_tr[:, r.start - i.start : r.stop - i.start],
-                    lse[r].to(part_tr.dtype),
-                    self.place[r],
-                    pair.row_key[r] >= 0,
-                    self.options.filter_tolerance,
-                    self.width,
-                )
-        num_positives = (self.place >= 0).to(pair.stat_dtype)
-        stats = Stats(row_lse=lse, row_pos=pos.to(pair.stat_dtype), num_positives=num_positives)
+                here = slice(r.start - i.start, r.stop - i.start)
+                self._choose(r, part_tr[:, here], None if entropy_tr is None else entropy_tr[:, here], mass, surprise)
         kept = (mass < 0).sum(1, dtype=torch.int32)
         keep_all = plans.too_many(kept, mass.numel())
-        return stats, FilterPlan(order=self.order, mass=mass, mean=mean, kept=kept, keep_all=keep_all)
+        plan = FilterPlan(order=self.order, mass=mass, mean=mean, surprise=surprise, kept=kept, keep_all=keep_all)
+        return self._stats(), plan
 
-    def _rows(self, i: slice, lse: Tensor, pos: Tensor, mean: Tensor) -> Tensor:
-        """Log-sum-exp of each row in each tile, relative to its shift: (T, r). Fills ``lse``, ``pos`` and ``mean``."""
+    def _stats(self) -> Stats:
+        spec, stat, found = self.spec, self.pair.stat_dtype, {"row_lse": self.lse}
+        if spec.has_positive_scores:
+            found |= {"row_pos": self.pos.to(stat), "num_positives": (self.place >= 0).to(stat)}
+        if spec.row_entropy:
+            found["row_entropy"] = self.entropy.to(stat)
+        if spec.row_top:
+            top = self.top if self.pair.row_shift is None else self.top - self.pair.row_shift
+            found |= {"row_top": top.to(stat), "row_top_col": self.top_col}
+        return Stats(**found)
+
+    def _choose(self, r: slice, part_tr: Tensor, entropy_tr: Tensor | None, mass: Tensor, surprise: Tensor) -> None:
+        """Fill the columns r of the plan."""
+        assert self.pair.row_key is not None
+        lse, place, valid = self.lse[r].to(part_tr.dtype), self.place[r], self.pair.row_key[r] >= 0
+        log_prob = _log_prob(self.pos[r], self.lse[r], place).to(lse.dtype) if self.spec.positive == "one" else None
+        entropy = self.entropy[r].to(lse.dtype) if self.spec.row_entropy else None
+        most = plans.limits(self.options, self.m, log_prob, entropy)
+        tolerance = plans.tolerance_of(self.options, self.pair.a.dtype)
+        found = plans.choose(part_tr, lse, place, valid, tolerance, self.width, most, entropy_tr)
+        mass[:, r] = found
+        if entropy_tr is not None:
+            surprise[r] = plans.mean_surprise(found, part_tr - lse, entropy_tr)
+
+    def _rows(self, i: slice, mean: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-sum-exp of each row in each tile, relative to its shift, and its entropy: (T, r). Fills ``mean``."""
         pair, stat = self.pair, self.pair.stat_dtype
         part_tr = torch.empty((self.tiles, i.stop - i.start), dtype=stat, device=pair.a.device)
-        lse[i], pos[i] = -torch.inf, 0.0
+        entropy_tr = torch.empty_like(part_tr) if self.spec.row_entropy else None
         for t in self._chunks():
             cols = self.order[t.start * self.width : t.stop * self.width].long()
             b_cd = self.scores.operand(pair.b.index_select(0, cols))
             bias = None if pair.bias is None else pair.bias[cols]
             mean[t] = self._means(b_cd, cols, t).to(mean.dtype)
             for r in slices(i.stop, ROWS, i.start):
+                here = slice(r.start - i.start, r.stop - i.start)
                 x_rc = self.scores.finish_(self.scores.scaled_product(self.scores.scaled(pair.a[r]), b_cd), bias)
-                shift = lse.new_zeros(1) if pair.row_shift is None else pair.row_shift[r].double()
+                shift = self.lse.new_zeros(1) if pair.row_shift is None else pair.row_shift[r].double()
                 place = (self.place[r] - t.start * self.width)[:, None]
                 inside = (place >= 0) & (place < cols.shape[0])
                 found = x_rc.gather(1, place.clamp(0, cols.shape[0] - 1)).double().squeeze(1) - shift
-                pos[r] += torch.where(inside.squeeze(1), found, 0.0)
-                top_rt, sum_rt = self._tile_sums(x_rc, t.stop - t.start)
-                log_rt = sum_rt.double().log() + (top_rt.double() - shift[:, None])
-                part_tr[t, r.start - i.start : r.stop - i.start] = log_rt.T.to(stat)
-                lse[r] = torch.logaddexp(lse[r], log_rt.logsumexp(1))
-        return part_tr
+                self.pos[r] += torch.where(inside.squeeze(1), found, 0.0)
+                if self.spec.row_top:
+                    self._add_top(x_rc, cols, r)
+                log_rt, entropy_rt = self._tile_sums(x_rc, t.stop - t.start)
+                log_rt = log_rt - shift[:, None]
+                part_tr[t, here] = log_rt.T.to(stat)
+                if entropy_tr is None:
+                    self.lse[r] = torch.logaddexp(self.lse[r], log_rt.logsumexp(1))
+                else:
+                    entropy_tr[t, here] = entropy_rt.T.to(stat)
+                    lse = log_rt.logsumexp(1)
+                    chunk = lse, plans.dropped_entropy(log_rt - lse[:, None], entropy_rt).sum(1)
+                    self.lse[r], self.entropy[r] = merged_entropy((self.lse[r], self.entropy[r]), chunk)
+        return part_tr, entropy_tr
+
+    def _add_top(self, x_rc: Tensor, cols: Tensor, r: slice) -> None:
+        """Merge the largest scores of the columns; of equal ones the lowest column, NaN before numbers."""
+        top = x_rc.amax(1, keepdim=True)
+        best = (x_rc == top) | (x_rc.isnan() & top.isnan())
+        col = torch.where(best, cols.to(torch.int32), self.m).amin(1).long() + self.pair.col_start
+        self.top[r], self.top_col[r] = merged_top((self.top[r], self.top_col[r]), (top.squeeze(1).double(), col))
 
     def _chunks(self) -> list[slice]:
         """Ranges of tiles whose columns and scores fit half the workspace."""
         item = self.scores.compute_dtype.itemsize
-        column = 2 * self.pair.b.shape[1] * item + 3 * min(ROWS, self.n) * item
+        tensors = 3 + self.spec.row_entropy + self.spec.row_top
+        column = 2 * self.pair.b.shape[1] * item + tensors * min(ROWS, self.n) * item
         return slices(self.tiles, max(1, min(self.options.workspace_bytes // 2, 2**26) // (column * self.width)))
 
     def _tile_sums(self, x_rc: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-        """A shift for each row and tile, and the sum of exp(x - shift): (r, t) each. Scores are overwritten."""
+        """Log-sum-exp and, if wanted, entropy of each row in each tile: (r, t), float64. Overwrites the scores."""
         missing = tiles * self.width - x_rc.shape[1]
         if missing:
             x_rc = torch.nn.functional.pad(x_rc, (0, missing), value=-torch.inf)
         x_rtw = x_rc.view(x_rc.shape[0], tiles, self.width)
+        if self.spec.row_entropy:
+            x_ew = x_rtw.view(-1, self.width)
+            log, entropy, _ = tile_moments(x_ew, torch.empty_like(x_ew), entropies=True, squares=False)
+            return log.view(-1, tiles), entropy.view(-1, tiles)
         if self.bounded:
             total_rt = x_rtw.exp_().sum(2)
-            return torch.zeros_like(total_rt), total_rt
+            return total_rt.double().log(), total_rt
         top_rt = x_rtw.amax(2)
         shift = torch.where(top_rt == -torch.inf, 0.0, top_rt)
-        return shift, x_rtw.sub_(shift[:, :, None]).exp_().sum(2)
+        total_rt = x_rtw.sub_(shift[:, :, None]).exp_().sum(2)
+        return total_rt.double().log() + shift.double(), total_rt
 
     def _means(self, b_cd: Tensor, cols: Tensor, t: slice) -> Tensor:
         """The mean column of each tile, without columns that a bias of -inf excludes: (t, d)."""
@@ -194,7 +268,16 @@ class _Backward:
         nothing = pair.a.new_zeros(n, dtype=pair.stat_dtype)
         assert stats.row_lse is not None
         grad_lse = nothing if grad.row_lse is None else grad.row_lse
+        self.tokens = None
+        if grad.row_entropy is not None:
+            assert stats.row_entropy is not None
+            grad_lse = grad_lse - grad.row_entropy.double() * stats.row_entropy.double()
         self.weights = SideWeights(stats.row_lse, pair.row_shift, grad_lse / self.size)
+        self.stands = self.weights.grad  # of a dropped entry, for each unit of its mass
+        if grad.row_entropy is not None:
+            entropy = (grad.row_entropy / self.size).double()
+            self.tokens = TokenWeights(self.weights, entropy, None)
+            self.stands = self.stands + entropy * plan.surprise
         self.grad_pos = ((nothing if grad.row_pos is None else grad.row_pos) / self.size).to(compute)
         self.count = plans.columns_of_tiles(plan.order, pair.bias).to(compute)
         need_a = needs.a or (needs.scale and not needs.b)
@@ -238,9 +321,10 @@ class _Backward:
         return slices(tiles, max(1, numbers // max(n, self.pair.a.shape[1])))
 
     def _dropped(self, t: slice) -> Tensor:
-        """The dropped masses multiplied by the gradient of the log-sum-exp: (t, n)."""
-        mass_tn = self.plan.mass[t].to(self.scores.compute_dtype).clamp(min=0.0) * self.options.filter_tolerance
-        dropped = mass_tn * self.weights.grad.to(mass_tn.dtype)
+        """The dropped masses multiplied by the gradient of a row's dropped probability: (t, n)."""
+        tolerance = plans.tolerance_of(self.options, self.pair.a.dtype)
+        mass_tn = self.plan.mass[t].to(self.scores.compute_dtype).clamp(min=0.0) * tolerance
+        dropped = mass_tn * self.stands.to(mass_tn.dtype)
         if self.spec.softcap:
             # The slope of the soft cap at the score whose exponential is the mean of the tile's.
             x_tn = (mass_tn / self.count[t, None]).log() + self.weights.lse.to(mass_tn.dtype)
@@ -278,7 +362,10 @@ class _Backward:
             a_rd = pair.a.index_select(0, r)
             x_rc = self.scores.finish_(self.scores.scaled_product(self.scores.scaled(a_rd), b_cd), bias)
             slope = self.scores.softcap_slope(x_rc) if self.spec.softcap else None
-            g_rc = self.weights.softmax_(x_rc, r, 1)
+            if self.tokens is None:
+                g_rc = self.weights.softmax_(x_rc, r, 1)
+            else:
+                g_rc = self.tokens.gradient_(x_rc, torch.empty_like(x_rc), r)
             positive = cols[None, :] == (pair.row_key[r] - pair.col_start)[:, None]
             g_rc += torch.where(positive, self.grad_pos[r, None], 0.0)
             if slope is not None:

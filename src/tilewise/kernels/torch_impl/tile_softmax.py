@@ -123,7 +123,7 @@ class TokenWeights(NamedTuple):
     entropy: Tensor | None  # h
     square: Tensor | None  # c
 
-    def gradient_(self, x_rc: Tensor, scratch: Tensor, i: slice) -> Tensor:
+    def gradient_(self, x_rc: Tensor, scratch: Tensor, i: slice | Tensor) -> Tensor:
         """The gradient of the scores of the rows i, in place of the scores."""
         self.rows.log_softmax_(x_rc, i)
         p_rc = torch.exp(x_rc, out=scratch)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 
 from tilewise.kernels import filter_plan
-from tilewise.kernels.spec import FilterPlan, GradStats, Needs, Pair, PairSpec
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
 from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.launch import replay
@@ -140,7 +140,7 @@ def masses_call(pair: Pair) -> tuple[Callable[[], object], int]:
     work.order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
     work.mean = pair.a.new_empty((work.tiles, work.d))
     part = pair.scale.new_empty(work.tiles * n)
-    return lambda: work._masses(part, slice(0, n)), n * m
+    return lambda: work._masses({"part": part}, slice(0, n)), n * m
 
 
 def pairs_call(pair: Pair) -> tuple[Callable[[], object], int]:
@@ -151,7 +151,7 @@ def pairs_call(pair: Pair) -> tuple[Callable[[], object], int]:
     mass = torch.zeros_like(plan.mass)
     mass.view(-1)[::8] = filter_plan.KEPT
     kept = (mass < 0).sum(1, dtype=torch.int32)
-    plan = FilterPlan(order=plan.order, mass=mass, mean=plan.mean, kept=kept, keep_all=torch.zeros_like(plan.keep_all))
+    plan = dataclasses.replace(plan, mass=mass, kept=kept, keep_all=torch.zeros_like(plan.keep_all))
     ones = torch.full((n,), 1.0 / n, device=pair.a.device)
     grad = GradStats(row_lse=ones, row_pos=-ones)
     return lambda: FilterBackward(pair, FILTER, options).run(stats, plan, grad, Needs()), n * m // 8

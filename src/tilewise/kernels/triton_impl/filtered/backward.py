@@ -18,7 +18,7 @@ from tilewise.kernels.triton_impl.filtered import kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
-from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, product
+from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, folded_gradients, product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
 LIST_BLOCK = 1024
@@ -56,19 +56,25 @@ class FilterBackward(FilterCall):
         starts, firsts = kept.new_zeros(self.tiles + 1), kept.new_zeros(self.tiles + 1)
         torch.cumsum(kept, 0, dtype=torch.int32, out=starts[1:])
         torch.cumsum((kept + (step - 1)) // step, 0, dtype=torch.int32, out=firsts[1:])
+        folded = folded_gradients(self.stats, self.grad)  # with an entropy, v of `filter_plan`
         grad_row, grad_pos = (
-            scale.new_zeros(self.n) if grad is None else grad for grad in (self.grad.row_lse, self.grad.row_pos)
+            scale.new_zeros(self.n) if grad is None else grad for grad in (folded.row_lse, folded.row_pos)
         )
+        stands, grad_entropy = grad_row, folded.row_entropy
+        if grad_entropy is not None:
+            stands = grad_row + grad_entropy * plan.surprise
         # G must stay near 1 in float16, and the tolerance is multiplied last: masses of a millionth would lose their digits.
-        half, tolerance = pair.a.dtype == torch.float16, self.options.filter_tolerance
+        half, tolerance = pair.a.dtype == torch.float16, self.tolerance
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
+        self.known |= {"grad_entropy": vector(grad_entropy)}
         self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
         self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
         listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
+        listing.put({"grad_row": vector(stands)})
         listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
         self.share = self._product(self.need_b, dropped, self.call.a, late)

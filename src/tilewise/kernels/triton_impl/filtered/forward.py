@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class FilterCall:
         self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels by name
         self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
         self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "tiles": self.tiles, "W": self.width}
-        self.known |= {"UNIT": 16 // self.item, "tolerance": options.filter_tolerance}
+        self.tolerance = plans.tolerance_of(options, pair.a.dtype)
+        self.known |= {"UNIT": 16 // self.item, "tolerance": self.tolerance}
 
     def prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
         """A kernel with these arguments and those that all kernels share."""
@@ -80,7 +82,9 @@ class FilterForward(FilterCall):
         # float16 lacks the range of products.
         self.sample_dtype = torch.float32 if pair.a.dtype == torch.float16 else pair.a.dtype
         self.saved: SavedColumns | None = None
-        self.known |= {"usable": options.filter_tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS}
+        self.rounding = options.filter_tolerance == "rounding"
+        self.known |= {"usable": self.tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
+        self.known |= {"most_entropy": math.log2(self.m)}
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
@@ -89,7 +93,7 @@ class FilterForward(FilterCall):
         """
         pair, asked = self.pair, self._sample_size()
         # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
-        self.keep_all = plans.rounding_exceeds(pair, self.options.filter_tolerance)
+        self.keep_all = plans.rounding_exceeds(pair, self.tolerance)
         if asked:
             self.order, self.place, too_many = self._probe(asked)
             self.keep_all |= too_many
@@ -100,18 +104,31 @@ class FilterForward(FilterCall):
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
-        step = rows_per_step(self.n, self.tiles, self.options)
-        part = pair.scale.new_empty(self.tiles * min(step, self.n))
-        where: dict[str, Any] = {"part": part, "place": self.place, "mass": mass, "all_rows": self.n}
-        choose = self.prepare(kernels.choose_kernel, row_lse=stats.row_lse, skip_if=self.keep_all, **where)
-        choose.put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+        spec = self.spec
+        surprise = pair.scale.new_empty(self.n if spec.row_entropy else 0)
+        step = rows_per_step(self.n, self.tiles, self.options, 1 + spec.row_entropy + 2 * spec.row_top)
+        size = self.tiles * min(step, self.n)
+        parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
+        where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n, "skip_if": self.keep_all}
+        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos}
+        if spec.row_entropy:
+            parts["entropy_part"] = torch.empty_like(parts["part"])
+            where |= {"row_entropy": stats.row_entropy, "surprise": surprise}
+        top = None
+        if spec.row_top:
+            parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
+            top = self.prepare(kernels.top_kernel, row_top=stats.row_top, row_top_col=stats.row_top_col)
+            top.offer(parts).put({"skip_if": self.keep_all, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+        choose = self.prepare(kernels.choose_kernel, **where).offer(parts).put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         for i in pieces(self.n, step):
-            self._masses(part, i)
+            self._masses(parts, i)
             rows = i.stop - i.start
             choose.put({"n": rows, "first_row": i.start}).launch(cdiv(rows, CHOOSE_ROWS))
+            if top is not None:
+                top.put({"n": rows, "first_row": i.start}).launch(cdiv(rows, CHOOSE_ROWS))
         kept = (mass < 0).sum(1, dtype=torch.int32)
         keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
-        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, kept=kept, keep_all=keep_all)
+        plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, surprise=surprise, kept=kept, keep_all=keep_all)
         return stats, plan, self.saved
 
     def _exact(self, keep_all: Tensor) -> Stats:
@@ -141,24 +158,24 @@ class FilterForward(FilterCall):
             product(scores, self.call.b, sample.T, True)
         order = plans.order_by(scores[:, 0], pair)
         place = places(order)
-        part, mass = pair.scale.new_empty(self.tiles * asked), pair.a.new_empty((self.tiles, asked))
-        block = min(PROBE_ROWS, asked)
-        probe = self.prepare(kernels.probe_kernel, product=scores, order=order, part=part, S=asked, R=block)
-        probe.launch(self.tiles * (asked // block))
-        rows: dict[str, Any] = {
-            "n": asked,
-            "all_rows": asked,
-            "first_row": 0,
-            "row_key": key,
-            "row_lse": pair.scale.new_empty(asked),
-        }
-        choose = self.prepare(kernels.choose_kernel, part=part, place=place, mass=mass, R=1, **rows)
+        mass, block = pair.a.new_empty((self.tiles, asked)), min(PROBE_ROWS, asked)
+        shared: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked), "row_key": key, "place": place}
+        rows: dict[str, Any] = {"n": asked, "all_rows": asked, "first_row": 0, "row_lse": pair.scale.new_empty(asked)}
+        probe = self.prepare(kernels.probe_kernel, product=scores, order=order, S=asked, R=block)
+        if self.spec.row_entropy:
+            shared["entropy_part"] = torch.empty_like(shared["part"])
+            rows["row_entropy"] = torch.empty_like(rows["row_lse"])
+        if self.rounding and self.spec.positive == "one":
+            rows["row_pos"] = torch.empty_like(rows["row_lse"])
+            probe.put({"own_part": rows["row_pos"]})
+        probe.put(shared).launch(self.tiles * (asked // block))
+        choose = self.prepare(kernels.choose_kernel, mass=mass, R=1, **rows, **shared)
         choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
         pairs = (key[1:] >= 0).sum() * self.tiles
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 
-    def _masses(self, part: Tensor, i: slice) -> None:
-        """The log-sum-exp of the rows in each tile, a chunk of tiles at a time."""
+    def _masses(self, parts: dict[str, Tensor], i: slice) -> None:
+        """The log-sum-exp of the rows in each tile and what else ``parts`` has, a chunk of tiles at a time."""
         sizes, rows = self.sizes, i.stop - i.start
         wide = cdiv(self.d * self.item, 16) * 16 // self.item
         programs = multiprocessors(self.device) * sizes.programs
@@ -170,7 +187,8 @@ class FilterForward(FilterCall):
         gather.put(
             {"skip_if": self.keep_all, "out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
         )
-        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, part=part, n=rows)
+        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, n=rows, **parts)
+        tile.put({"order": self.order if self.spec.row_top else None})
         tile.offer(self.call.rows(i, sizes))
         tile.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs})
         tile.put({"skip_if": self.keep_all})

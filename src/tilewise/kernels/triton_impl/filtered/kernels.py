@@ -4,7 +4,8 @@ An *entry* is one row and one tile. In the names of this file (`pair_kernel`, ``
 
     forward    gather_kernel      a chunk of the columns in their new order, and the mean column of each tile
                mass_kernel        the log-sum-exp of each entry; probe_kernel: the same for a sample of the rows
-               choose_kernel      the log-sum-exp of each row, and the entries that it drops
+               choose_kernel      the log-sum-exp and entropy of each row, and the entries that it drops
+               top_kernel         the largest score of each row
     backward   plan_kernel        the list of kept entries, and the factor of each dropped one
                pair_kernel        G of the kept entries, and G B, their terms of dA
                add_rows_kernel    adds these terms to dA
@@ -21,9 +22,10 @@ Axes: W columns of a tile, D features, K of them at a time, R rows at a time.
 import triton
 import triton.language as tl
 
+from tilewise.kernels.filter_plan import SMALLEST_LIMIT as LIMIT
 from tilewise.kernels.triton_impl.bits import BIAS, SOFTCAP
 from tilewise.kernels.triton_impl.launch.prepared import kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, score_tile, scored_tile, tile_place
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, score_tile, scored_tile, tile_place
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 
@@ -58,6 +60,12 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
     tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
 
 
+# The statistics of a tile beside its log-sum-exp; None where a call has none of them
+TILE_STATISTICS = ("order", "entropy_part", "top_part", "top_col_part")
+SMALLEST_LIMIT = tl.constexpr(LIMIT)
+NO_PLACE = tl.constexpr(2**31 - 1)  # larger than every column
+
+
 @triton.jit
 def log_sum(x):
     """log2 of the sum of exp2(x) over the columns of a tile, as two numbers to be added: the maximum, and the rest."""
@@ -65,13 +73,26 @@ def log_sum(x):
     return safe, tl.log2(tl.sum(tl.exp2(x - safe[:, None]), 1))
 
 
-@kernel(optional=("bias", "row_shift", "skip_if"), dynamic=("softcap", "n", "m", "first", "first_tile"))
-def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, n, m, first, first_tile,
+@triton.jit
+def tile_entropy(x, safe, log_total):
+    """The entropy of the softmax over the columns of a tile, in units of log2; ``safe`` and ``log_total``: `log_sum`."""
+    below = x - safe[:, None]
+    gap = tl.sum(tl.exp2(below) * tl.maximum(below, NO_SHARE), 1)  # 0 times -inf would be NaN
+    return tl.where(log_total == float("-inf"), 0.0, log_total - gap * tl.exp2(-log_total))
+
+
+@kernel(
+    optional=("bias", "row_shift", "skip_if", *TILE_STATISTICS), dynamic=("softcap", "n", "m", "first", "first_tile")
+)
+def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if, part, entropy_part, top_part, top_col_part,
+                n, m, first, first_tile,
                 D: tl.constexpr, SCORE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                 GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """part[tile, row] = log2 of the sum of exp(x - row_shift) over the columns of the tile.
 
     The columns are the m columns from place ``first`` on, which `gather_kernel` wrote; ``first_tile`` is their first tile.
+    Optional, in the same places: the entropy over the tile in units of log2, the largest score in units of log2 (+inf for
+    NaN) and its column, the lowest of equal ones.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
@@ -83,30 +104,51 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, row_shift, skip_if, part, 
         own_bias = bias + first
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, _, x = scored_tile(a_desc, b_desc, s, own_bias, softcap, None, None, None, None, tile_row, tile_col, n, m, 0, 0,
+        rows, cols, x = scored_tile(a_desc, b_desc, s, own_bias, softcap, None, None, None, None, tile_row, tile_col, n, m, 0, 0,
                                  D, SCORE, 0, R, C, K, EXACT)  # fmt: skip
         safe, total = log_sum(x)
+        here = (first_tile + tile_col).to(tl.int64) * n + rows
+        if entropy_part is not None:
+            tl.store(entropy_part + here, tile_entropy(x, safe, total), mask=rows < n)
+        if top_part is not None:
+            y = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch.argmax
+            high = tl.max(y, 1)
+            col = tl.load(order + first + cols, mask=cols < m, other=NO_PLACE)
+            tl.store(top_part + here, high, mask=rows < n)
+            col = tl.min(tl.where(y == high[:, None], col[None, :], NO_PLACE), 1)
+            tl.store(top_col_part + here, col, mask=rows < n)
         if row_shift is not None:
             # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.
             safe -= tl.load(row_shift + rows, mask=rows < n, other=0.0) * LOG2E
-        tl.store(part + (first_tile + tile_col).to(tl.int64) * n + rows, safe + total, mask=rows < n)
+        tl.store(part + here, safe + total, mask=rows < n)
 
 
-@kernel(optional=("bias",), dynamic=("softcap", "m"))
-def probe_kernel(product, scale, bias, softcap, order, part, m, SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
-                 R: tl.constexpr):  # fmt: skip
-    """part[tile, row] as in `mass_kernel`, for a sample of S rows: product is (m, S), columns in their old order."""
+@kernel(optional=("bias", "entropy_part", "own_part"), dynamic=("softcap", "m", "col_start"))
+def probe_kernel(product, scale, bias, softcap, row_key, place, order, part, entropy_part, own_part, m, col_start,
+                 SCORE: tl.constexpr, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """part[tile, row] as in `mass_kernel`, for a sample of S rows: product is (m, S), columns in their old order.
+
+    Optional: entropy_part as there, and own_part[row], the score of the row's positive. A row without one is not written.
+    """
     tile = tl.program_id(0) // (S // R)
     row = (tl.program_id(0) % (S // R)) * R + tl.arange(0, R)
-    place = tile * W + tl.arange(0, W)
-    ok = place < m
-    col = tl.load(order + place, mask=ok, other=0)
+    at = tile * W + tl.arange(0, W)
+    ok = at < m
+    col = tl.load(order + at, mask=ok, other=0)
     acc = tl.load(product + col.to(tl.int64)[None, :] * S + row[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
     # A column past the end gets the index m and scores -inf.
     col = tl.where(ok, col, m)
     x = score_tile(acc, row, col, S, m, tl.load(scale), bias, softcap, None, None, None, None, 0, 0, SCORE, 0)
     safe, total = log_sum(x)
     tl.store(part + tile.to(tl.int64) * S + row, safe + total)
+    if entropy_part is not None:
+        tl.store(entropy_part + tile.to(tl.int64) * S + row, tile_entropy(x, safe, total))
+    if own_part is not None:
+        key = tl.load(row_key + row) - col_start
+        inside = (key >= 0) & (key < m)
+        own = tl.load(place + key, mask=inside, other=-1)
+        hit = own[:, None] == at[None, :]
+        tl.store(own_part + row, tl.sum(tl.where(hit, x, 0.0), 1) * LN2, mask=inside & (own // W == tile))
 
 
 @triton.jit
@@ -117,18 +159,30 @@ def log_masses(part, t, row, tiles, n, lse, own):
     return tl.where(t[:, None] == own[None, :], float("nan"), v)
 
 
+@triton.jit
+def entropies(entropy_part, v, t, row, tiles, n):
+    """E of the entries (t, row) in units of log2: M (entropy over the tile - log2 M), with v = log2 M; 0 for M = 0."""
+    ok = (t < tiles)[:, None] & (row < n)[None, :]
+    each = tl.load(entropy_part + t.to(tl.int64)[:, None] * n + row[None, :], mask=ok, other=0.0)
+    return tl.where(v == float("-inf"), 0.0, tl.exp2(v) * (each - v))
+
+
 @kernel(
-    optional=("skip_if",),
-    dynamic=("tolerance", "usable", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
+    optional=("skip_if", "entropy_part", "row_pos", "row_entropy", "surprise"),
+    dynamic=("tolerance", "usable", "most_entropy", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
 )
-def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
-                  tolerance, usable, n, m, tiles, first_row, all_rows, col_start,
-                  W: tl.constexpr, HALVINGS: tl.constexpr, R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+def choose_kernel(row_key, place, part, entropy_part, skip_if, row_pos, row_lse, row_entropy, mass, surprise,
+                  tolerance, usable, most_entropy, n, m, tiles, first_row, all_rows, col_start,
+                  W: tl.constexpr, HALVINGS: tl.constexpr, ROUNDING: tl.constexpr, R: tl.constexpr,
+                  T: tl.constexpr):  # fmt: skip
     """The log-sum-exp of each row over all tiles, and its entries of `FilterPlan.mass`.
 
     A row drops the entries whose mass is below a threshold, found by bisection, so that their sum is at most ``usable``.
     part is (tiles, n); mass is (tiles, all_rows), and row 0 of this launch is its row ``first_row``. place[column] is the
-    place of the column. If ``skip_if`` is set, no part is read, a row drops nothing, and row_lse is not written.
+    place of the column. If ``skip_if`` is set, no part is read, a row drops nothing, and no statistic is written.
+
+    With ``entropy_part`` also the entropy of each row and `FilterPlan.surprise`, and the dropped entropy is at most
+    ``most_entropy`` times usable, in units of log2. With ROUNDING the limits depend on the row: see `filter_plan.limits`.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     ok_row = row < n
@@ -150,28 +204,87 @@ def choose_kernel(row_key, place, part, skip_if, row_lse, mass,
     inside = valid & (key >= col_start) & (key - col_start < m)
     own = tl.load(place + (key - col_start), mask=inside, other=0)
     own = tl.where(inside, own // W, -1)
-    # The threshold usable / tiles is safe for every row; above usable, one entry alone could be too much.
-    below = tl.zeros((R,), tl.float32) + tl.log2(usable / tiles)
-    above = tl.zeros((R,), tl.float32) + tl.log2(usable)
+    most = tl.zeros((R,), tl.float32) + usable
+    if ROUNDING and row_pos is not None:
+        p = tl.exp2(tl.load(row_pos + first_row + row, mask=ok_row & inside, other=0.0) * LOG2E - lse)
+        share = tl.minimum(tl.maximum(2.0 * (1.0 - p), SMALLEST_LIMIT), 1.0)
+        most = most * tl.where(inside, share, 1.0)
+    # The threshold most / tiles is safe for every row; above most, one entry alone could be too much.
+    below, above = tl.log2(most / tiles), tl.log2(most)
+    limit = tl.zeros((R,), tl.float32)
+    if entropy_part is not None:
+        h = tl.zeros((R,), tl.float32)
+        nowhere = tl.full((R,), -1, tl.int32)
+        for start in range(0, seen, T):
+            t = start + tl.arange(0, T)
+            h += tl.sum(entropies(entropy_part, log_masses(part, t, row, seen, n, lse, nowhere), t, row, seen, n), 0)
+        tl.store(row_entropy + first_row + row, h * LN2, mask=ok_row & (seen > 0))
+        limit += usable * most_entropy
+        if ROUNDING:
+            limit = usable * tl.maximum(0.5 * h, SMALLEST_LIMIT)
+        each = limit / tiles
+        below = tl.minimum(below, tl.log2(each / (2.0 * tl.log2(W / each))))
     for _ in range(HALVINGS):
         middle = (below + above) * 0.5
         dropped = tl.zeros((R,), tl.float32)
+        lost = tl.zeros((R,), tl.float32)
         for start in range(0, seen, T):
-            v = log_masses(part, start + tl.arange(0, T), row, seen, n, lse, own)
+            t = start + tl.arange(0, T)
+            v = log_masses(part, t, row, seen, n, lse, own)
             dropped += tl.sum(tl.where(v < middle[None, :], tl.exp2(v), 0.0), 0)
-        fits = dropped <= usable
+            if entropy_part is not None:
+                lost += tl.sum(tl.where(v < middle[None, :], entropies(entropy_part, v, t, row, seen, n), 0.0), 0)
+        fits = (dropped <= most) & (lost <= limit)
         below = tl.where(fits, middle, below)
         above = tl.where(fits, above, middle)
+    dropped = tl.zeros((R,), tl.float32)
+    lost = tl.zeros((R,), tl.float32)
     for start in range(0, tiles, T):
         t = start + tl.arange(0, T)
         ok = (t < tiles)[:, None] & ok_row[None, :]
         # With skip_if, lse is -inf and the masses are NaN, so nothing is below the threshold.
         v = log_masses(part, t, row, seen, n, lse, own)
+        if surprise is not None:
+            lost += tl.sum(tl.where(v < below[None, :], entropies(entropy_part, v, t, row, seen, n), 0.0), 0)
+            dropped += tl.sum(tl.where(v < below[None, :], tl.exp2(v), 0.0), 0)
         stands = tl.exp2(v) / tolerance
         stands = tl.where(v < below[None, :], stands, -1.0)
         stands = tl.where(valid[None, :], stands, 0.0)
         at = mass + t.to(tl.int64)[:, None] * all_rows + (first_row + row)[None, :]
         tl.store(at, stands.to(mass.dtype.element_ty), mask=ok)
+    if surprise is not None:
+        tl.store(surprise + first_row + row, tl.where(dropped > 0.0, lost / dropped, 0.0) * LN2, mask=ok_row)
+
+
+@kernel(optional=("row_shift", "skip_if"), dynamic=("n", "tiles", "first_row", "col_start"))
+def top_kernel(row_shift, top_part, top_col_part, skip_if, row_top, row_top_col, n, tiles, first_row, col_start,
+               R: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """The largest score of each row over all tiles and its column, the lowest of equal ones; see `mass_kernel`.
+
+    If ``skip_if`` is set, nothing is written.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    ok_row = row < n
+    if skip_if is not None:
+        ok_row = ok_row & (tl.load(skip_if) == 0)
+    best = tl.full((R,), float("-inf"), tl.float32)
+    column = tl.full((R,), NO_PLACE, tl.int32)
+    for start in range(0, tiles, T):
+        t = start + tl.arange(0, T)
+        ok = (t < tiles)[:, None] & ok_row[None, :]
+        at = t.to(tl.int64)[:, None] * n + row[None, :]
+        score = tl.load(top_part + at, mask=ok, other=float("-inf"))
+        col = tl.load(top_col_part + at, mask=ok, other=NO_PLACE)
+        high = tl.max(score, 0)
+        col = tl.min(tl.where(score == high[None, :], col, NO_PLACE), 0)
+        column = tl.where(high > best, col, tl.where(high == best, tl.minimum(col, column), column))
+        best = tl.maximum(best, high)
+    start = tl.zeros((R,), tl.float32)
+    if row_shift is not None:
+        start += tl.load(row_shift + first_row + row, mask=ok_row, other=0.0)
+    best = tl.where(best == float("inf"), float("nan"), best * LN2 - start)  # inf stood for NaN
+    tl.store(row_top + first_row + row, best, mask=ok_row)
+    tl.store(row_top_col + first_row + row, column.to(tl.int64) + col_start, mask=ok_row)
 
 
 @kernel(optional=("row_shift",), dynamic=("softcap", "tolerance", "n", "room", "blocks"))
@@ -179,7 +292,7 @@ def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, star
                 tolerance, n, room, blocks, SCORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """For each tile t: dropped[t], (n,), and the list of the rows that keep the tile. One program for each tile.
 
-    dropped = the dropped mass times the gradient of the log-sum-exp and ``factor``; 0 where an entry is kept. The rows
+    dropped = the dropped mass times ``grad_row``, the gradient of a row's dropped probability, and ``factor``; 0 where an entry is kept. The rows
     that keep tile t are rows[starts[t] : starts[t + 1]], in ascending order. They are divided into blocks of up to R rows,
     which are the columns firsts[t] to firsts[t + 1] of ``table``; see `pair_kernel`.
 
@@ -218,10 +331,10 @@ def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, star
 
 
 @kernel(
-    optional=("bias", "row_shift", "g", "u"),
+    optional=("bias", "row_shift", "grad_entropy", "g", "u"),
     dynamic=("softcap", "m", "col_start", "first_block", "blocks", "first_g", "first_u", "a_units", "b_units"),
 )
-def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, factor,
+def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, grad_entropy, factor,
                 order, rows, table, g, u,
                 m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
                 D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -253,7 +366,11 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
     )
     f = outer_factor(factor)
     level, start, coming = side(row_lse, row_shift, grad_row, row, ok, f)
-    value = coming[:, None] * tl.exp2((x - start[:, None]) - level[:, None])
+    below = (x - start[:, None]) - level[:, None]
+    value = coming[:, None]
+    if grad_entropy is not None:
+        value = value - (tl.load(grad_entropy + row) * f * LN2)[:, None] * tl.maximum(below, NO_SHARE)
+    value = value * tl.exp2(below)
     hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
     value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
