@@ -82,7 +82,7 @@ class TileOptions:
             )
         if not isinstance(self.batch_invariant, bool):
             raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}. Convert it with bool()")
-        if self.batch_invariant and (self.filter_tolerance > 0.0 or self.gradients == "forward"):
+        if self.batch_invariant and (self.filter_tolerance != 0.0 or self.gradients == "forward"):
             other = (
                 'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"
             )
