@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.compare import assert_close
 
+from tilewise.errors import ConfigError
 from tilewise.integrations import sentence_transformers as ours
 
 package = pytest.importorskip("sentence_transformers", minversion="6.2")
@@ -77,7 +78,7 @@ def test_the_same_loss_and_gradients_with_dropout(encoder, wrapper, columns):
 def test_wrappers_around_the_cached_loss_are_refused(encoder):
     """They change the output of the model between the two passes."""
     cached = ours.CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=3)
-    with pytest.raises(ours.ConfigError, match="MatryoshkaLoss does not work around"):
+    with pytest.raises(ConfigError, match="MatryoshkaLoss does not work around"):
         losses.MatryoshkaLoss(encoder, cached, [16])
     with pytest.warns(UserWarning, match="not compatible"):
         losses.AdaptiveLayerLoss(encoder, cached)
