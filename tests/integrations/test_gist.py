@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close, assert_no_worse
+from tests.kernels.interpreted import INTERPRETED
 from torch import nn
 
 import tilewise as tw
@@ -79,11 +80,11 @@ def gist_dense(columns, guides, temperature, margin_strategy, margin, anchors, p
     for i, j in pairs:
         left_out = cosine(guides[i], guides[j]) > limit
         if (i, j) == (0, 1):
-            left_out = left_out & ~torch.eye(len(own), dtype=torch.bool)
+            left_out = left_out & ~torch.eye(len(own), dtype=torch.bool, device=own.device)
         if (i, j) == (0, 0) and rank is not None:
             left_out = left_out | (rank[:, None] != rank)
         scores.append((cosine(columns[i], columns[j]) / temperature).masked_fill(left_out, -torch.inf))
-    return F.cross_entropy(torch.cat(scores, 1), torch.arange(len(own)))
+    return F.cross_entropy(torch.cat(scores, 1), torch.arange(len(own), device=own.device))
 
 
 def embedded(model, columns):
@@ -204,16 +205,16 @@ def test_two_batches_before_one_backward():
         assert_close(loss([model.preprocess(column) for column in texts(2)]), both[0].detach(), 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bfloat16 products falls back
-def test_lower_precision_is_no_worse_than_dense(dtype):
+def check_precision(dtype, device="cpu", rows=N, width=64, backend="auto"):
     """At the default temperature, where scores are up to 100. The guide has another type than the model."""
     draw = torch.Generator().manual_seed(0)
-    rows = [torch.randn(N, 64, dtype=torch.float64, generator=draw).to(dtype) for _ in range(3)]
-    topics = torch.randint(0, 4, (3, N), generator=draw)
+    columns = [torch.randn(rows, width, dtype=torch.float64, generator=draw).to(dtype) for _ in range(3)]
+    topics = torch.randint(0, 4, (3, rows), generator=draw)
     topics[1] = topics[0]
-    guides = list(F.one_hot(topics, 5).double())  # similarities are 0 or 1, so that rounding does not change the mask
-    loss = st.GISTEmbedLoss(Model(D, 0), Model(E, 1), margin=0.5)
+    guides = F.one_hot(topics, 5).double()  # similarities are 0 or 1, so that rounding does not change the mask
+    guides = list(guides.to(device))
+    options = tw.TileOptions(backend=backend, precision="highest")
+    loss = st.GISTEmbedLoss(Model(D, 0), Model(E, 1), margin=0.5, options=options)
     settings = (0.01, "absolute", 0.5, True, True)
     runs = []
     for kind, compute in (
@@ -221,12 +222,27 @@ def test_lower_precision_is_no_worse_than_dense(dtype):
         (dtype, lambda c: gist_dense(c, guides, *settings)),
         (dtype, lambda c: loss.compute_loss_from_embeddings(c, guides)),
     ):
-        columns = [row.to(kind).requires_grad_() for row in rows]
-        value = compute(columns)
-        runs.append((value, *torch.autograd.grad(value, columns)))
+        leaves = [column.to(device, kind).requires_grad_() for column in columns]
+        value = compute(leaves)
+        runs.append((value, *torch.autograd.grad(value, leaves)))
     assert runs[2][0].dtype == torch.float32
     for exact, dense, ours in zip(*runs, strict=True):
         assert_no_worse(ours, dense, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bfloat16 products falls back
+def test_lower_precision_is_no_worse_than_dense(dtype):
+    check_precision(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels(dtype):
+    check_precision(dtype, backend="triton")
+
+
+for mark in INTERPRETED:
+    test_kernels = mark(test_kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 
@@ -71,6 +72,27 @@ def test_the_same_loss_and_gradients_with_dropout(encoder, wrapper, columns):
     batch = sentences(encoder, columns)
     want = step(encoder, WRAPPERS[wrapper](encoder, losses.MultipleNegativesRankingLoss(encoder)), batch)
     got = step(encoder, WRAPPERS[wrapper](encoder, ours.MultipleNegativesRankingLoss(encoder)), batch)
+    assert_close(got[0], want[0], 1e-5, "loss")
+    assert_close(got[1], want[1], 1e-4, "gradients")
+
+
+@pytest.mark.parametrize("wrapper", ["no wrapper", "MatryoshkaLoss", "cached"])
+@pytest.mark.parametrize("guide_length", [12, 3], ids=["same tokens", "tokenized again"])
+def test_guided_losses(encoder, wrapper, guide_length):
+    """The guide is a copy with other weights, without dropout. Fewer tokens than those of the model are read again."""
+    guide = copy.deepcopy(encoder).eval()
+    torch.manual_seed(2)
+    for weight in guide.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    guide.max_seq_length = guide_length
+    assert ours.GISTEmbedLoss(encoder, guide).must_retokenize == (guide_length == 3)
+    batch, settings = sentences(encoder, 3), {"temperature": 0.1, "margin": 0.02}
+    if wrapper == "cached":
+        kinds = (losses.CachedGISTEmbedLoss, ours.CachedGISTEmbedLoss)
+        want, got = (step(encoder, kind(encoder, guide, mini_batch_size=4, **settings), batch) for kind in kinds)
+    else:
+        wrap, kinds = WRAPPERS[wrapper], (losses.GISTEmbedLoss, ours.GISTEmbedLoss)
+        want, got = (step(encoder, wrap(encoder, kind(encoder, guide, **settings)), batch) for kind in kinds)
     assert_close(got[0], want[0], 1e-5, "loss")
     assert_close(got[1], want[1], 1e-4, "gradients")
 

@@ -171,15 +171,16 @@ class DistillClipLoss(ClipLoss):
                 )
         contrastive = super().forward(image_features, text_features, logit_scale)
         assert isinstance(contrastive, Tensor)
-        sides = {"dist_image_features": dist_image_features, "dist_text_features": dist_text_features}
-        for name, theirs in sides.items():
+        names = ("dist_image_features", "dist_text_features")
+        for name, theirs in zip(names, (dist_image_features, dist_text_features), strict=True):
             _check.check_features(name, theirs)
             _check.check_same_rows((name, name.removeprefix("dist_")), theirs, image_features)
         distill = clip_distillation_loss(
             image_features,
             text_features,
             logit_scale,
-            *(theirs.to(image_features.dtype) for theirs in sides.values()),
+            dist_image_features.to(image_features.dtype),
+            dist_text_features.to(image_features.dtype),
             dist_logit_scale,
             teacher_entropy=True,
             group=world_group(self.world_size, self.rank),

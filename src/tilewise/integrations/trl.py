@@ -203,7 +203,7 @@ def _compare(ours: Divergence, theirs: Any, beta: float, temperature: float) -> 
     sizes = ((16, 8), (40, 8), (40,), (16, 6), (40, 6), (40,))
     tensors = [torch.randn(size, generator=draw) for size in sizes]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        given = (*tensors, beta, temperature, 0.7, 5.0, 1.3, 4.0)
+        given: Any = (*tensors, beta, temperature, 0.7, 5.0, 1.3, 4.0)
         for name, got, want in zip(("divergence", "entropy"), ours.apply(*given), theirs.apply(*given), strict=True):
             if got.shape != want.shape or not (got - want).abs().max() <= TOLERANCE:
                 raise ConfigError(
