@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.compare import assert_close
+from tests.integrations.test_gist import gist_dense
 from torch import nn
 
 from tilewise.errors import GroupError
@@ -34,6 +36,13 @@ def clip(towers, rows, world, rank):
     return loss(towers.layers[0](rows[0]), towers.layers[1](rows[1]), towers.scale)
 
 
+def distilled(towers, rows, world, rank):
+    loss = open_clip.DistillClipLoss(rank=rank, world_size=world)
+    student = towers.layers[0](rows[0]), towers.layers[1](rows[1]), towers.scale
+    contrastive, distill = loss(*student, rows[1], rows[2], 2.0)
+    return contrastive + 3 * distill
+
+
 def siglip(towers, rows, world, rank):
     loss = open_clip.SigLipLoss(rank=rank, world_size=world)
     return loss(towers.layers[0](rows[0]), towers.layers[1](rows[1]), towers.scale, towers.bias)
@@ -54,8 +63,36 @@ def ranking(directions, partition_mode="joint"):
     return run
 
 
+def gist(anchors, cached=False):
+    """Guided by the inputs. Anchors are compared within a rank only, so with them one process has another loss."""
+
+    def run(towers, rows, world, rank):
+        kind = st.CachedGISTEmbedLoss if cached else st.GISTEmbedLoss
+        model, guide = Columns(towers.layers), Columns([nn.Identity()] * 3)
+        loss = kind(model, guide, 0.2, margin=0.1, contrast_anchors=anchors, gather_across_devices=world > 1)
+        return loss([{"rows": part, "layer": index} for index, part in enumerate(rows)])
+
+    return run
+
+
+class Columns(nn.Module):
+    """A layer for each column, as a model of sentence-transformers."""
+
+    tokenizer = SimpleNamespace(get_vocab=dict, batch_decode=list)
+
+    def __init__(self, layers) -> None:
+        super().__init__()
+        self.layers = layers if isinstance(layers, nn.ModuleList) else nn.ModuleList(layers)
+
+    def forward(self, features):
+        return {"sentence_embedding": self.layers[features["layer"]](features["rows"])}
+
+
 CASES = {
     "ClipLoss": clip,
+    "DistillClipLoss": distilled,
+    "GIST": gist(anchors=False),
+    "GIST, cached": gist(anchors=False, cached=True),
     "SigLipLoss": siglip,
     "lightly NTXentLoss": views,
     "ranking": ranking(("query_to_doc",)),
@@ -83,10 +120,25 @@ def work(rank: int, folder: str) -> None:
         got = gradients(case, every[:, start : start + SIZES[rank]], world, rank)
         dist.all_reduce(got)
         assert_close(got / world, alone[name], 1e-12, name)
+    check_anchors(every, start, rank)
     check_bank(rank)
     with pytest.raises(GroupError, match=f"this process is rank {rank}"):
         clip(Towers(), every, world, 1 - rank)
     dist.destroy_process_group()
+
+
+def check_anchors(every: torch.Tensor, start: int, rank: int) -> None:
+    """GIST with anchors against anchors of the same rank: the mean over all rows, with all similarities."""
+    towers = Towers()
+    columns = [layer(part) for layer, part in zip(towers.layers, every, strict=True)]
+    shard = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+    gist_dense(columns, list(every), 0.2, "absolute", 0.1, True, True, shard).backward()
+    want = torch.cat([layer.weight.grad.flatten() for layer in towers.layers])
+    towers = Towers()
+    gist(anchors=True)(towers, every[:, start : start + SIZES[rank]], len(SIZES), rank).backward()
+    got = torch.cat([layer.weight.grad.flatten() for layer in towers.layers])
+    dist.all_reduce(got)
+    assert_close(got / len(SIZES), want, 1e-12)
 
 
 def check_bank(rank: int) -> None:

@@ -12,7 +12,7 @@ from tests.oracles import clip_dense
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
-from tilewise.errors import ConfigError, GradientError, ShapeError
+from tilewise.errors import ConfigError, GradientError, GroupError, ShapeError
 from tilewise.integrations import open_clip
 
 N, D, E = 37, 12, 20  # E features of the teacher
@@ -140,10 +140,16 @@ def test_under_autocast():
     assert_close(distill, distill_dense(*leaves, *constants), 1e-2)
 
 
+def test_a_teacher_of_another_type():
+    leaves, constants = student(torch.float32), teacher(torch.float64)
+    _, distill = open_clip.DistillClipLoss()(*leaves, *constants)
+    assert_close(distill, distill_dense(*(leaf.double() for leaf in leaves), *constants), 1e-6)
+
+
 def test_refusals():
     image, text, scale = student()
     their_image, their_text, their_scale = teacher()
-    with pytest.raises(ConfigError, match="one process, got world_size=2"):
+    with pytest.raises(GroupError, match="world_size=2, but"):
         open_clip.DistillClipLoss(world_size=2)(image, text, scale, their_image, their_text, their_scale)
     with pytest.raises(GradientError, match="teacher requires a gradient"):
         open_clip.DistillClipLoss()(image, text, scale, their_image.requires_grad_(), their_text, their_scale)

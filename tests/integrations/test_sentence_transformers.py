@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tests.compare import assert_close
 
+from tilewise.errors import ConfigError
 from tilewise.integrations import sentence_transformers as ours
 
 package = pytest.importorskip("sentence_transformers", minversion="6.2")
@@ -74,10 +76,31 @@ def test_the_same_loss_and_gradients_with_dropout(encoder, wrapper, columns):
     assert_close(got[1], want[1], 1e-4, "gradients")
 
 
+@pytest.mark.parametrize("wrapper", ["no wrapper", "MatryoshkaLoss", "cached"])
+@pytest.mark.parametrize("guide_length", [12, 3], ids=["same tokens", "tokenized again"])
+def test_guided_losses(encoder, wrapper, guide_length):
+    """The guide is a copy with other weights, without dropout. Fewer tokens than those of the model are read again."""
+    guide = copy.deepcopy(encoder).eval()
+    torch.manual_seed(2)
+    for weight in guide.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    guide.max_seq_length = guide_length
+    assert ours.GISTEmbedLoss(encoder, guide).must_retokenize == (guide_length == 3)
+    batch, settings = sentences(encoder, 3), {"temperature": 0.1, "margin": 0.02}
+    if wrapper == "cached":
+        kinds = (losses.CachedGISTEmbedLoss, ours.CachedGISTEmbedLoss)
+        want, got = (step(encoder, kind(encoder, guide, mini_batch_size=4, **settings), batch) for kind in kinds)
+    else:
+        wrap, kinds = WRAPPERS[wrapper], (losses.GISTEmbedLoss, ours.GISTEmbedLoss)
+        want, got = (step(encoder, wrap(encoder, kind(encoder, guide, **settings)), batch) for kind in kinds)
+    assert_close(got[0], want[0], 1e-5, "loss")
+    assert_close(got[1], want[1], 1e-4, "gradients")
+
+
 def test_wrappers_around_the_cached_loss_are_refused(encoder):
     """They change the output of the model between the two passes."""
     cached = ours.CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=3)
-    with pytest.raises(ours.ConfigError, match="MatryoshkaLoss does not work around"):
+    with pytest.raises(ConfigError, match="MatryoshkaLoss does not work around"):
         losses.MatryoshkaLoss(encoder, cached, [16])
     with pytest.warns(UserWarning, match="not compatible"):
         losses.AdaptiveLayerLoss(encoder, cached)

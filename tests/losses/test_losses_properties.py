@@ -337,6 +337,22 @@ def test_nan_in_a_feature_is_nan_in_the_loss(name):
     assert grads[leaf].isnan().any()
 
 
+@pytest.mark.parametrize("strategy", ["absolute", "relative"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_guide_keeps_duplicates_of_the_positive(dtype, strategy):
+    """Their guide score equals that of the positive, so it is not above it, however the products are rounded."""
+    n, guide = 40, unit(20, 768, dtype=dtype).detach()
+    guide = torch.cat([guide, guide])
+    query, key = unit(n, 8, 1, dtype).detach(), unit(n, 8, 2, dtype).detach()
+    given = tw.Guide(query=guide, key=guide, margin_strategy=strategy)
+    many = tw.Guide(query=guide, key=guide, negative_keys=guide[:, None], margin_strategy=strategy)
+    shared = tw.Guide(query=guide, key=guide, negative_keys=guide, margin_strategy=strategy)
+    for more, kept in ((given, None), (shared, key), (many, key[:, None])):
+        got = tw.info_nce(query, key, kept, guide=more, reduction="none")
+        want = tw.info_nce(query, key, kept, reduction="none")  # nothing is above the limit, so nothing is left out
+        assert_close(got, want, 1e-5)
+
+
 # CuBlaze's table ------------------------------------------------------------------------------------------------
 
 

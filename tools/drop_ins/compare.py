@@ -159,7 +159,11 @@ def sentence_cases(root: Path) -> Iterator[Case]:
     def cos_sim(a: Tensor, b: Tensor) -> Tensor:
         return nn.functional.normalize(a, dim=1) @ nn.functional.normalize(b, dim=1).T
 
-    stand_in(f"{base}.util", all_gather_with_grad=None, cos_sim=cos_sim, get_rank=lambda: 0, similarity_fct_name=str)
+    stand_in(
+        f"{base}.util",
+        **{"all_gather_with_grad": None, "batch_to_device": None, "cos_sim": cos_sim},
+        **{"get_rank": lambda: 0, "similarity_fct_name": str},
+    )
     theirs = importlib.import_module(f"{base}.sentence_transformer.losses.multiple_negatives_ranking")
     columns = [normal(ROWS, WIDTH) for _ in range(4)]
     four = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -179,6 +183,55 @@ def sentence_cases(root: Path) -> Iterator[Case]:
             lambda *e, loss=own: loss.compute_loss_from_embeddings(list(e), None),
             tuple(columns[:count]),
         )
+
+
+class Tokenizer:
+    """The guide and the model have the same one."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """No words, because there are no texts."""
+        return {}
+
+    def batch_decode(self, rows: Any) -> list[str]:
+        """No texts."""
+        return []
+
+
+class Given(nn.Module):
+    """A model whose features are the embeddings."""
+
+    tokenizer, max_seq_length = Tokenizer(), 1
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features."""
+        return features
+
+
+def gist_cases(root: Path) -> Iterator[Case]:
+    """After `sentence_cases`, whose stand-ins it needs."""
+    from tilewise.integrations.sentence_transformers import GISTEmbedLoss
+
+    base = "sentence_transformers"
+    stand_in("transformers", PreTrainedTokenizerBase=Tokenizer)
+    stand_in(f"{base}.sentence_transformer.modules", StaticEmbedding=type(None))
+    theirs = importlib.import_module(f"{base}.sentence_transformer.losses.gist_embed")
+    torch.manual_seed(1)
+    columns, guides = [[normal(ROWS, WIDTH) for _ in range(3)] for _ in range(2)]
+
+    class Guide(Given):
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            return {"sentence_embedding": guides[features["column"]].to(features["sentence_embedding"].dtype)}
+
+    def taught(kind: Any, **settings: Any) -> Callable[..., Tensor]:
+        loss = kind(Given(), Guide(), **settings)
+        return lambda *e: loss([{"sentence_embedding": x, "column": i} for i, x in enumerate(e)], None)
+
+    # The package's own function imports transformers, which a stand-in replaces here.
+    theirs.embed_columns = lambda model, features: [model(part)["sentence_embedding"] for part in features]
+    relative: dict[str, Any] = {"margin_strategy": "relative", "margin": 0.2, "contrast_anchors": False}
+    for what, count, settings in (("pairs", 2, {}), ("hard negatives", 3, {}), ("relative margin", 3, relative)):
+        both = (taught(kind, **settings) for kind in (theirs.GISTEmbedLoss, GISTEmbedLoss))
+        yield Case(base, f"GISTEmbedLoss, {what}", *both, tuple(columns[:count]))
 
 
 def gradients(loss: Callable[..., Any], inputs: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -237,6 +290,7 @@ def main(folder: str) -> None:
         for cases in (
             *first,
             open_clip_pairs_of_losses,
+            gist_cases,
         ):  # last, so that the random numbers of the others do not change
             for case in cases(root):
                 loss, grad = gradients(case.ours, case.inputs, torch.float64)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import ConfigError, GradientError
-from tilewise.integrations._expected import expected_columns
 from tilewise.integrations._groups import world_group
 from tilewise.losses.clip import clip_loss
+from tilewise.losses.clip_distillation import clip_distillation_loss
 from tilewise.losses.siglip import siglip_loss
 from tilewise.options import TileOptions
 
@@ -139,15 +139,14 @@ class CoCaLoss(ClipLoss):
 
 
 class DistillClipLoss(ClipLoss):
-    """OpenCLIP's ``DistillClipLoss``: `ClipLoss` and the cross-entropy between the teacher's and the student's softmax.
+    """OpenCLIP's ``DistillClipLoss``, computed by `tilewise.clip_loss` and `tilewise.clip_distillation_loss`.
 
     Let x and y be the scores of student and teacher, images by texts. The second loss is half the sum over both
-    directions of ``-(y.softmax(1) * x.log_softmax(1)).sum(1).mean()``. The sum over a row of ``softmax(y) * x`` is the
-    product of the image with the mean text under the teacher's softmax, so neither matrix is stored.
+    directions of ``-(y.softmax(1) * x.log_softmax(1)).sum(1).mean()``. Neither matrix is stored.
 
     Args:
-        local_loss, gather_with_grad, cache_labels, rank, use_horovod, options: as for `ClipLoss`.
-        world_size: 1. Larger values are refused.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, options: as for `ClipLoss`. Both
+            losses are this rank's shares. The teacher's features are converted to the type of the student's.
 
     >>> x = torch.eye(4)
     >>> [round(part.item(), 4) for part in DistillClipLoss()(x, x, 1.0, x, x, 0.0)]
@@ -165,11 +164,6 @@ class DistillClipLoss(ClipLoss):
         output_dict: bool = False,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
         """The contrastive loss and the distillation loss. The teacher must not require a gradient."""
-        if self.world_size != 1:
-            raise ConfigError(
-                f"DistillClipLoss works in one process, got world_size={self.world_size}. Use ClipLoss over ranks, or "
-                "OpenCLIP's own DistillClipLoss"
-            )
         for teacher in (dist_image_features, dist_text_features, dist_logit_scale):
             if isinstance(teacher, Tensor) and teacher.requires_grad and torch.is_grad_enabled():
                 raise GradientError(
@@ -178,22 +172,20 @@ class DistillClipLoss(ClipLoss):
         contrastive = super().forward(image_features, text_features, logit_scale)
         assert isinstance(contrastive, Tensor)
         names = ("dist_image_features", "dist_text_features")
-        _check.check_together(names, *(map(_check.check_features, names, (dist_image_features, dist_text_features))))
         for name, theirs in zip(names, (dist_image_features, dist_text_features), strict=True):
+            _check.check_features(name, theirs)
             _check.check_same_rows((name, name.removeprefix("dist_")), theirs, image_features)
-            _check.check_device((name, "image_features"), theirs, image_features)
-        # contrastive = (mean lse of rows + mean lse of columns) / 2 - mean of own scores. distillation has the same two
-        # means of lse, minus the expected scores under the teacher's softmax.
-        scale = _check.check_scalar("logit_scale", logit_scale, image_features)
-        theirs_scale = _check.check_scalar("dist_logit_scale", dist_logit_scale, dist_image_features)
-        workspace = _check.check_options(self.options).workspace_bytes
-        image, text = _check.autocast(image_features), _check.autocast(text_features)
-        sides = (dist_image_features, dist_text_features)
-        texts = expected_columns(*sides, theirs_scale, text, workspace)
-        images = expected_columns(*sides[::-1], theirs_scale, image, workspace)
-        own = image.to(texts.dtype) * (text - texts / 2)
-        total = (own - text.to(texts.dtype) * images / 2).sum(1).mean()
-        distill = contrastive + scale * total
+        distill = clip_distillation_loss(
+            image_features,
+            text_features,
+            logit_scale,
+            dist_image_features.to(image_features.dtype),
+            dist_text_features.to(image_features.dtype),
+            dist_logit_scale,
+            teacher_entropy=True,
+            group=world_group(self.world_size, self.rank),
+            options=self.options,
+        )
         return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
 
 

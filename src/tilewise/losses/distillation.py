@@ -89,8 +89,8 @@ def linear_distillation_stats(
     cap, teacher_cap = check_softcap(softcap) / t, check_softcap(teacher_softcap) / t
     scale = _check.check_scalar("logit_scale", logit_scale, a) / t
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach() / t
-    bias, teacher_bias = _divided(bias, t), _divided(teacher_bias, t)
     stat = stat_dtype(a.dtype)
+    bias, teacher_bias = _divided(bias, t, stat), _divided(teacher_bias, t, stat)
     must_match = ""
     if name:
         settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
@@ -292,8 +292,8 @@ def _with_norms(
     )
 
 
-def _divided(bias: Tensor | None, t: float) -> Tensor | None:
-    return bias if bias is None or t == 1.0 else bias / t
+def _divided(bias: Tensor | None, t: float, stat: torch.dtype) -> Tensor | None:
+    return bias if bias is None or t == 1.0 else bias.to(stat) / t
 
 
 def _check_beta(beta: float) -> GuideUse:

@@ -16,6 +16,7 @@ from tilewise.ops.call import PairKeys
 from tilewise.options import TileOptions
 
 STRATEGIES = ("absolute", "relative")
+ROUNDINGS = 16  # by which two sums of the same products may differ, in units of the last place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Guide:
         query, key: (n, e) each, of the queries and of their keys, in the type of the trained embeddings. For cosine
             similarities, normalize them first.
         negative_keys: of the negatives that `info_nce` gets, (M, e) or (n, K, e).
-        margin: see above. With 0, a negative is left out if the guide finds it closer than the query's own key.
+        margin: see above. With 0, a negative is left out if the guide finds it closer than the query's own key. A
+            duplicate of that key stays.
         margin_strategy: "absolute" or "relative".
     """
 
@@ -103,11 +105,21 @@ def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> Che
                 f"{tuple(others.shape[:-1])}. Encode the same negatives with both models"
             )
         _check.check_together(("guide.query", "guide.negative_keys"), query, others)
-    stat = stat_dtype(a.dtype)
-    own = (query.to(stat) * key.to(stat)).sum(1)
-    margin = guide.margin * own.abs() if guide.margin_strategy == "relative" else guide.margin
-    one = torch.ones((), dtype=stat, device=a.device)
-    return CheckedGuide(query=query, key=key, negatives=others, limit=own - margin, one=one)
+    one = torch.ones((), dtype=stat_dtype(a.dtype), device=a.device)
+    limit = guide_limit(query, key, guide.margin, guide.margin_strategy)
+    return CheckedGuide(query=query, key=key, negatives=others, limit=limit, one=one)
+
+
+def guide_limit(query: Tensor, key: Tensor, margin: float, margin_strategy: str) -> Tensor:
+    """The largest guide score of a negative that stays, per row: (n,), in the type of the statistics. See `Guide`.
+
+    A little larger than defined, so that a duplicate of the positive stays, however its score is rounded.
+    """
+    stat = stat_dtype(query.dtype)
+    products = query.to(stat) * key.to(stat)
+    own = products.sum(1)
+    slack = ROUNDINGS * torch.finfo(stat).eps * products.abs().sum(1)
+    return own + slack - (margin * own.abs() if margin_strategy == "relative" else margin)
 
 
 def _check_like(a: Tensor, query: Tensor, name: str) -> None:
@@ -126,14 +138,16 @@ def guided_logsumexp(
     guide_columns: Tensor,
     limit: Tensor,
     *,
+    row_shift: Tensor | None = None,
     options: TileOptions,
     group_name: str = "",
 ) -> Tensor:
     """``logsumexp(scale * rows @ columns.T)`` over the columns whose guide score is at most the limit of the row: (n,).
 
-    Without a positive. -inf for a row that has no columns left.
+    Without a positive. -inf for a row that has no columns left. With ``row_shift``, (n,), relative to it.
     """
     keys = PairKeys(
+        row_shift=row_shift,
         guide_a=guide_rows.detach(),
         guide_b=guide_columns.detach(),
         guide_scale=torch.ones_like(scale.detach(), dtype=stat_dtype(rows.dtype)),

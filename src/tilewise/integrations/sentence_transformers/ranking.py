@@ -1,7 +1,4 @@
-"""`MultipleNegativesRankingLoss`, plain and cached, with the signatures of sentence-transformers.
-
-    - from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
-    + from tilewise.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+"""`MultipleNegativesRankingLoss`, plain and cached.
 
 The first column of a batch contains queries, the second their documents, further columns hard negatives. Let q_i be the
 queries and d_i their documents. The softmax of row i contains these scores:
@@ -18,7 +15,6 @@ softmax per direction.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, Literal
@@ -29,10 +25,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.cache import Encoder, GradientCache
-from tilewise.cache.chunks import map_tensors
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.cache import GradientCache
+from tilewise.errors import ConfigError, DtypeError, RangeError
 from tilewise.integrations._groups import world_group
+from tilewise.integrations.sentence_transformers.columns import (
+    check_cached,
+    check_columns,
+    check_model,
+    embed_columns,
+    encoder_of,
+    inputs_of,
+    mean_over,
+    no_matryoshka,
+)
 from tilewise.losses.info_nce import info_nce
 from tilewise.options import TileOptions
 
@@ -83,7 +88,7 @@ class MultipleNegativesRankingLoss(nn.Module):
     ) -> None:
         super().__init__()
         if model is not None:
-            _check_model(model)
+            check_model(model)
         if not isinstance(scale, Tensor) and not scale > 0:
             raise RangeError(f"scale must be positive, got {scale}")
         _check_directions(directions, partition_mode)
@@ -102,12 +107,12 @@ class MultipleNegativesRankingLoss(nn.Module):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
-        embeddings = embed_columns(_check_model(self.model), list(sentence_features))
+        embeddings = embed_columns(check_model(self.model), list(sentence_features))
         return self.compute_loss_from_embeddings(embeddings, labels)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Ids | None = None) -> Tensor:
         """The loss of (n, d) embeddings: queries, documents, then any number of columns of hard negatives."""
-        _check_columns(embeddings)
+        check_columns(embeddings)
         ids = self._ids(labels, embeddings[0]) if self.labels_as_ids else None
         if self.normalizes:
             embeddings = [F.normalize(column, dim=1) for column in embeddings]
@@ -122,7 +127,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         if both:
             doc_loss_n = info_nce(doc, query, reduction="none", **self._doc_negatives(doc, hard, ids), **settings)
             loss_n = torch.logaddexp(loss_n, doc_loss_n)  # one softmax: both are measured from the score of the target
-        return _mean_over(group, loss_n)
+        return mean_over(group, loss_n)
 
     def _ids(self, labels: Ids | None, rows: Tensor) -> Tensor:
         if labels is None:
@@ -205,13 +210,8 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        if mini_batch_num_tokens is not None:
-            raise ConfigError("mini_batch_num_tokens is not supported: chunks are counted in rows (mini_batch_size)")
-        if show_progress_bar:
-            raise ConfigError(
-                "show_progress_bar is not supported. Use tilewise.cache.GradientCache with a progress function"
-            )
-        self.model = _check_model(model)
+        check_cached(mini_batch_num_tokens, show_progress_bar)
+        self.model = check_model(model)
         self.loss = MultipleNegativesRankingLoss(
             model,
             scale,
@@ -228,19 +228,14 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
-        model = self.model
-        encoder = Encoder(lambda **features: model(features)["sentence_embedding"], (model,))
-        cache = GradientCache(encoder, self._loss_of_columns, chunk_size=self.mini_batch_size)
-        loss: Tensor = cache.loss(*(_inputs(features) for features in sentence_features), labels=labels)
+        cache = GradientCache(encoder_of(self.model), self._loss_of_columns, chunk_size=self.mini_batch_size)
+        loss: Tensor = cache.loss(*(inputs_of(features) for features in sentence_features), labels=labels)
         return loss
 
     @property
     def calculate_loss(self) -> Any:
         """Read by `MatryoshkaLoss`, which would replace it. Refused, because this loss does not call it."""
-        raise ConfigError(
-            "MatryoshkaLoss does not work around this CachedMultipleNegativesRankingLoss. Use it around "
-            "tilewise's MultipleNegativesRankingLoss, or use the cached loss of sentence-transformers"
-        )
+        raise no_matryoshka("MultipleNegativesRankingLoss")
 
     def _loss_of_columns(self, *embeddings: Tensor, labels: Ids | None) -> Tensor:
         return self.loss.compute_loss_from_embeddings(list(embeddings), labels)
@@ -248,30 +243,6 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
         return self.loss.get_config_dict() | {"mini_batch_size": self.mini_batch_size}
-
-
-def embed_columns(model: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
-    """One (n, d) embedding per column, from the same forward passes as in sentence-transformers.
-
-    From 6.2 on, sentence-transformers merges all columns but the first into one forward where it can, which changes the
-    dropout masks. Losses such as its `AdaptiveLayerLoss` switch this off. So its own function is called if the package
-    is loaded and has one. Otherwise each column has its own forward.
-    """
-    if "sentence_transformers" in sys.modules:
-        try:
-            from sentence_transformers.base.losses.merged_forward import embed_columns as merged
-        except ImportError:  # before 6.2
-            merged = None
-        if callable(merged):
-            embeddings: list[Tensor] = merged(model, columns)
-            return embeddings
-    return [model(features)["sentence_embedding"] for features in columns]
-
-
-def _inputs(features: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the graphs of an earlier call of the model, which writes its outputs into the features."""
-    inputs: dict[str, Any] = map_tensors(lambda value: value if value.is_leaf else value.detach(), dict(features))
-    return inputs
 
 
 def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
@@ -297,16 +268,6 @@ def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def _check_model(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise DtypeError(
-            "model is a module that maps a batch of features to a dict with 'sentence_embedding', as a "
-            f"SentenceTransformer does, got {model!r}. To pass embeddings, use "
-            "MultipleNegativesRankingLoss(None) and compute_loss_from_embeddings, or tilewise.info_nce"
-        )
-    return model
 
 
 def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
@@ -336,24 +297,7 @@ def _similarity(function: Any) -> Similarity:
     raise ConfigError(f"similarity_fct is cos_sim or dot_score, got {name}. Only matrix products are supported")
 
 
-def _check_columns(embeddings: list[Tensor]) -> None:
-    if len(embeddings) < 2:
-        raise ShapeError(f"a batch needs at least two columns, queries and their documents, got {len(embeddings)}")
-    shapes = [tuple(column.shape) for column in embeddings]
-    if len(set(shapes)) > 1:
-        raise ShapeError(f"all columns need the same shape, because row i of each is one sample, got {shapes}")
-
-
 def _row_ids(rows: Tensor) -> Tensor:
     """A different number for each row of all ranks."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return torch.arange(rows.shape[0], device=rows.device) + (rank << 40)
-
-
-def _mean_over(group: dist.ProcessGroup | None, loss_n: Tensor) -> Tensor:
-    """The mean. Over a group, W / N times the sum of this rank's rows, as all losses return it."""
-    if group is None:
-        return loss_n.mean()
-    rows = torch.tensor(float(loss_n.shape[0]), dtype=torch.float64, device=loss_n.device)
-    dist.all_reduce(rows, group=group)
-    return loss_n.sum() * (dist.get_world_size(group) / rows).to(loss_n.dtype)

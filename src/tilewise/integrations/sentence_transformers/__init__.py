@@ -1,0 +1,20 @@
+"""Losses with the signatures of sentence-transformers.
+
+- from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
++ from tilewise.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
+"""
+
+from tilewise.integrations.sentence_transformers.gist import CachedGISTEmbedLoss, GISTEmbedLoss
+from tilewise.integrations.sentence_transformers.ranking import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+    hash_ids,
+)
+
+__all__ = [
+    "CachedGISTEmbedLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "GISTEmbedLoss",
+    "MultipleNegativesRankingLoss",
+    "hash_ids",
+]
