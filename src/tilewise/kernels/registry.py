@@ -144,7 +144,7 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
             log.debug("backend %s chosen", name)
             return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
-    raise AssertionError("the torch backend serves every call")
+    raise BackendError(f"no backend can serve this call on {shape.device}: {reason}")
 
 
 def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:

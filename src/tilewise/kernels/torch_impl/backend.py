@@ -24,6 +24,12 @@ class TorchBackend(Backend):
     filtered = TorchFilter()
     offers_ranks = True
 
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """It serves every call, except where rows must not depend on their place in a product."""
+        if options.batch_invariant and shape.device.type != "cpu":
+            return "batch_invariant=True needs products that treat all rows alike, and those of cuBLAS do not"
+        return None
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """The statistics of ``spec``, tile by tile."""
         return two_pass.forward(pair, spec, options)

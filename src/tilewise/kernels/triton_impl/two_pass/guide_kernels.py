@@ -94,7 +94,8 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s, guide_s = tl.load(scale), tl.load(guide_scale)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
+    # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, _, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
                                     row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
@@ -175,7 +176,8 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s, guide_s, f = tl.load(scale), tl.load(guide_scale), outer_factor(factor)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS):
+    # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
                                        row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
