@@ -2,6 +2,7 @@
 
     python -m benchmarks.distillation --peers FOLDER    on a CUDA device: time, memory and errors of ours and of others
     python -m benchmarks.distillation --quick           small sizes on any device: checks that everything runs
+    python -m benchmarks.distillation --page            write the table of the committed results into the page
 
 Hidden states (n, d) and classifiers (V, d) of both models. Errors are against float64: the largest error of a token's
 divergence, and the relative errors of the gradients of the student's hidden states and classifier. Results:
@@ -31,6 +32,8 @@ Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student and t
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 QUICK = ((256, 64, 1000),)
 KINDS = {"KL(teacher || student)": 0.0, "KL(student || teacher)": 1.0, "JSD": 0.5}
+PAGE = RESULTS.parent.parent / "docs" / "distillation.md"
+BEGIN, END = "<!-- distillation: begin -->", "<!-- distillation: end -->"
 REFERENCE_ROWS = 128  # tokens at a time in float64
 
 
@@ -170,14 +173,39 @@ def step_of(method: Divergence, x: dict[str, Tensor]) -> Step:
     return Step(lambda: (method(x["x"], x["w"], x["teacher"], x["head"]) * x["weight"]).sum(), [x["x"], x["w"]])
 
 
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown, one table for each shape."""
+    lines: list[str] = []
+    for n, d, classes in dict.fromkeys((row["n"], row["d"], row["V"]) for row in report["results"]):
+        lines += [
+            "",
+            f"{n:,} tokens, {d:,} features, {classes:,} classes, bf16, on an {report['device']}:",
+            "",
+            "| divergence | method | training step | memory | largest error of a token |",
+            "|---|---|---|---|---|",
+        ]
+        for row in report["results"]:
+            if (row["n"], row["d"], row["V"]) == (n, d, classes) and row["status"] == "ok":
+                cells = [row["kind"].replace("|", "\\|"), row["method"], f"{row['ms']:.1f} ms"]
+                cells += [f"{row['bytes'] / 2**20:,.0f} MiB", f"{row['divergence_error']:.1e}"]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines).strip()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
     parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
+    parser.add_argument("--page", action="store_true", help="write the committed results into the page")
     parser.add_argument("--commit", help="the commit to record")
     parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
     given = parser.parse_args(argv)
+    if given.page:
+        report = json.loads((RESULTS / "distillation-nvidia-h200.json").read_text())
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{rest.split(END)[1]}")
+        return
     for folder in given.peers:
         sys.path.insert(0, str(folder.resolve()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

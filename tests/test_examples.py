@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = (  # the other examples are whole programs with options, and have tests of their own
     "contrastive",
+    "distillation",
     "language_model",
     "recommender",
     "retrieval",
@@ -70,6 +71,12 @@ def test_recall_rises(example: Any, name: str, steps: int) -> None:
 def test_the_language_model_learns(example: Any) -> None:
     found = example("language_model").main(["--steps", "6"])
     assert found[-1] < found[0] - 1
+
+
+@pytest.mark.slow
+def test_a_student_learns_more_from_its_teacher(example: Any) -> None:
+    found = example("distillation").main(["--steps", "20"])
+    assert found["teacher"] < found["student of the teacher"] < found["student alone"]
 
 
 @pytest.mark.slow

@@ -267,6 +267,10 @@ def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int,
     assert value.dtype == torch.float32
     for row, name in enumerate(("log_prob", "entropy", *(f"picked {k}" for k in range(picks)))):
         assert_accurate(value[row], plain[row], want[row], LOSS_FLOOR, name)
+    # The gradient of the scale is <hidden, its gradient> / scale, which may cancel: the error is relative to the terms.
+    terms = made.leaves["hidden"].double().norm() * want_grads["hidden"].norm() / made.leaves["scale"].double().abs()
+    for answer in (grads, plain_grads, want_grads):
+        answer["scale"] = torch.stack([answer["scale"].double(), terms.detach()])
     for leaf, exact in want_grads.items():
         floor = GRAD_FLOOR[dtype] if exact.dim() < 2 else 0.0
         assert_accurate(grads[leaf], plain_grads[leaf], exact, max(floor, 1e-5), leaf)
