@@ -173,7 +173,7 @@ def test_random_calls(capsys):
 
 
 @pytest.mark.parametrize("spoil", ["value", "failure", 1.1, -1.0, 0.0])
-@pytest.mark.parametrize("seed, leaves", [(123, {"scale", "bias"}), (23, {"query", "key", "temperature"})])
+@pytest.mark.parametrize("seed, leaves", [(9, {"scale", "bias"}), (27, {"query", "key", "temperature"})])
 def test_a_random_call_that_is_wrong_is_told(seed, leaves, spoil, monkeypatch, capsys):
     def spoiled(loss, arguments, upstream=None, **how):
         value, grads = solve(loss, arguments, upstream, **how)
