@@ -16,6 +16,8 @@ import doctest
 import os
 import re
 import shlex
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +79,9 @@ def run_commands(block: Block, page: str) -> None:
 
 
 def run_blocks(blocks: list[Block], page: str) -> None:
-    names: dict[str, object] = {"__name__": "__docs__"}
+    module = types.ModuleType("__docs__")
+    sys.modules["__docs__"] = module  # torch.compile looks functions up in their module
+    names = vars(module)
     for block in blocks:
         if block.title and (ROOT / block.title).is_file():
             assert block.source == (ROOT / block.title).read_text(), f"{page}: run python -m tools.docs_code"

@@ -218,7 +218,7 @@ def linear_distillation_loss(
     >>> x, w = torch.eye(2), torch.eye(2)
     >>> round(linear_distillation_loss(x, w, x, 3.0 * w).item(), 4)
     0.1698
-    >>> linear_distillation_loss(x, w, x, w, beta=0.5).item()
+    >>> linear_distillation_loss(x, w, x, w).item()
     0.0
     """
     _check.check_reduction(reduction)
