@@ -208,9 +208,16 @@ def check_backward(
     for name in want:
         if pair.a.dtype in LOOSE:
             assert_close(got[name], want[name], limit, name)
-        elif name != "scale" or relative_error(got[name], want[name]) > floor:
+            continue
+        allowed = _chance(want[name], pair.a.dtype, floor if name == "scale" else 0.0)
+        if relative_error(got[name], want[name]) > allowed:
             assert_no_worse(got[name], yardstick[name], want[name], name)
     return grads
+
+
+def _chance(values: Tensor, dtype: torch.dtype, floor: float) -> float:
+    """An error that is always allowed: of a few numbers, one rounding of each, because their mean error is chance."""
+    return max(floor, torch.finfo(dtype).eps / 2) if values.numel() < 64 else floor
 
 
 def largest_score(pair: Pair, spec: PairSpec) -> float:
