@@ -111,7 +111,7 @@ BAD = {
     ),
     "a guide of another type": (
         lambda: guided(query=T.double(), key=W.double()),
-        ConfigError,
+        DtypeError,
         ("need the same type", "float64", "Convert"),
     ),
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def folded_entropy(lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and the entropy over all blocks k, given those of each: (k, n).
+    """The log-sum-exp and the entropy over all blocks, given those of each block k: (blocks, n).
 
     H = sum_k w_k (H_k + lse - lse_k),   w_k = exp(lse_k - lse).
 
@@ -48,7 +48,7 @@ def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 
 
 def folded_kl(lse_p: Tensor, lse_q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both log-sum-exps and the divergence K of q from p over all blocks k, given those of each: (k, n).
+    """Both log-sum-exps and K = KL(q || p) over all blocks, given those of each block k: (blocks, n).
 
     K = sum_k w_k (K_k + log(w_k / v_k)),   v_k = exp(lse_p_k - lse_p),  w_k = exp(lse_q_k - lse_q).
 

@@ -122,7 +122,9 @@ def linear_distillation_stats(
         guide=guide,
         guide_softcap=teacher_cap,
         beta=beta if guide == "jsd" else 0.0,
-        hot=t if target is not None and t != 1.0 else 0.0,
+        hot=t
+        if target is not None and t != 1.0
+        else 0.0,  # scores are divided by t; targets need them at temperature 1
         drop_rows=key is not None,
         same_rows=bool(name),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
@@ -33,7 +33,7 @@ class Guide:
         query, key: (n, e) each, of the queries and of their keys, in the type of the trained embeddings. For cosine
             similarities, normalize them first.
         negative_keys: of the negatives that `info_nce` gets, (M, e) or (n, K, e).
-        margin: see above. With 0, a negative is left out if the guide finds it closer than the query's own key. A
+        margin: see above. A larger margin leaves out more. With 0, a negative is left out if the guide finds it closer than the query's own key. A
             duplicate of that key stays.
         margin_strategy: "absolute" or "relative".
     """
@@ -125,7 +125,7 @@ def guide_limit(query: Tensor, key: Tensor, margin: float, margin_strategy: str)
 def _check_like(a: Tensor, query: Tensor, name: str) -> None:
     _check.check_device((name, "query"), query, a)
     if query.dtype != a.dtype:
-        raise ConfigError(
+        raise DtypeError(
             f"{name} and query need the same type, got {query.dtype} and {a.dtype}. Convert the guide's embeddings"
         )
 

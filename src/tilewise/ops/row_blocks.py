@@ -110,7 +110,8 @@ def _blocks(pair: Pair, options: TileOptions) -> list[tuple[KeptRows, int]]:
 def _row_sizes(grad: GradStats) -> Tensor:
     """For each row a power of two, at least as large as all gradients of its statistics: (n,), 1 if they are zero.
 
-    Division by a power of two is exact, so a row's gradients do not depend on it.
+    Division by a power of two is exact in float32. The size depends on this row only, so the later rounding of G to
+    float16 does too.
     """
     found = [getattr(grad, name) for name in ROW_NAMES]
     tops = [value.abs().reshape(len(value), math.prod(value.shape[1:])).amax(1) for value in found if value is not None]

@@ -1,4 +1,4 @@
-"""Forward of a pair with a guide: the parts of all macro-tiles, merged."""
+"""Forward of a pair with a guide: one range of columns after another, whose parts are merged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = DIVERGENCES | {"jsd": ("guide_lse", "row_jsd", "row_mix_kl")}
 
 
 def guided_forward(call: Call) -> Stats:
-    """The statistics of all macro-tiles, merged."""
+    """The statistics of all columns. Each number that a tile writes is a plane of ``part``; a log-sum-exp is two."""
     spec, sizes = call.spec, call.guided_sizes
     n, m = call.a.shape[0], call.b.shape[0]
     names = ["row_lse", *PARTS[spec.guide]]

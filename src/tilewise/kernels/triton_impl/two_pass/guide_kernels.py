@@ -2,7 +2,7 @@
 
     p_ij = exp(x_ij - row_lse_i)        q_ij = exp(y_ij - guide_lse_i)
 
-Statistics of rows are relative to the largest scores of each row of a tile, so nothing needs repair. Inside the kernels
+Statistics of rows are relative to the largest scores of each row of a tile, so no sum overflows or underflows. Inside the kernels
 scores, logarithms and divergences are in units of log2. Each tile writes its part of each statistic to a place of its
 own; `guide.py` merges the parts. Inside of a tile, with e = exp(x - max x), S its sum, f = exp(y - max y), T its sum:
 
@@ -63,7 +63,7 @@ def times(weight, values):
 
 @triton.jit
 def log_mixture(log_p, log_q, beta):
-    """log2((1 - beta) p + beta q); -inf if both are 0."""
+    """log2((1 - beta) p + beta q); NaN if both are 0, which `times` replaces by 0."""
     one, other = log_p + tl.log2(1.0 - beta), log_q + tl.log2(beta)
     top = tl.maximum(one, other)
     return top + tl.log2(1.0 + tl.exp2(-tl.abs(one - other)))
@@ -172,7 +172,8 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         k p (log(p / q) - l)                REVERSE_KL, l is the divergence
         (1 - beta) k p (log(p / m) - l)     JSD, m is the mixture, l is sum_j p_j log(p_j / m_j)
 
-    v is ``grad_row``, h ``grad_entropy``, k ``grad_guide``, l ``row_level``, t ``grad_hot``.
+    v is ``grad_row``, from which h * row_entropy was subtracted (`folded_gradients`), h ``grad_entropy``,
+    k ``grad_guide``, l ``row_level``, t ``grad_hot``.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s, guide_s, f = tl.load(scale), tl.load(guide_scale), outer_factor(factor)
