@@ -33,8 +33,8 @@ class Guide:
         query, key: (n, e) each, of the queries and of their keys, in the type of the trained embeddings. For cosine
             similarities, normalize them first.
         negative_keys: of the negatives that `info_nce` gets, (M, e) or (n, K, e).
-        margin: see above. A larger margin leaves out more. With 0, a negative is left out if the guide finds it closer than the query's own key. A
-            duplicate of that key stays.
+        margin: see above. A larger margin leaves out more. With 0, a negative is left out if the guide finds it closer
+            than the query's own key. A duplicate of that key stays.
         margin_strategy: "absolute" or "relative".
     """
 
