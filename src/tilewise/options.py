@@ -13,6 +13,8 @@ Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
 GradientsIn = Literal["auto", "forward", "backward"]
 FilterTolerance = float | Literal["rounding"]
+WorkspaceMib = int | Literal["auto"]
+DEFAULT_MIB = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,10 @@ class TileOptions:
         backend: "auto" chooses the fastest backend that can serve the call. A name selects that backend; if it cannot
             serve the call, an error is raised.
         workspace_mib: upper limit of the scratch memory of one call, in MiB. Gradients and statistics, which grow with
-            the number of rows plus columns, are not included.
+            the number of rows plus columns, are not included. With more of it, some losses are faster: they keep
+            scores instead of computing them twice. "auto" is a quarter of the memory that is free on the device at
+            each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside of
+            ``torch.compile`` and for retrieval it is 256.
         precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
@@ -37,7 +42,8 @@ class TileOptions:
             gradients come from one pass over the scores, with three products instead of four and memory for a block
             of scores. "backward" is the two-pass strategy: backward computes the scores a second time. "auto" lets
             the route decide; `tilewise.explain` shows its decision. A loss that has no one-pass strategy, such as one
-            with reduction="none" or with a group, uses two passes in any case.
+            with reduction="none" or with a group, uses two passes in any case, and so does a call whose workspace
+            holds so few rows of scores that one pass would be slower.
         batch_invariant: a row's results are bitwise the same whatever other rows are in the batch, however many, and
             wherever the row stands: its loss with reduction="none", its statistics, and its gradient for a given
             ``grad_output`` of the row. For `linear_cross_entropy`, `linear_token_stats` and `linear_logsumexp` without
@@ -50,7 +56,7 @@ class TileOptions:
     """
 
     backend: BackendName = "auto"
-    workspace_mib: int = 256
+    workspace_mib: WorkspaceMib = DEFAULT_MIB
     precision: Precision = "torch"
     filter_tolerance: FilterTolerance = 0.0
     ring_gradients: RingGradients = "float32"
@@ -68,12 +74,13 @@ class TileOptions:
             )
         if self.gradients not in get_args(GradientsIn):
             raise ConfigError(f"no gradients {self.gradients!r}; choose one of {', '.join(get_args(GradientsIn))}")
-        if isinstance(self.workspace_mib, bool) or not isinstance(self.workspace_mib, int):
-            raise ConfigError(f"workspace_mib is a whole number of MiB, got {self.workspace_mib!r}. Round it")
-        if self.workspace_mib < 1:
+        memory = self.workspace_mib
+        if isinstance(memory, bool) or not (isinstance(memory, int) or memory == "auto"):
+            raise ConfigError(f'workspace_mib is a whole number of MiB or "auto", got {memory!r}. Round it')
+        if not isinstance(memory, str) and memory < 1:
             raise ConfigError(
-                f"workspace_mib must be at least 1, got {self.workspace_mib}. A tile needs scratch memory; "
-                "the default is 256"
+                f"workspace_mib must be at least 1, got {memory}. A tile needs scratch memory; "
+                f"the default is {DEFAULT_MIB}"
             )
         tolerance = self.filter_tolerance
         if tolerance != "rounding" and not (isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0):
@@ -93,8 +100,8 @@ class TileOptions:
 
     @property
     def workspace_bytes(self) -> int:
-        """`workspace_mib` in bytes."""
-        return self.workspace_mib * 2**20
+        """`workspace_mib` in bytes; the default in place of an "auto" that nothing replaced by a number."""
+        return (DEFAULT_MIB if isinstance(self.workspace_mib, str) else self.workspace_mib) * 2**20
 
 
 DEFAULT_OPTIONS = TileOptions()

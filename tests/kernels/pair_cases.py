@@ -232,6 +232,12 @@ def guide_jsd(make: Maker) -> Case:
 
 
 @case
+def guide_jsd_without_norms(make: Maker) -> Case:
+    pair, spec = guide_jsd(make)
+    return dataclasses.replace(pair, row_norm=None, guide_norm=None), spec
+
+
+@case
 def guide_of_the_same_scores(make: Maker) -> Case:
     """A teacher that is the student: no divergence."""
     pair, spec = cross_entropy(make)

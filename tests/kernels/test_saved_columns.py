@@ -45,7 +45,8 @@ def small(monkeypatch):
 
 
 def g_of(monkeypatch, cols):
-    """A workspace whose G has all rows and that many columns."""
+    """A workspace whose G has all rows and that many columns, and which has no room for more."""
+    monkeypatch.setattr(statistics.Forward, "_room", lambda self, saved: 0)
     for module in (gradients, statistics):
         monkeypatch.setattr(module, "macro_tile", lambda shape, *rest: (-(-shape.rows // 64) * 64, cols))
 
@@ -64,7 +65,7 @@ def pair_of(n=48, m=400, d=32, spread=1.0, seed=0):
 def test_saved_columns_lie_behind_the_gradient_written_so_far(n, m, d, g_cols):
     found = SavedColumns.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
-    found.allocate_g(g_cols, found.memory.new_empty)
+    found.allocate(g_cols, found.memory.new_empty)
     columns = column_pieces(m, 128, found)
     assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
     assert (columns[0].start, columns[-1].stop) == (0, m)
@@ -222,6 +223,70 @@ def test_picked_columns(kind, spread):
     got = BACKEND.backward(pair, stats, grad, NEEDS, PICKED, OPTIONS, saved=held)
     for name in ("a", "b"):
         assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 5e-6, name)
+
+
+TOKENS = [("row_entropy",), ("row_sum_sq",), ("row_top",), ("row_entropy", "row_sum_sq", "row_top", "row_picked")]
+
+
+@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "peaked"])
+@pytest.mark.parametrize("names", TOKENS, ids="+".join)
+def test_statistics_of_tokens(names, spread):
+    """Each row of a tile has its own reference, so no scores are too far apart, and nothing is repaired."""
+    spec = dataclasses.replace(SPEC, **dict.fromkeys(names, True))
+    pair = pair_of(spread=spread)
+    pair.bias[::7] = float("-inf")
+    pair.row_key[pair.row_key % 7 == 0] = -1
+    if spec.row_picked:
+        pick = torch.randint(0, 57, (48, 5), generator=torch.Generator().manual_seed(4)) * 7 + 1
+        pair = dataclasses.replace(pair, pick=pick)
+    stats, held = BACKEND.forward_saving(pair, spec, OPTIONS)
+    assert held.relative
+    assert held.needs_repair is None
+    assert 0 < held.end < 400
+    plain = BACKEND.forward(pair, spec, OPTIONS)
+    for name in ("row_lse", *names):
+        assert_close(getattr(stats, name), getattr(plain, name), 2e-5, name)
+    grad = incoming_gradients(stats)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
+    for name in ("a", "b", "scale"):
+        assert_close(getattr(got, name), getattr(want, name), 2e-5, name)
+
+
+def test_forgotten_columns_are_computed_again():
+    """A filter's call that turns out to be exact after all: nothing was saved, and the memory holds anything."""
+    for names in [(), ("row_entropy",)]:
+        spec = dataclasses.replace(SPEC, **dict.fromkeys(names, True))
+        pair = pair_of()
+        stats, held = BACKEND.forward_saving(pair, spec, OPTIONS)
+        grad = incoming_gradients(stats)
+        held.memory.fill_(float("nan"))
+        held.buffer.fill_(float("nan"))
+        held.forget()
+        want = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS)
+        got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
+        for name in ("a", "b"):
+            assert_close(getattr(got, name), getattr(want, name), 1e-6, name)
+
+
+@pytest.mark.parametrize("mib", [16, 256, 1024, 4096])
+@pytest.mark.parametrize("spec", [SPEC, dataclasses.replace(SPEC, row_entropy=True)], ids=["plain", "entropy"])
+def test_a_larger_workspace_saves_more_columns(spec, mib, monkeypatch):
+    """Saved columns and what else either pass takes fit the workspace, and most of it is used."""
+    monkeypatch.undo()
+    n, m, d = 8192, 256_000, 2304
+    options, held = TileOptions(workspace_mib=mib), SimpleNamespace(relative=spec.token_stats)
+    held.memory = torch.empty((), dtype=torch.bfloat16)
+    work = object.__new__(statistics.Forward)
+    work.__dict__ |= {"call": SimpleNamespace(options=options, a=torch.empty(n, d, device="meta")), "spec": spec}
+    work.__dict__ |= {"sizes": sizes.TABLE["sm_90", 2].forward_wide, "saved": object(), "n": n, "m": m}
+    work.row_step, work.col_step = work._macro()
+    tiles = m // work.sizes.cols * spec.token_stats
+    used = 2 * n * work._room(held) + 4 * n * (d + tiles)
+    if work._room(held):
+        assert 0 <= options.workspace_bytes - used < 2 * n * 256
+    else:
+        assert options.workspace_bytes < 4 * n * (d + tiles) + 2 * n * 256
 
 
 def test_nothing_is_saved_with_a_scale_of_each_row():

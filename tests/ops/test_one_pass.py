@@ -26,6 +26,8 @@ NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_
 def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
+    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
+    forget_routes()
 
 
 @pytest.fixture
@@ -188,9 +190,11 @@ def early(n, m, d, dtype=torch.float32, device="cpu", spec=SOFTMAX, group="", **
 
 def test_auto_goes_by_the_workspace(monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 1024)
+    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 64)
     assert early(8192, 8192, 256)
     assert early(2048, 128_256, 64)
     assert not early(2048, 4_000_000, 64)  # 64 rows of scores take more than the workspace
+    assert not early(2048, 4_000_000, 64, gradients="forward")  # it would be slower
     assert early(2048, 4_000_000, 64, spec=SIGMOID)  # which holds tiles only
     assert early(2048, 4_000_000, 64, workspace_mib=2048)
     assert not early(2048, 128_256, 4096, dtype=torch.bfloat16)  # all classes as float32
@@ -210,6 +214,10 @@ def test_auto_on_a_gpu(monkeypatch):
     assert early(65_536, 65_536, 768, spec=SIGMOID, **bf16)
     assert not early(512, 512, 512, spec=SIGMOID, **bf16)  # the host is the limit
     assert not early(8192, 128_256, 4096, workspace_mib=2000, **bf16)
+    for mib in (256, 1024, 2000):  # one pass in small blocks would be slower than two passes
+        assert not early(8192, 128_256, 4096, gradients="forward", workspace_mib=mib, **bf16)
+    assert early(8192, 151_936, 1024, workspace_mib=1400, **bf16)
+    assert early(512, 512, 512, gradients="forward", **bf16)
 
 
 def test_exponentials_are_saved_where_a_large_classifier_would_be():

@@ -14,12 +14,15 @@ from torch._dynamo import compiled_autograd
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels.torch_impl import one_pass as kernels
+from tilewise.ops.route import forget_routes
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
+    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
+    forget_routes()
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ class PairSpec:
             "kl"          row_kl = sum_j q_j log(q_j / p_j)
             "reverse_kl"  row_reverse_kl = sum_j p_j log(p_j / q_j)
             "jsd"         row_jsd = beta sum_j q_j log(q_j / m_j) + (1 - beta) sum_j p_j log(p_j / m_j), with the
-                          mixture m = (1 - beta) p + beta q; ``row_norm`` and ``guide_norm`` must be given
+                          mixture m = (1 - beta) p + beta q
             A guide needs ``row_lse``. It allows ``row_entropy``, ``row_hot_lse`` and at most one positive, and no
             other statistic.
         guide_softcap: the cap of the guide, or 0 for none.
@@ -144,7 +144,7 @@ class Pair:
     guide_scale: Tensor | None = None  # (), in the type of the statistics
     guide_bias: Tensor | None = None  # (m,), likewise
     row_limit: Tensor | None = None  # (n,), for the guide "mask"
-    row_norm: Tensor | None = None  # (n,) row_lse over ALL columns, for the guide "jsd"
+    row_norm: Tensor | None = None  # (n,) row_lse over ALL columns, for "jsd"; None if all are in this pair
     guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
     pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
     row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores

@@ -128,7 +128,8 @@ def linear_distillation_stats(
         drop_rows=key is not None,
         same_rows=bool(name),
     )
-    keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
+    if name and guide == "jsd":
+        keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
     found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     divergence = {"kl": found.row_kl, "reverse_kl": found.row_reverse_kl}.get(guide, found.row_jsd)
     assert divergence is not None
@@ -268,9 +269,7 @@ def _with_norms(
     options: TileOptions,
     name: str,
 ) -> PairKeys:
-    """For "jsd", the keys with both log-sum-exps of each row. Each takes a product of its own."""
-    if spec.guide != "jsd":
-        return keys
+    """The keys with both log-sum-exps of each row over the columns of all ranks. Each takes a product of its own."""
     assert keys.guide_a is not None
     assert keys.guide_b is not None
     assert keys.guide_scale is not None

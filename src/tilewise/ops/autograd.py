@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.errors import GradientError
 from tilewise.kernels.spec import STATISTICS, Grads, Needs, PairSpec, RowWeights, Stats, stat_dtype, wanted_names
+from tilewise.ops.budget import with_budget
 from tilewise.ops.call import (
     KEYS,
     LEAVES,
@@ -56,6 +57,7 @@ def pair_stats(
         must_match: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
     """
     assert spec.symmetric == (b is None)
+    options = with_budget(options, a.device, group_name)
     settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias), must_match=must_match)
     values = _apply(PAIR_STATS, (a, b, scale, bias), keys, None, None, settings)
     if torch.compiler.is_compiling():  # a compiler cannot trace a cached function
@@ -80,7 +82,7 @@ def pair_loss(
 
     Arguments as in `pair_stats`; in this process alone.
     """
-    settings = Settings(spec, options, "", needs_of(a, b, scale, bias), weights.share)
+    settings = Settings(spec, with_budget(options, a.device, ""), "", needs_of(a, b, scale, bias), weights.share)
     return _apply(PAIR_LOSS, (a, b, scale, bias), keys, weights.each, weights.square, settings)[0]
 
 

@@ -190,7 +190,7 @@ def _shown(value: Any) -> str:
 
 
 def _text(value: Any, kind: str) -> str:
-    if kind == "bool" or kind == "int":
+    if kind == "bool" or kind == "int" or (kind == "WorkspaceMib" and not isinstance(value, str)):
         return f"{int(value)}"
     number = kind == "float" or (kind == "FilterTolerance" and value != "rounding")
     return f"{float(value)!r}" if number else f"{value}"
@@ -201,6 +201,8 @@ def _value(text: str, kind: str) -> Any:
         return text == "1"
     if kind == "FilterTolerance":
         return text if text == "rounding" else float(text)
+    if kind == "WorkspaceMib":
+        return text if text == "auto" else int(text)
     return {"int": int, "float": float}.get(kind, str)(text)
 
 

@@ -27,8 +27,6 @@ Strategy = Literal["two_pass", "one_pass", "filtered"]
 SMALLEST_BLOCK = 64
 # One pass on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
 WORTH_ONE_PASS = 2**34
-# Up to so many rows or columns, two passes on a GPU need no float32 accumulator for the columns; one pass always does.
-ONE_MACRO_TILE = 16384
 # One pass on a GPU with several blocks: each block adds to that accumulator, which pays from this many rows on.
 SMALLEST_GPU_BLOCK = 2048
 # Both directions in one pass: measured on an H200 at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
@@ -157,24 +155,19 @@ def _why_not_one_pass(
             return "the batch is so large that the device is busy for longer than the host"
         if 8 * shape.rows * shape.width > options.workspace_bytes / 2:
             return "float32 gradients of both sides would take more than half the workspace"
-    if options.gradients == "forward":
-        return None
+    gpu, forward = shape.device.type == "cuda", options.gradients == "forward"
     if spec.col_lse:
+        if forward:
+            return None
         small = shape.device.type == "cuda" and shape.dtype in HALF_TYPES
         return None if small else "one pass over both directions pays for half types on a GPU"
     rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
-    if shape.device.type != "cuda":
-        enough = spec.softplus or rows >= min(shape.rows, SMALLEST_BLOCK)
-        return None if enough else f"the workspace holds the scores of {rows} rows, and {SMALLEST_BLOCK} pay"
-    if shape.products < WORTH_ONE_PASS:
+    if gpu and not forward and shape.products < WORTH_ONE_PASS:
         return "the call is so small that the host would take longer than the device"
-    if rows >= shape.rows:
+    enough = SMALLEST_GPU_BLOCK if gpu else SMALLEST_BLOCK
+    if spec.softplus or rows >= min(shape.rows, enough):
         return None
-    accumulator = 0 if min(shape.rows, shape.cols) > ONE_MACRO_TILE else 4 * shape.cols * shape.width
-    row = (shape.cols + shape.width) * shape.dtype.itemsize
-    if (options.workspace_bytes - accumulator) // row >= SMALLEST_GPU_BLOCK:
-        return None
-    return f"the workspace holds the scores of {rows} rows, and all or {SMALLEST_GPU_BLOCK} pay"
+    return f"the workspace holds the scores of {rows} rows, and all or {enough} pay"
 
 
 def forget_routes() -> None:

@@ -7,7 +7,7 @@ With e_j = exp(x_j - max x), S = sum_j e_j and likewise f_j, T of y, the diverge
     kl = sum_j f_j d_j / T - log T + log S        d_j = (y_j - max y) - (x_j - max x)
     reverse_kl = -sum_j e_j d_j / S - log S + log T
 
-The Jensen-Shannon divergence needs the log-sum-exps over all columns, which are given (``row_norm``, ``guide_norm``).
+The Jensen-Shannon divergence needs the log-sum-exps over all columns (``row_norm``, ``guide_norm``).
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Axes: n rows of a, m rows of b, d features; r, c rows and columns of one tile; i
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -42,11 +44,19 @@ from tilewise.options import DEFAULT_OPTIONS, TileOptions
 def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """The statistics of ``spec``, tile by tile."""
     with matmul_precision(options.precision), torch.no_grad():
-        tiles = Tiles(pair, spec, options)
+        tiles = Tiles(_with_norms(pair, spec, options), spec, options)
         running = _RunningStats(tiles, options)
         for i, j in tiles:
             running.add(i, j)
         return running.stats()
+
+
+def _with_norms(pair: Pair, spec: PairSpec, options: TileOptions) -> Pair:
+    """For "jsd", the pair with the log-sum-exps of both scores. Not given, they take a pass of their own."""
+    if spec.guide != "jsd" or pair.row_norm is not None:
+        return pair
+    first = forward(pair, dataclasses.replace(spec, guide="kl", hot=0.0, row_entropy=False, positive="none"), options)
+    return dataclasses.replace(pair, row_norm=first.row_lse, guide_norm=first.guide_lse)
 
 
 def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:

@@ -136,7 +136,7 @@ class FilterForward(FilterCall):
         # A copy of the features, if one was needed, serves both cases.
         pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b)
         stats, self.saved = two_pass.forward(pair, self.spec, self.options, save=self.save, only_if=keep_all)
-        if self.saved is not None and keep_all.is_cuda and not torch.cuda.is_current_stream_capturing():
+        if self.saved is not None and not (keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.saved.probed_exact = HostScalar(keep_all)
         return stats
 

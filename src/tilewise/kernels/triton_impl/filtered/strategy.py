@@ -54,10 +54,13 @@ class TritonFilter:
 
         If the probe in forward found that the exact case is faster, the host has that answer already and does not wait.
         """
-        if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
         assert saved is None or isinstance(saved, SavedColumns)
-        if saved is not None and saved.probed_exact is not None and saved.probed_exact():
-            return None
-        with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
-            return FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved)
+        grads = None
+        if not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if saved is not None and saved.probed_exact is not None and saved.probed_exact():
+                return None
+            with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+                grads = FilterBackward(pair, spec, options).run(stats, plan, grad, needs, saved)
+        if grads is None and saved is not None:
+            saved.forget()
+        return grads

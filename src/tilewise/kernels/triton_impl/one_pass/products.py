@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewise.kernels.spec import Grads, Needs, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
 from tilewise.kernels.triton_impl.one_pass import product_kernels
-from tilewise.kernels.triton_impl.two_pass.backward import product
+from tilewise.kernels.triton_impl.two_pass.backward import ONE_MACRO, product
 from tilewise.options import TileOptions
 
 FINISH_BLOCK, FINISH_WIDTH = (
@@ -55,6 +55,19 @@ def one_block(shape: PairShape, memory: int) -> bool:
     """Whether ``memory`` bytes hold the exponentials of all rows, a copy of their features, and partial sums."""
     row = (shape.cols + shape.width) * shape.dtype.itemsize + shape.cols // 32
     return shape.rows * row <= memory
+
+
+def block_rows(shape: PairShape, memory: int) -> int:
+    """Rows whose exponentials, features and partial sums fit ``memory`` bytes, beside a float32 sum of dB.
+
+    The sum is not counted if two passes would need it too, which is so beyond ONE_MACRO rows and columns.
+    """
+    if one_block(shape, memory):
+        return shape.rows
+    if min(shape.rows, shape.cols) <= ONE_MACRO:
+        memory -= 4 * shape.cols * shape.width
+    row = (shape.cols + shape.width) * shape.dtype.itemsize + shape.cols // 32
+    return max(0, min(shape.rows, memory // row))
 
 
 def saves_exponentials(shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> bool:

@@ -11,7 +11,7 @@ from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, Needs, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, row_width, tile_descriptor, vector
 from tilewise.kernels.triton_impl.one_pass import softmax_kernels as kernels
-from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, one_block, sum_parts
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, block_rows, sum_parts
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
 START_BLOCK = 1024
@@ -42,11 +42,10 @@ class Softmax:
 
     def _blocks(self) -> int:
         """Rows of a block: E, the scaled rows and the partial sums fit the workspace, one row of tiles at the least."""
-        budget, item, tile = self.call.options.workspace_bytes, self.pair.a.element_size(), self.sizes.rows
-        if one_block(self.pair.shape, budget):
+        tile, fits = self.sizes.rows, block_rows(self.pair.shape, self.call.options.workspace_bytes)
+        if fits == self.n:
             return cdiv(self.n, tile) * tile
-        row = self.m * item + 4 * cdiv(self.m, self.sizes.cols) + self.d * item
-        fits = max(tile, budget // row // tile * tile)
+        fits = max(tile, fits // tile * tile)
         return min(fits, cdiv(cdiv(self.n, cdiv(self.n, fits)), tile) * tile)
 
     def loss_and_grads(self, needs: Needs) -> tuple[Tensor, Grads]:

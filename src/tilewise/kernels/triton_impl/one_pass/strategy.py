@@ -25,8 +25,8 @@ from tilewise.kernels.triton_impl.one_pass.product_kernels import times_kernel
 from tilewise.kernels.triton_impl.one_pass.products import (
     Exponentials,
     Products,
+    block_rows,
     exponentials_like,
-    one_block,
     saves_exponentials,
     sum_parts,
 )
@@ -54,9 +54,7 @@ class TritonOnePass:
 
     def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
         """Rows of E; only a softmax of rows keeps it."""
-        if spec.softplus or spec.col_lse or one_block(shape, memory):
-            return shape.rows
-        return max(0, min(shape.rows, memory // ((shape.cols + shape.width) * shape.dtype.itemsize)))
+        return shape.rows if spec.softplus or spec.col_lse else block_rows(shape, memory)
 
     def saved_like(
         self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions

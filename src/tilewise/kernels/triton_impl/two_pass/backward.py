@@ -204,7 +204,7 @@ class Backward:
             dot_b = self.needs.scale and not self.need_a
             grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
         bias = Bias(self) if self.needs.bias else None
-        if self.saved is not None:
+        if self.saved is not None and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
             spare = None if grad_a is None or grad_a.total is None else grad_a.out
             self.factors = self.saved.factors(call, self.inside, spare)
@@ -214,8 +214,8 @@ class Backward:
                     continue
                 g, a = g_all[: i.stop - i.start, : j.stop - j.start], call.rows(i, self.sizes)["a"]
                 ready = None if self.saved is None else self.saved.chunk(j)
-                if ready is not None and self.factors is not None:
-                    g, a = ready, self.factors[1]
+                if ready is not None:
+                    g, a = ready, a if self.factors is None else self.factors[1]
                 self._gradient(g, tile_descriptor(g, self.sizes), i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
@@ -254,7 +254,9 @@ class Backward:
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         """G of the macro-tile (i, j)."""
         call, span, row_factor = self.call, self.span, None
-        if self.saved is not None and self.factors is not None and j.start < self.saved.end:
+        is_saved = self.saved is not None and j.start < self.saved.end
+        if is_saved and self.factors is not None:
+            assert self.saved is not None
             row_factor = self.factors[0]
             span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
@@ -264,9 +266,13 @@ class Backward:
             if bias is not None:
                 bias.add(j)
             return
-        more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
-        for wide in (False, True) if self.span is not None else (True,):
-            call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
+        if is_saved and self.factors is None:
+            assert self.saved is not None
+            self.saved.write_gradient(call, j, **shared)
+        else:
+            more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
+            for wide in (False, True) if self.span is not None else (True,):
+                call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
         # On the diagonal it is known which macro-tiles have positives.
         if call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j)):
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}

@@ -56,13 +56,12 @@ def side(lse, shift, grad, at, ok, factor):
 
 
 @triton.jit
-def token_terms(below, value, grad_entropy, grad_square, at, ok, factor, TERMS: tl.constexpr):
-    """p (v + h (lse - x) + c p) for below = x - lse in units of log2 and p = 2**below; v is ``value``, given times factor.
+def token_terms(p, below, value, grad_entropy, grad_square, at, ok, factor, TERMS: tl.constexpr):
+    """p (v + h (lse - x) + c p) for p = 2**below and below = x - lse in units of log2; v is ``value``, given times factor.
 
     The entropy H and q = log sum p^2, with gradients h and g, and the gradient of the log-sum-exp, make v, h and c:
     v = grad_lse - h H - 2 g,  c = 2 g exp(-q).
     """
-    p = tl.exp2(below)
     if SUM_SQ & TERMS:
         value = value + tl.load(grad_square + at, mask=ok, other=0.0) * factor * p
     if ENTROPY & TERMS:
@@ -135,9 +134,8 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         elif (ENTROPY + SUM_SQ) & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             below = (x - row_from[:, None]) - row_level[:, None]
-            g = token_terms(
-                below, row_in[:, None], grad_entropy, grad_square, rows[:, None], ok_rows[:, None], f, TERMS
-            )
+            g = token_terms(tl.exp2(below), below, row_in[:, None], grad_entropy, grad_square, rows[:, None],
+                            ok_rows[:, None], f, TERMS)  # fmt: skip
         elif ROWS & TERMS:
             row_level, row_from, row_in = side(row_lse, row_shift, grad_row, rows, ok_rows, f)
             if row_shift is not None:

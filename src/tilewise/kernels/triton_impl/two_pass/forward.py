@@ -15,7 +15,7 @@ from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
 
 MERGE_BLOCK = 16  # rows of one program; divides every tile
 
@@ -40,7 +40,8 @@ class Forward:
             if saved.cols > self.col_step or rows < self.n:
                 self.saved = None
             else:
-                saved.allocate_g(cols, call.empty)
+                more = 0 if only_if is not None else self._room(saved)  # beside a filter's plan there is no room
+                saved.allocate(max(cols, more), call.empty)
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)
         self.row_part = call.empty(self._row_statistics() * col_tiles * rows)
@@ -55,6 +56,14 @@ class Forward:
         self.merges: dict[Any, Prepared] = {}
         self.seen_rows: set[int] = set()
         self.seen_cols: set[int] = self.seen_rows if spec.symmetric else set()
+
+    def _room(self, saved: SavedColumns) -> int:
+        """How many columns the workspace holds beside what else either pass takes: parts, or float32 row gradients."""
+        parts = self._row_statistics() * cdiv(min(self.m, self.col_step), self.sizes.cols)
+        references = cdiv(self.m, self.sizes.cols) if saved.relative else 0
+        numbers = self.n * (max(parts, self.call.a.shape[1]) + references)
+        left = max(0, self.call.options.workspace_bytes - 4 * numbers)
+        return left // (self.n * saved.memory.element_size()) // FULL_TILES * FULL_TILES
 
     def _row_statistics(self) -> int:
         """How many numbers a tile writes for each of its rows, at least 1."""
@@ -100,7 +109,7 @@ class Forward:
             mirrored = spec.symmetric and i != j
             self._tiles(i, j, mirrored)
             self._merge(i, j, mirrored, out)
-        if self.saved is not None:
+        if self.saved is not None and not self.saved.relative:
             self.saved.check(self.call, self.peaks, self.needs_repair, out["row_lse"], self.only_if)
         return Stats(**out)
 
@@ -149,6 +158,8 @@ class Forward:
         shared |= {"needs_repair": self.needs_repair} | self._switches(i, j, mirrored)
         e = None if self.saved is None else self.saved.chunk(j)
         more: dict[str, Any] = {"e_desc": None if e is None else tile_descriptor(e[i], self.sizes)}
+        if e is not None and self.saved is not None:
+            more["reference"] = self.saved.references(j)
         more |= {"peaks": self.peaks, "peak_count": 0 if self.peaks is None else self.peaks.numel()}
         self.call.run(kernels.forward_kernel, i, j, self.sizes, only_if=self.only_if, **more, **shared)
         if not self.spec.token_stats:

@@ -107,13 +107,14 @@ def raised(high, total, x, axis: tl.constexpr):
         "only_if",
         "col_part",
         "e_desc",
+        "reference",
     ),
     dynamic=(*TILE_NUMBERS, "peak_count"),
 )
 def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight, row_scale,  # keys, shifts, weights
                    peaks, peak_count, only_if,  # a sample of scores; a flag, see below
-                   row_part, col_part, tops, e_desc, needs_repair,  # outputs
+                   row_part, col_part, tops, e_desc, reference, needs_repair,  # outputs
                    n, m, first, ahead,
                    D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
                    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
@@ -124,7 +125,8 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
 
     A program computes the STRIP tiles of a strip from top to bottom. It keeps partial column sums in ``near`` and reduces
     them across threads once per strip. With ``e_desc`` it also stores the exponentials, relative to the largest score of
-    the sample. If ``only_if`` is 0, it computes nothing.
+    the sample, or, if each row of a tile has a reference t_i, relative to t_i, which it writes to ``reference``. If
+    ``only_if`` is 0, it computes nothing.
 
     ``first`` is the index of the macro-tile's first column, ``ahead`` that of its first row less that of its first column.
     MIRROR: the scores are symmetric, so the columns of this macro-tile are rows too, and have positives.
@@ -188,6 +190,9 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             below = x - safe[:, None]
             e = tl.exp2(below)
             total = tl.sum(e, 1)
+            if e_desc is not None:
+                store_tile(e_desc, tile_row * R, tile_col * C, e)
+                tl.store(reference + tile_col * n + rows, safe, mask=ok_rows)
             # The shift is close to the largest scores of the row: subtracted first, it leaves more digits to the sum.
             tl.store(totals + rows, (safe - shifts(row_shift, rows, ok_rows)) + tl.log2(total), mask=ok_rows)
             if ENTROPY & STATS:

@@ -19,6 +19,7 @@ from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,
     NO_SHARE,
+    in_units,
     own_column,
     score_tile,
     store_tile,
@@ -77,12 +78,15 @@ def log_shares(x, shift, level, at, ok):
     return (x - shifts(shift, at, ok)[:, None]) - norm[:, None]
 
 
-@kernel(optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "row_norm", "guide_norm"), dynamic=GUIDE_NUMBERS)
+@kernel(
+    optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "row_norm", "guide_norm", "x_desc", "y_desc"),
+    dynamic=GUIDE_NUMBERS,
+)
 def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                           ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
                           row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
                           row_limit, row_norm, guide_norm, hot, beta,  # settings of the guide
-                          row_part,  # output
+                          row_part, x_desc, y_desc,  # outputs
                           n, m, first, ahead,
                           D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, STATS: tl.constexpr,
                           SCORE: tl.constexpr, GUIDE_SCORE: tl.constexpr, POSITIVE: tl.constexpr,
@@ -91,6 +95,8 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     """Parts of one macro-tile: row_part is (numbers, column tiles, n), in the order of this code.
 
     A log-sum-exp is two numbers, the largest score and the log of the sum relative to it: large scores keep their digits.
+    With ``x_desc`` and ``y_desc`` the scores are also stored. JSD needs the log-sum-exps over all columns, ``row_norm``
+    and ``guide_norm``; without them its parts are not computed.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s, guide_s = tl.load(scale), tl.load(guide_scale)
@@ -100,6 +106,9 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         rows, _, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
                                     row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
                                     D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        if x_desc is not None:
+            store_tile(x_desc, tile_row * R, tile_col * C, x)
+            store_tile(y_desc, tile_row * R, tile_col * C, y)
         ok, at, step = rows < n, row_part + tile_col * n + rows, col_tiles * n
         high = finite(tl.max(x, 1))
         x_below = x - high[:, None]
@@ -118,15 +127,16 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(at, guide_high * LN2, mask=ok)
             at += step
             tl.store(at, tl.log2(guide_total) * LN2, mask=ok)
-            at += step
             apart = tl.log2(total) - tl.log2(guide_total)
+            if (JSD != GUIDE) or (row_norm is not None):
+                at += step
             if KL == GUIDE:
                 gap = tl.sum(times(f, y_below - x_below), 1) / guide_total
                 tl.store(at, tl.where(guide_total == 0.0, 0.0, gap + apart) * LN2, mask=ok)
             if REVERSE_KL == GUIDE:
                 gap = tl.sum(times(e, x_below - y_below), 1) / total
                 tl.store(at, tl.where(total == 0.0, 0.0, gap - apart) * LN2, mask=ok)
-            if JSD == GUIDE:
+            if (JSD == GUIDE) and (row_norm is not None):
                 log_p = log_shares(x, row_shift, row_norm, rows, ok)
                 log_q = log_shares(y, None, guide_norm, rows, ok)
                 log_m = log_mixture(log_p, log_q, beta)
@@ -146,6 +156,28 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(at, (hot_high - hot * shift) * LN2, mask=ok)
             at += step
             tl.store(at, tl.log2(hot_total) * LN2, mask=ok)
+
+
+@kernel(optional=("row_shift",), dynamic=("m", "stride", "beta"))
+def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_mix_kl, m, stride, BLOCK: tl.constexpr):
+    """The Jensen-Shannon divergence and sum_j p_j log(p_j / m_j) of one row, whose scores x and y are stored."""
+    row = tl.program_id(0)
+    one = row + tl.arange(0, 1)
+    start = row.to(tl.int64) * in_units(stride, 4)
+    mix, other = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, m, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        inside = cols < m
+        log_p = tl.load(x + start + cols, mask=inside, other=float("-inf"))[None, :]
+        log_q = tl.load(y + start + cols, mask=inside, other=float("-inf"))[None, :]
+        log_p = log_shares(log_p, row_shift, row_norm, one, one >= 0)
+        log_q = log_shares(log_q, None, guide_norm, one, one >= 0)
+        log_m = log_mixture(log_p, log_q, beta)
+        mix += tl.sum(times(tl.exp2(log_p), log_p - log_m), 0)
+        other += tl.sum(times(tl.exp2(log_q), log_q - log_m), 0)
+    own = tl.sum(mix, 0)
+    tl.store(row_jsd + row, (beta * tl.sum(other, 0) + (1.0 - beta) * own) * LN2)
+    tl.store(row_mix_kl + row, own * LN2)
 
 
 @kernel(

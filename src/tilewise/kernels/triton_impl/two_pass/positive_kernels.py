@@ -133,7 +133,8 @@ def positive_gradient_kernel(own, softcap, row_key, row_shift, col_shift, col_we
         value = -sigmoid(-x) * tl.load(grad_row + rows, mask=ok, other=0.0) * f
     if (ENTROPY + SUM_SQ) & TERMS:
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
-        value += token_terms(from_shift - level, coming, grad_entropy, grad_square, rows, ok, f, TERMS)
+        below = from_shift - level
+        value += token_terms(tl.exp2(below), below, coming, grad_entropy, grad_square, rows, ok, f, TERMS)
     elif ROWS & TERMS:
         level, _, coming = side(row_lse, row_shift, grad_row, rows, ok, f)
         value += coming * tl.exp2(from_shift - level)

@@ -20,9 +20,16 @@ be written from the start of the memory, chunk by chunk, and never overwrites ex
 
     (c_0 + .. + c_k) d + (c_k + .. + c_K) n <= m d   for every k <= K;   sum c_k <= (m - c) d / max(n, d) is enough
 
-The columns that follow are saved in another buffer: the one in which backward later keeps G of one macro-tile at a time.
+The columns that follow are saved in another buffer, which takes what the workspace has left. Backward later keeps G of
+one macro-tile at a time in it. So a larger workspace saves more columns, up to all of them.
 
-``needs_repair`` is set if t does not suit some row: forward had to repair a sum, or the log-sum-exp of the row is so far
+With the statistics of tokens (entropy, sum of squares, largest score) each row of a tile has a reference of its own, its
+largest score there. The references are saved beside the exponentials (`reference`), every t suits its row, and
+`saved_gradient_kernel` replaces the exponentials by G, since G is then not a multiple of e:
+
+    x_ij = t_i + log e_ij        G_ij = p_ij (v_i + h_i (lse_i - x_ij) + c_i p_ij), see `token_terms`
+
+Otherwise ``needs_repair`` is set if t does not suit some row: forward had to repair a sum, or the log-sum-exp of the row is so far
 below t that probabilities of the row would underflow or f_i a_i overflow. Then backward computes G again, over the
 exponentials, and every f_i is 1. The device decides; the host does not need to know. Decision 0019 has the costs.
 """
@@ -42,7 +49,8 @@ from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
-from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side
+from tilewise.kernels.triton_impl.sizes import forward_sizes
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
@@ -60,6 +68,7 @@ FARTHEST = tl.constexpr(90.0)
 SMALLEST_SHARE = tl.constexpr(2.0**-20)
 ROUNDING = tl.constexpr(2.0**-7)  # larger than the relative rounding error of bfloat16
 FACTOR_ROWS, WIDTH = 32, 256  # rows of one program of `factor_kernel`, and its features at a time
+GRADIENT_ROWS = 32  # rows of one program of `saved_gradient_kernel`
 CHECKED_ROWS = 1024  # rows that `check_kernel` reads at a time
 
 
@@ -74,6 +83,8 @@ class SavedColumns:
     buffer: Tensor | None = None  # flat, later G of a macro-tile
     behind: int = 0  # number of columns whose exponentials lie in `buffer`; they follow those in `memory`
     peaks: Tensor | None = None  # the largest scores of a sample, from which t is estimated
+    reference: Tensor | None = None  # (tiles, n) float32: t of each row in each tile of saved columns
+    tile: int = 0  # columns of such a tile; 0 if all rows have the same reference
     needs_repair: Tensor | None = None  # (1,) float32: 0, or 1e9 if backward must compute G of the saved columns
     probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
 
@@ -83,7 +94,10 @@ class SavedColumns:
         n, m, d = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
         if pair.a.dtype not in DTYPES or n > MOST_ROWS or n * m * d < WORTH_IT:
             return None
-        if spec != PairSpec(row_lse=True, row_picked=spec.row_picked, positive="one", drop_rows=spec.drop_rows):
+        known = {
+            name: getattr(spec, name) for name in ("row_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows")
+        }
+        if spec != PairSpec(row_lse=True, positive="one", **known):
             return None
         if pair.row_scale is not None:  # the factors of saved exponentials do not have it
             return None
@@ -94,18 +108,49 @@ class SavedColumns:
         inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
         if inside < cols:
             return None
-        return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside)
+        tile = forward_sizes(pair.a.device, pair.a.dtype, d, columns=False).cols if spec.token_stats else 0
+        return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside, tile=tile)
+
+    @property
+    def relative(self) -> bool:
+        """Whether each row of a tile has a reference of its own."""
+        return self.tile > 0
 
     @property
     def end(self) -> int:
         """The first column that is not saved."""
         return self.inside + self.behind
 
-    def allocate_g(self, cols: int, empty: Callable[..., Tensor]) -> None:
-        """Allocate `buffer`, in which backward keeps G of ``cols`` columns; forward saves as many columns there."""
+    def allocate(self, cols: int, empty: Callable[..., Tensor]) -> None:
+        """Allocate `buffer`: forward saves ``cols`` columns there, and backward then keeps G of other columns in it.
+
+        Also `reference`, if it is needed.
+        """
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
             self.buffer = empty(self.rows * aligned(self.behind), dtype=self.memory.dtype)
+        if self.relative:
+            self.reference = empty(cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
+
+    def forget(self) -> None:
+        """Nothing was saved; the memory is still that of the gradient."""
+        self.inside = self.behind = 0
+
+    def references(self, j: slice) -> Tensor | None:
+        """t of the rows in the tiles of a chunk. Chunks start with a whole tile, counted from 0 in either memory."""
+        if self.reference is None:
+            return None
+        first, tiles = (0, 0) if j.start < self.inside else (self.inside, cdiv(self.inside, self.tile))
+        return self.reference[tiles + (j.start - first) // self.tile :]
+
+    def write_gradient(self, call: Call, j: slice, **shared: Any) -> None:
+        """Replace the exponentials of a chunk by G."""
+        e = self.chunk(j)
+        assert e is not None
+        values: dict[str, Any] = {"e": e, "e_stride": e.stride(0), "reference": self.references(j)}
+        values |= {"n": self.rows, "m": aligned(e.shape[1]), "R": GRADIENT_ROWS, "C": self.tile}
+        prepared = call.prepare(saved_gradient_kernel).offer(call.by_row).put(values).put(shared)
+        prepared.launch(cdiv(self.rows, GRADIENT_ROWS) * cdiv(e.shape[1], self.tile))
 
     def columns(self) -> list[slice]:
         """The columns of each chunk, first those in `memory`, then those in `buffer`."""
@@ -189,6 +234,29 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
     if only_if is not None:
         wrong |= (tl.load(only_if) == 0).to(tl.int32)
     tl.store(needs_repair, tl.where(wrong != 0, 1e9, 0.0))
+
+
+@kernel(optional=("grad_entropy", "grad_square"), dynamic=("n", "m", "e_stride"))
+def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_square, factor, n, m, e_stride,
+                          TERMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Replace the exponentials of a chunk by G, as `gradient_kernel` computes it from scores.
+
+    A program has the rows of one tile, whose references are one row of ``reference``. m is rounded up (`aligned`), so that
+    a thread reads and writes several numbers at once; what lies past the last column is never used.
+    """
+    col_tiles = tl.cdiv(m, C)
+    tile_row, tile_col = tl.program_id(0) // col_tiles, tl.program_id(0) % col_tiles
+    rows, cols = tile_row * R + tl.arange(0, R), tile_col * C + tl.arange(0, C)
+    ok = rows < n
+    level, _, coming = side(row_lse, None, grad_row, rows, ok, outer_factor(factor))
+    top = tl.load(reference + tile_col.to(tl.int64) * n + rows, mask=ok, other=0.0)
+    place = e + rows.to(tl.int64)[:, None] * row_stride(e, e_stride) + cols[None, :]
+    inside = ok[:, None] & (cols < row_stride(e, m))[None, :]
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    apart = (top - level)[:, None]
+    g = token_terms(value * tl.exp2(apart), tl.log2(value) + apart, coming[:, None], grad_entropy, grad_square,
+                    rows[:, None], ok[:, None], outer_factor(factor), TERMS)  # fmt: skip
+    tl.store(place, g.to(e.dtype.element_ty), mask=inside)
 
 
 @kernel(

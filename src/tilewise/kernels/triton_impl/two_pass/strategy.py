@@ -46,11 +46,14 @@ def forward(
 
         def run(call: Call) -> tuple[Any, ...]:
             if spec.guide != "none":
-                stats = guided_forward(call)
-                return *(getattr(stats, name) for name in STATISTICS), *(None,) * 4
+                # The memory of the column gradients is unused until backward.
+                stats = guided_forward(call, options.workspace_bytes + (pair.b.nbytes if save else 0))
+                return *(getattr(stats, name) for name in STATISTICS), *(None,) * 5
             work = Forward(call, saved, only_if)
             stats, held = work.run(), work.saved
-            found = (None,) * 4 if held is None else (held.buffer, held.behind, held.peaks, held.needs_repair)
+            found: tuple[Any, ...] = (None,) * 5
+            if held is not None:
+                found = held.buffer, held.behind, held.peaks, held.needs_repair, held.reference
             return *(getattr(stats, name) for name in STATISTICS), *found
 
         kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
@@ -58,10 +61,11 @@ def forward(
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
         if spec.positive == "many":
             stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
-        buffer, behind, peaks, needs_repair = values[len(STATISTICS) :]
+        buffer, behind, peaks, needs_repair, reference = values[len(STATISTICS) :]
         if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
         saved.buffer, saved.behind, saved.peaks, saved.needs_repair = buffer, behind, peaks, needs_repair
+        saved.reference = reference
         return stats, saved
 
 
@@ -97,7 +101,7 @@ def backward(
         known = [stats.row_lse, stats.row_pos, stats.col_lse, stats.row_picked, *vars(folded).values(), *factors]
         layout = None
         if saved is not None:
-            known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair]
+            known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair, saved.reference]
             layout = saved.inside, saved.behind
         a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
         if saved is not None:
