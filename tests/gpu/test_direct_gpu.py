@@ -251,7 +251,7 @@ def test_memory_of_a_classifier():
     n, m, d, mib = 4096, 32_000, 512, 300
     a, b, target = features(n, d, 1), features(m, d, 2), torch.randint(0, m, (n,), device="cuda")
     options = tw.TileOptions(gradients="forward", workspace_mib=mib)
-    gradients = (n + m) * d * 4
+    gradients = (n + m) * d * 4  # float32, from forward to backward
     peak = checks.peak_bytes(
         lambda: torch.autograd.grad(tw.linear_cross_entropy(a, b, target, options=options), (a, b))
     )

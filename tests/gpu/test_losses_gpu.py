@@ -155,3 +155,109 @@ def test_exponentials_are_carried_over_in_the_memory_of_the_gradient(spread, mib
     for index in (0, 1):
         assert_no_worse(first[index], low[index + 1], exact[index + 1], f"carried {index}")
         assert_no_worse(second[index], low[index + 1], exact[index + 1], f"without {index}")
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("mib", [256, 16], ids=["all saved", "a part saved"])
+@pytest.mark.parametrize("spread", [1.0, 6.0, 300.0], ids=["plain", "peaked", "far apart"])
+def test_statistics_of_tokens_save_exponentials(spread, mib, seed, monkeypatch):
+    """Against float64, with a gradient of its own for each token and statistic."""
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden = (torch.randn(1000, 1024, device="cuda", generator=generator) * spread).bfloat16().requires_grad_()
+    head = (torch.randn(40_003, 1024, device="cuda", generator=generator) / 32).bfloat16().requires_grad_()
+    target = torch.randint(0, 40_003, (1000,), device="cuda", generator=generator)
+    target[::9] = -100
+    coming = torch.randn(3, 1000, device="cuda", generator=generator) * torch.tensor(
+        [[1.0], [0.1], [0.1]], device="cuda"
+    )
+    seen, plain = [], TritonBackend.forward_saving
+
+    def forward_saving(self, *args):
+        stats, held = plain(self, *args)
+        seen.append(dataclasses.replace(held))
+        return stats, held
+
+    monkeypatch.setattr(TritonBackend, "forward_saving", forward_saving)
+    options = tw.TileOptions(backend="triton", workspace_mib=mib)
+    found = tw.linear_token_stats(
+        hidden, head, target, want=("log_prob", "entropy", "log_sum_sq_prob", "top1"), options=options
+    )
+    assert seen[0].relative
+    assert (seen[0].end == 40_003) == (mib == 256)
+    total = sum(
+        (c * v).sum() for c, v in zip(coming, (found.log_prob, found.entropy, found.log_sum_sq_prob), strict=True)
+    )
+    first = torch.autograd.grad(total, (hidden, head), retain_graph=True)
+    assert first[1].data_ptr() == seen[0].memory.data_ptr()
+    second = torch.autograd.grad(total, (hidden, head))
+
+    def dense(dtype):
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (hidden, head)]
+        logits = leaves[0] @ leaves[1].T
+        log_p = (logits if dtype == torch.float64 else logits.float()).log_softmax(-1)
+        valid = target >= 0
+        own = log_p.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        values = own, -(log_p.exp() * log_p).sum(-1), (2 * log_p).logsumexp(-1)
+        total = sum((c * torch.where(valid, v, 0.0)).sum() for c, v in zip(coming, values, strict=True))
+        return torch.autograd.grad(total, leaves)
+
+    exact, low = dense(torch.float64), dense(torch.bfloat16)
+    for index in (0, 1):
+        assert_no_worse(first[index], low[index], exact[index], f"saved {index}")
+        assert_no_worse(second[index], low[index], exact[index], f"computed again {index}")
+
+
+@pytest.mark.parametrize("mib", [64, 256, 400])
+@pytest.mark.parametrize("want", [("log_prob",), ("log_prob", "entropy")], ids="+".join)
+def test_saved_columns_stay_within_the_workspace(want, mib, monkeypatch):
+    """Above the gradients: no more than the workspace, whatever part of the scores it holds."""
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    n, m, d = 2048, 60_000, 1024
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(n, d, device="cuda", generator=generator).bfloat16().requires_grad_()
+    head = (torch.randn(m, d, device="cuda", generator=generator) / 32).bfloat16().requires_grad_()
+    target = torch.randint(0, m, (n,), device="cuda", generator=generator)
+    options = tw.TileOptions(workspace_mib=mib)
+
+    def step():
+        found = tw.linear_token_stats(hidden, head, target, want=want, options=options)
+        total = found.log_prob.sum() if found.entropy is None else found.log_prob.sum() + found.entropy.sum()
+        return torch.autograd.grad(total, (hidden, head))
+
+    assert checks.peak_bytes(step) <= 2 * (n + m) * d + mib * 2**20 + 12 * 2**20
+
+
+@pytest.mark.parametrize("mib", [8, 64, 256])
+def test_jensen_shannon_with_any_memory(mib, seed):
+    """Blocks of rows whose scores are stored, or all products twice: as close to float64, within the workspace."""
+    n, m, d = 1500, 30_000, 256
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden, head, teacher, other = (
+        torch.randn(size, d, device="cuda", generator=generator).div(d**0.25).bfloat16() for size in (n, m, n, m)
+    )
+    options = tw.TileOptions(workspace_mib=mib)
+
+    def ours(x=hidden, w=head):
+        return tw.linear_distillation_loss(x, w, teacher, other, beta=0.3, options=options)
+
+    with torch.no_grad():
+        assert checks.peak_bytes(ours) <= mib * 2**20 + 12 * 2**20
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, head)]
+    loss = ours(*leaves)
+    got = torch.autograd.grad(loss, leaves)
+
+    def dense(dtype):
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (hidden, head)]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        log_p = (leaves[0] @ leaves[1].T).to(wide).log_softmax(-1)
+        log_q = (teacher.to(dtype) @ other.to(dtype).T).to(wide).log_softmax(-1)
+        log_m = (0.7 * log_p.exp() + 0.3 * log_q.exp()).log()
+        each = 0.3 * log_q.exp() * (log_q - log_m) + 0.7 * log_p.exp() * (log_p - log_m)
+        loss = each.sum(-1).mean()
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    exact, low = dense(torch.float64), dense(torch.bfloat16)
+    assert_no_worse(loss.detach()[None], low[0][None], exact[0][None], "loss")
+    for index in (0, 1):
+        assert_no_worse(got[index], low[index + 1], exact[index + 1], f"gradient {index}")
