@@ -71,11 +71,16 @@ def block_rows(shape: PairShape, memory: int) -> int:
 
 
 def saves_exponentials(shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> bool:
-    """Whether forward saves exponentials instead of gradients: if a float32 dB takes over a quarter of the workspace."""
-    memory = options.workspace_bytes
+    """Whether forward saves exponentials instead of float32 gradients.
+
+    So it is if one block holds all rows, and exponentials take less memory than the gradients, or a float32 dB takes
+    over a quarter of the workspace.
+    """
+    memory, gradients = options.workspace_bytes, 4 * (shape.rows + shape.cols) * shape.width
     if not needs.b or spec.softplus or spec.col_lse or shape.dtype != torch.bfloat16:
         return False
-    return 4 * shape.cols * shape.width > memory // 4 and one_block(shape, memory)
+    smaller = shape.rows * shape.cols * shape.dtype.itemsize < gradients
+    return (smaller or 4 * shape.cols * shape.width > memory // 4) and one_block(shape, memory)
 
 
 def exponentials_like(shape: PairShape) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -54,6 +54,7 @@ def _without_norms(call: Call, memory: int) -> Stats:
         norms = _statistics(call, slice(0, n), ("guide_lse",)).rounded(call.pair.stat_dtype)
         call.by_row |= {"row_norm": vector(norms.row_lse), "guide_norm": vector(norms.guide_lse)}
         call.row_cuts.clear()
+        call.prepared.clear()  # they were prepared without norms
         return _statistics(call, slice(0, n), PARTS["jsd"])
     x, y = (call.empty(min(step, n), wide, dtype=torch.float32)[:, :m] for _ in range(2))
     blocks = []
