@@ -34,6 +34,7 @@ from benchmarks.run import RESULTS, commit_of, describe, write
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, classifier, target: log_prob, entropy
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 QUICK = ((256, 64, 1000),)
+ALONE = "Liger, log-probability alone"
 REFERENCE_ROWS = 256  # tokens at a time in float64
 PAGE = RESULTS.parent.parent / "docs" / "post-training.md"
 BEGIN, END = "<!-- heads: begin -->", "<!-- heads: end -->"
@@ -81,9 +82,22 @@ def trl_head() -> Head:
     return head
 
 
+def liger_head() -> Head:
+    """The log-probabilities of Liger's losses for reinforcement learning; it has no entropy."""
+    module = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
+    chunk = module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+
+    def head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob = module._ChunkedSelectiveLogProbFunction.apply(hidden, weight, target, None, 1.0, chunk)
+        return log_prob, torch.zeros_like(log_prob)
+
+    return head
+
+
 METHODS: dict[str, Callable[[], Head]] = {
     "tilewise": lambda: tilewise_head,
     "TRL": trl_head,
+    ALONE: liger_head,
     "torch.compile, bf16 logits": compiled_head,
     "eager, bf16 logits": lambda: eager_head,
     "eager, float32 head": lambda: float32_head,
@@ -158,7 +172,9 @@ def run_shape(
         results[name] = {"method": name, "n": case.rows, "d": case.width, "V": case.cols}
         try:
             heads[name] = make()
-            results[name] |= errors(heads[name], x, exact)
+            found = errors(heads[name], x, exact)
+            # Without an entropy the gradients are those of another loss.
+            results[name] |= {"log_prob_error": found["log_prob_error"]} if name == ALONE else found
         except Exception as error:
             heads.pop(name, None)
             failure = failure_of(error)
