@@ -216,7 +216,7 @@ def linear_distillation_loss(
         options: how the loss is computed; see `TileOptions`. ``filter_tolerance`` and ``gradients`` have no effect.
 
     Memory: the inputs, the student's gradients, O(tokens) statistics, and a workspace. Cost: two products in forward
-    and four in backward; two more in forward for ``beta`` between 0 and 1.
+    and four in backward; for ``beta`` between 0 and 1 two more in forward, except on one GPU.
 
     >>> x, w = torch.eye(2), torch.eye(2)
     >>> round(linear_distillation_loss(x, w, x, 3.0 * w).item(), 4)
