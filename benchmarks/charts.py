@@ -20,7 +20,8 @@ from benchmarks.run import RESULTS
 DOCS = RESULTS.parents[1] / "docs"
 DRAWINGS = DOCS / "drawings"
 GPU, CPU = "gpu-nvidia-h200.json", "cpu-intel-xeon-processor.json"
-HEADS = "heads-nvidia-h200.json"
+HEADS, STUDENTS = "heads-nvidia-h200.json", "students-aarch64.json"
+CASES = {"language": ("Language model", "sequences of 64 words"), "clip": ("CLIP", "pairs")}  # of the students
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NAMES = {"dense": "PyTorch, all scores", "compile": "torch.compile", "tilewise-filter": "tilewise, filter 1e-2"}
 COLORS = {"tilewise": 1, "tilewise-filter": 3, "compile": 2, "dense": 5}  # of site.css; others take 4
@@ -61,18 +62,19 @@ def charts() -> dict[str, str]:
     head = [r for r in gpu["results"] if r["case"] == "cross_entropy-8192-2304-256000-bf16-peaked"]
     step, large = "CLIP step, d = 512, bf16", "8,192 tokens x 256,000 classes, bf16"
     small = f"CLIP step, d = 256, float32, {cpu['device']}"
+    learned = {case: [r for r in load(STUDENTS)["results"] if r["case"] == case] for case in CASES}
     return {
         "drawings/chart-clip-time.svg": lines(clip, "median_ms", f"{step}, {card}: time"),
         "drawings/chart-clip-memory.svg": lines(clip, "peak_bytes", f"{step}, {card}: memory above the inputs"),
         "drawings/chart-clip-cpu.svg": lines(clip_cpu, "median_ms", f"{small}: time"),
         "drawings/chart-head-time.svg": bars(head, "median_ms", f"{large}, {card}: time"),
         "drawings/chart-head-memory.svg": bars(head, "peak_bytes", f"{large}, {card}: memory above the inputs"),
-    }
+    } | {f"drawings/chart-student-{case}.svg": curves(rows, student_title(rows)) for case, rows in learned.items()}
 
 
 def pages() -> dict[str, str]:
     """The pages by path below docs/, with the parts between the markers replaced."""
-    parts = {"index.md": headlines(), "benchmarks.md": [*headlines(), "", *tables()]}
+    parts = {"index.md": headlines(), "benchmarks.md": [*headlines(), "", *tables()], "distillation.md": students()}
     return {name: replaced((DOCS / name).read_text(encoding="utf-8"), part) for name, part in parts.items()}
 
 
@@ -160,6 +162,28 @@ def table(results: list[Result], wanted: Callable[[Result], bool]) -> list[str]:
     return out
 
 
+def students() -> list[str]:
+    """The curves of the students, with time, memory and the distance of the curves."""
+    report = load(STUDENTS)
+    out = ["| student | loss computed by | training step | memory of a step | last loss |", "|---|---|---:|---:|---:|"]
+    for case in CASES:
+        rows = [r for r in report["results"] if r["case"] == case]
+        for r in rows:
+            cells = [student_title(rows), NAMES.get(r["method"], r["method"]), f"{r['median_ms']:,.0f} ms"]
+            out.append(f"| {' | '.join(cells)} | {r['peak_bytes'] / 2**20:,.0f} MiB | {r['losses'][-1]:.4f} |")
+    both = [[r["losses"] for r in report["results"] if r["case"] == case] for case in CASES]
+    apart = max(abs(a / b - 1) for pair in both for a, b in zip(*pair, strict=True))
+    out += ["", f"The losses of the two methods differ by at most {apart:.0e} of their size in every step.", ""]
+    charts = (f"![{CASES[case][0]}](drawings/chart-student-{case}.svg)" for case in CASES)
+    return [*out, *(line for chart in charts for line in (chart, ""))][:-1]
+
+
+def student_title(rows: list[Result]) -> str:
+    """The case in words."""
+    name, unit = CASES[rows[0]["case"]]
+    return f"{name}, {rows[0]['batch']:,} {unit}"
+
+
 # Drawing
 
 
@@ -202,6 +226,27 @@ def lines(results: list[Result], field: str, title: str) -> str:
         out.append(text(542, height + 5, NAMES.get(method, method), "start", color, method == "tilewise"))
     if any(r["status"] == "oom" for r in results):
         out.append(text(542, 364, "x: out of memory", "start", "var(--tw-5)"))
+    return svg(720, 376, title, out)
+
+
+def curves(results: list[Result], title: str) -> str:
+    """Loss against the step, with time and memory of each method. The first line is wide: the others lie on it."""
+    losses = [loss for r in results for loss in r["losses"]]
+    low, high, steps = math.floor(min(losses)), math.ceil(max(losses)), len(results[0]["losses"])
+    out = []
+    for value in range(low, high + 1, max(1, (high - low) // 5)):
+        height = 320 - 260 * (value - low) / (high - low)
+        out += [f'<path d="M60 {height:.1f} H500" stroke="var(--tw-line)"/>', text(52, height + 5, str(value), "end")]
+    out += [text(60 + 440 * k / 4, 342, f"{(steps - 1) * k / 4:.0f}", "middle") for k in range(5)]
+    out += [text(280, 364, "step", "middle"), text(52, 44, "loss", "end")]
+    for place, r in enumerate(results):
+        color, look = _color(r["method"]), 'stroke-width="2" stroke-dasharray="5 5"' if place else 'stroke-width="5"'
+        points = [(60 + 440 * k / (steps - 1), 320 - 260 * (v - low) / (high - low)) for k, v in enumerate(r["losses"])]
+        path = " L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+        out.append(f'<path d="M{path}" stroke="{color}" {look} fill="none"/>')
+        out.append(text(520, 120 + 90 * place, NAMES.get(r["method"], r["method"]), "start", color, not place))
+        numbers = f"{digits(r['median_ms'])} ms per step", f"{r['peak_bytes'] / 2**20:,.0f} MiB above the inputs"
+        out += [text(520, 142 + 90 * place + 22 * k, line, "start") for k, line in enumerate(numbers)]
     return svg(720, 376, title, out)
 
 

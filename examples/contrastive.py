@@ -18,9 +18,9 @@ WORDS = 2**14  # rows of the table of words
 
 
 class Towers(nn.Module):
-    def __init__(self, width: int = 128):
+    def __init__(self, width: int = 128, hidden: int = 256):
         super().__init__()
-        self.image = nn.Sequential(nn.LayerNorm(896), nn.Linear(896, 256), nn.GELU(), nn.Linear(256, width))
+        self.image = nn.Sequential(nn.LayerNorm(896), nn.Linear(896, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.text = nn.EmbeddingBag(WORDS, width, padding_idx=0)
         self.log_scale = nn.Parameter(torch.tensor([2.66]))
 

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = (  # the other examples are whole programs with options, and have tests of their own
+    "clip_distillation",
     "contrastive",
     "distillation",
     "language_model",
@@ -77,6 +78,14 @@ def test_the_language_model_learns(example: Any) -> None:
 def test_a_student_learns_more_from_its_teacher(example: Any) -> None:
     found = example("distillation").main(["--steps", "20"])
     assert found["teacher"] < found["student of the teacher"] < found["student alone"]
+
+
+@pytest.mark.slow
+def test_a_student_with_few_captions_learns_more_from_its_teacher(example: Any) -> None:
+    clip = example("clip_distillation")
+    found = clip.main(["--steps", "40", "--pairs", "100", "--seeds", "1"])
+    alone, _, unpaired = (found[name][0] for name in clip.METHODS)
+    assert found["teacher"][0] > unpaired > 1.4 * alone
 
 
 @pytest.mark.slow
