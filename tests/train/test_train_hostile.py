@@ -299,22 +299,27 @@ def test_a_stop_signal_is_obeyed_while_a_read_blocks(tmp_path, monkeypatch, pref
         return read_regular(path, limit)
 
     monkeypatch.setattr("tilewise.train.data.table.read_regular", lambda path, limit: read_regular(path, limit))
-    trainer_ready = threading.Event()
-    original = loop.Trainer._train
+    steps_done = threading.Event()  # from then on the trainer looks for a signal only while it waits for data
+    train, after_step = loop.Trainer._train, loop.Trainer._after_step
 
     def watched(self, *args):
         monkeypatch.setattr("tilewise.train.data.table.read_regular", block)
-        trainer_ready.set()
-        return original(self, *args)
+        if first == 0:
+            steps_done.set()
+        return train(self, *args)
+
+    def watched_step(self, *args):
+        if self.step == first:
+            steps_done.set()
+        return after_step(self, *args)
 
     monkeypatch.setattr(loop.Trainer, "_train", watched)
+    monkeypatch.setattr(loop.Trainer, "_after_step", watched_step)
 
     def stop_it():
-        trainer_ready.wait(60)
-        time.sleep(0.1)
+        steps_done.wait(600)
         while count[0] <= 4 * first:
             time.sleep(0.05)
-        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_it, daemon=True).start()
