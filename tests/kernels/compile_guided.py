@@ -1,10 +1,15 @@
 """Compile the kernels with a second score matrix for many cards: `python -m tests.kernels.compile_guided`."""
 
-from tests.kernels.compiling import cannot_compile, cards, compiled_tiles, row_for, show
+from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import FULL, GUIDE, bit_sum
-from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_forward_kernel, guided_gradient_kernel
+from tilewise.kernels.triton_impl.two_pass.guide import STORED_BLOCK
+from tilewise.kernels.triton_impl.two_pass.guide_kernels import (
+    guided_forward_kernel,
+    guided_gradient_kernel,
+    stored_jsd_kernel,
+)
 
 ALL = {"bias", "guide_bias", "row_key", "row_shift", "guide_lse", "row_level", "row_hot_lse", "grad_row", "grad_pos"}
 ALL |= {"grad_entropy", "grad_guide", "grad_hot", "bias_part", "row_norm", "guide_norm"}
@@ -26,6 +31,13 @@ def main() -> None:
             for kernel in (guided_forward_kernel, guided_gradient_kernel):
                 made = compiled_tiles(kernel, constants, MASK if mask else ALL, dtype, capability, sizes)
                 show(capability, kernel.__name__, made, sizes.programs, loss=use, dtype=dtype)
+        # A Jensen-Shannon divergence in one process: scores are stored, and the norms are not known yet.
+        constants |= {"GUIDE": GUIDE["jsd"], "GUIDE_SCORE": constants["SCORE"]}
+        present = ALL - {"row_norm", "guide_norm"} | {"x_desc", "y_desc"}
+        made = compiled_tiles(guided_forward_kernel, constants, present, dtype, capability, sizes)
+        show(capability, "guided_forward_kernel", made, sizes.programs, loss="jsd, stored", dtype=dtype)
+        made = compiled(stored_jsd_kernel, {"BLOCK": STORED_BLOCK}, {"row_shift"}, "fp32", capability, warps=8)
+        show(capability, "stored_jsd_kernel", made, dtype=dtype)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ LOSSES = {
         | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
         | {"row_shift", "row_scale", "own"},
     ),
+    "tokens, saved": (
+        *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ"), 0, ONE, True),
+        ROWS
+        | {"row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square", "row_top", "row_top_col"}
+        | {"e_desc", "reference"},
+    ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
         BOTH | {"row_key", "peaks", "grad_pos_col"},
@@ -77,7 +83,7 @@ LOSSES = {
         BOTH | {"row_skip", "col_skip"},
     ),
 }
-SAVING = "cross entropy, saved", "cross entropy, if not filtered"  # of wide features
+SAVING = "cross entropy, saved", "cross entropy, if not filtered", "tokens, saved"  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "tokens, picked", "supcon", "info_nce with ids"
 QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
@@ -104,6 +110,8 @@ def small_kernels(loss, kind, sizes):
         for more in (set(), {"grad_picked"}):
             found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, more)]
         found += [(saved.check_kernel, {"BLOCK": saved.CHECKED_ROWS}, set())]
+    if loss == "tokens, saved":
+        found += [(saved.saved_gradient_kernel, {"R": saved.GRADIENT_ROWS, "C": sizes.cols}, set())]
     return found
 
 

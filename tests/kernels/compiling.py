@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from tilewise.kernels.known_faults import FAULTS, release
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
+from tilewise.kernels.triton_impl.two_pass.guide import stored_block
 
 FLOATS = {"softcap", "tolerance", "usable", "share", "most_entropy", "guide_softcap", "hot", "beta"}
 # Pointers that are not float32, by name
@@ -38,7 +39,8 @@ POINTERS = dict.fromkeys(
     "*i32",
 )
 POINTERS |= dict.fromkeys(("row_key", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64")
-FEATURES = {"a", "b", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
+STORED = ("x_desc", "y_desc")  # float32, whatever the features are
+FEATURES = {"a", "b", "e", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
 
 
 CAPABILITIES = 80, 86, 89, 90, 100, 120
@@ -86,7 +88,8 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
         if name.isupper() or (name in optional and name not in present):
             signature[name], values[(place,)] = "constexpr", constants[name] if name.isupper() else None
         elif name in blocks:
-            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}]>"
+            kind = "fp32" if name in STORED else dtype
+            signature[name] = f"tensordesc<{kind}[{blocks[name][0]}, {blocks[name][1]}]>"
         elif place in dynamic:
             signature[name] = "fp32" if name in FLOATS else "i32"
         else:
@@ -110,6 +113,7 @@ def compiled_tiles(kernel, constants, present, dtype, capability, sizes, **more)
         "g_desc": piece,
         "e_desc": piece,
     }
+    blocks |= dict.fromkeys(STORED, tuple(stored_block(sizes)))
     tile = {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": 264}
     how = {"blocks": blocks, "warps": sizes.warps, "stages": sizes.stages}
     return compiled(kernel, constants | tile, present, dtype, capability, **how, **more)

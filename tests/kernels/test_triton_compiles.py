@@ -21,20 +21,21 @@ SCRIPTS = {
     "compile_two_pass": {
         *("forward_kernel", "repair_kernel", "merge_kernel", "gradient_kernel", "positive_kernel"),
         *("positive_gradient_kernel", "factor_kernel", "check_kernel", "loss_kernel", "row_product_kernel"),
+        "saved_gradient_kernel",
     },
     "compile_filtered": {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "top_kernel",
     },
     "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
-    "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel"},
+    "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},
     "compile_one_pass": {"exponents of cross entropy", "sigmoid", "rows", "finish", "positives", "runs", "times"},
 }
 FEW = {
     "compile_two_pass": {"forward_kernel", "gradient_kernel"},
     "compile_filtered": {"mass_kernel", "pair_kernel", "column_kernel"},
     "compile_ranks": {"count_kernel"},
-    "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel"},
+    "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},
     "compile_one_pass": {"sigmoid"},
 }
 MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that no inner loop needs

@@ -15,6 +15,7 @@ from tilewise.kernels.merging import folded_entropy, folded_kl
 from tilewise.kernels.spec import Stats, wanted_names
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, row_width, vector
+from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import guide_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
@@ -76,6 +77,11 @@ def _without_norms(call: Call, memory: int) -> Stats:
     return Stats(**{name: torch.cat([getattr(block, name) for block in blocks]) for name in names})
 
 
+def stored_block(sizes: Sizes) -> list[int]:
+    """The block that `store_tile` writes at a time: a whole tile of float32 would take too much shared memory."""
+    return [sizes.rows, sizes.cols // min(4, sizes.cols // 16)]
+
+
 def _statistics(call: Call, i: slice, divergences: tuple[str, ...], **stored: Tensor) -> Stats:
     """The statistics of the rows i, whose scores are written to ``stored``, if given.
 
@@ -91,9 +97,7 @@ def _statistics(call: Call, i: slice, divergences: tuple[str, ...], **stored: Te
     most = max(call.options.workspace_bytes // (16 * planes * n), 1)  # tiles of columns
     for j in pieces(m, most * sizes.cols):
         part = call.empty(planes, cdiv(j.stop - j.start, sizes.cols), n)
-        # In pieces of a quarter: a whole tile of float32 would take too much shared memory.
-        block = [sizes.rows, sizes.cols // min(4, sizes.cols // 16)]
-        here = {name: TensorDescriptor.from_tensor(value[:, j], block) for name, value in stored.items()}
+        here = {name: TensorDescriptor.from_tensor(value[:, j], stored_block(sizes)) for name, value in stored.items()}
         call.run(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **here)
         total = total.merge(_folded(names, iter(part)))
     return total
