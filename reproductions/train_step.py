@@ -50,6 +50,7 @@ from tilewise.train.objective import AUTOCAST, Objective, pair_loss
 from tilewise.train.optim import build_optimizer
 
 POOL = 2048  # distinct images in host memory
+PRECISION = "bf16"  # of the encoders
 Row = dict[str, Any]
 
 
@@ -164,7 +165,7 @@ def measure_loss(bench: Bench, method: str, rows: int, width: int) -> Row:
     would be out of memory in a step.
     """
     device, config = bench.device, bench.with_method(method)
-    dtype, loss = AUTOCAST[config.loop.precision], pair_loss(config.loss)
+    dtype, loss = AUTOCAST.get(config.loop.precision, torch.float32), pair_loss(config.loss)
     held = None if config.loss.offload else synthetic_batch(bench, rows, False)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -252,7 +253,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     config = load_config(
         None,
         ["data.source=folder", "data.path=synthetic", f"model.name={args.model}", f"loop.chunk_size={args.chunk}",
-         f"loop.batch_size={max(args.batches)}", "loop.precision=bf16", f"model.image_size={args.image_size}"],
+         f"loop.batch_size={max(args.batches)}", f"loop.precision={PRECISION}", f"model.image_size={args.image_size}"],
     )  # fmt: skip
     deadline = time.monotonic() + args.max_seconds
     torch.manual_seed(0)
@@ -261,7 +262,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], None]) -> Row:
     bench = Bench(config, model, build_optimizer(model, config.optim), device, deadline)
     command = repeatable("reproductions.train_step", args.argv)
     report = describe("train-step", device, command, 1, args.max_seconds, commit=args.commit)
-    report |= {"model": args.model, "chunk": args.chunk, "precision": "bf16", "compiled": ""}
+    report |= {"model": args.model, "chunk": args.chunk, "precision": PRECISION, "compiled": ""}
     methods = [method for method in METHODS if method in args.methods]
     warm_up(bench, methods, args.chunk)
     if args.compile:

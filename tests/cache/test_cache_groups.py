@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tests.compare import assert_close
+from tests.processes import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -339,6 +339,6 @@ def one_rank(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_agree_with_one_process(world, tmp_path):
-    mp.spawn(one_rank, args=(world, str(tmp_path)), nprocs=world)
+    run_ranks(one_rank, (world, str(tmp_path)), world)
     passed = {path.name for path in tmp_path.iterdir()} - {"meet"}
     assert passed == {f"{case.__name__}.{rank}" for case in CASES for rank in range(world)}

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tests.compare import assert_close
 from tests.integrations.test_gist import gist_dense
+from tests.processes import run_ranks
 from torch import nn
 
 from tilewise.errors import GroupError
@@ -154,4 +154,4 @@ def check_bank(rank: int) -> None:
 
 
 def test_two_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
-    mp.spawn(work, args=(str(tmp_path),), nprocs=len(SIZES), join=True)
+    run_ranks(work, (str(tmp_path),), len(SIZES))

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tests.compare import assert_close
+from tests.processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,7 +88,7 @@ def test_the_model_alone():
 
 @pytest.mark.group
 def test_a_head_sharded_over_two_ranks(tmp_path):
-    mp.spawn(rank_of_two, args=(str(tmp_path / "store"),), nprocs=2)
+    run_ranks(rank_of_two, (str(tmp_path / "store"),), 2)
 
 
 def all_gradients(model: nn.Module) -> torch.Tensor:
@@ -146,4 +146,4 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
 @pytest.mark.group
 def test_data_parallel_and_fully_sharded(tmp_path):
     """Installed before or after wrapping. A head whose weight is freed before the loss is an error."""
-    mp.spawn(rank_with_half_of_the_batch, args=(str(tmp_path / "store"),), nprocs=2)
+    run_ranks(rank_with_half_of_the_batch, (str(tmp_path / "store"),), 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tests.compare import assert_close
+from tests.processes import run_ranks
 from torch import Tensor
 
 from tilewise.errors import ConfigError, RangeError
@@ -71,7 +71,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.group
 def test_vocabulary_over_two_ranks(tmp_path: Path) -> None:
     """The gradients of the hidden states are parts: their sum is the whole, as verl expects."""
-    mp.spawn(work, (str(tmp_path),), 2)
+    run_ranks(work, (str(tmp_path),), 2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     hidden, weight, labels, g, h = inputs()
     want, want_entropy = naive(hidden, weight, labels)

@@ -9,13 +9,20 @@ from torch import nn
 
 from reproductions import batch_size, train_step, train_step_pages
 
-TINY = ["--model", "clip-tiny", "--chunk", "8"]
+TINY = ["--model", "clip-tiny", "--chunk", "4"]
 SMALL = ["--width", "32", "--depth", "1", "--dim", "16"]
 
 
+@pytest.fixture
+def float32(monkeypatch):
+    """Where precision shows nothing: a CPU without bfloat16 takes twenty times as long for a product."""
+    monkeypatch.setattr(train_step, "PRECISION", "float32")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("float32")
 def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
-    small = ["--model", "clip-tiny", "--chunk", "4", "--batches", "4,8", "--max-seconds", "9999"]
+    small = [*TINY, "--batches", "4,8", "--max-seconds", "9999"]
     path = train_step.main([*small, "--out", str(tmp_path / "t.json")])
     report = json.loads(path.read_text())
     assert len(report["results"]) == 8
@@ -31,9 +38,10 @@ def test_a_step_is_measured_for_every_loss(tmp_path, capsys):
     assert "divided by that of the faster baseline" in text
 
 
+@pytest.mark.usefixtures("float32")
 def test_steps_are_added_to_an_earlier_file(tmp_path):
     """Other rows are kept, with the commit of their run. Ratios are within one run."""
-    common = ["--model", "clip-tiny", "--chunk", "4", "--max-seconds", "9999", "--turns"]
+    common = [*TINY, "--max-seconds", "9999", "--turns"]
     first = train_step.main([*common, "1", "--batches", "4,8", "--out", str(tmp_path / "a.json")])
     earlier = json.loads(first.read_text())
     again = [*common, "2", "--batches", "8", "--methods", "dense,tilewise", "--add-to", str(first)]
@@ -52,8 +60,9 @@ def test_steps_are_added_to_an_earlier_file(tmp_path):
 
 
 def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):
-    small = [*TINY, "--batches", "32", "--max-seconds", "0", "--methods", "tilewise"]
+    small = [*TINY, "--chunk", "2", "--batches", "8", "--max-seconds", "0", "--methods", "tilewise"]
     report = json.loads(train_step.main([*small, "--out", str(tmp_path / "t.json")]).read_text())
+    assert report["precision"] == "bf16"
     assert report["results"][0]["step_measured"] is False
     assert "from parts" in (tmp_path / "t.md").read_text()
     assert "step_ratios" not in report or not report["step_ratios"]
@@ -61,7 +70,7 @@ def test_without_time_steps_are_estimated_and_say_so(tmp_path, capsys):
 
 def tiny_bench():
     settings = ["data.source=folder", "data.path=synthetic", "model.name=clip-tiny", "loop.chunk_size=8"]
-    config = train_step.load_config(None, [*settings, "loop.precision=bf16", "loop.batch_size=32"])
+    config = train_step.load_config(None, [*settings, f"loop.precision={train_step.PRECISION}", "loop.batch_size=32"])
     torch.manual_seed(0)
     model = train_step.build_model(config)
     optimizer = train_step.build_optimizer(model, config.optim)
@@ -132,6 +141,7 @@ def test_what_was_not_measured_follows_the_latest_step(monkeypatch, capsys):
     assert "0.00 (from parts) |\n" in train_step_pages.markdown(report)
 
 
+@pytest.mark.usefixtures("float32")
 @pytest.mark.parametrize("which", ["activations", "layers"])
 def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch, capsys, which):
     bench = tiny_bench()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -14,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import forked
 
 Job = Callable[..., Any]
 
@@ -58,21 +57,16 @@ class Crew:
     """``world`` processes in one gloo group, with a sub-group of the first 1, 2, ... of them."""
 
     def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
-        # Large tensors are mapped separately, so that resident memory is allocated memory. New memory is filled with
-        # 0xfe (a huge float), so that reads of uninitialized memory show. Set for the ranks only.
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "tilewise"])
+        context = forked()
         self.folder = tempfile.TemporaryDirectory()
         self.world, self.ranks = world, []
-        with mock.patch.dict(os.environ, environment | dict(os.environ)):
-            for rank in range(world):
-                here, there = context.Pipe()
-                args = (rank, world, os.path.join(self.folder.name, "store"), timeout_s, there)
-                process = context.Process(target=_serve, args=args, daemon=True)
-                process.start()
-                there.close()
-                self.ranks.append((process, here))
+        for rank in range(world):
+            here, there = context.Pipe()
+            args = (rank, world, os.path.join(self.folder.name, "store"), timeout_s, there)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            self.ranks.append((process, here))
         for _, pipe in self.ranks:
             assert pipe.poll(120)
             assert pipe.recv_bytes() == b"ready"

@@ -1,13 +1,17 @@
 """Several ranks have the loss curve of one process with the same global batch."""
 
+import gc
 import os
 import socket
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from tests.processes import run_commands
 from tests.train.small_icons import write_small_icons
 
+from tilewise.train import cli
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
@@ -31,25 +35,33 @@ def train_alone(folder, overrides):
     return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
 
 
-def start_ranks(world, folder, overrides):
+def rank_commands(world, folder, overrides):
+    """Environment (that of torchrun) and arguments of each rank."""
+    (folder / "start.toml").write_text("")
+    arguments = ["train", str(folder / "start.toml"), *SETTINGS, *overrides]
+    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [(common | rank, arguments) for rank in ranks]
+
+
+def train_ranks(world, folder, overrides):
     """Return the training lines of a run on several ranks."""
     folder.mkdir(exist_ok=True)
-    for returncode, output in run_ranks(world, folder, [f"output.folder={folder}", *overrides]):
+    commands = rank_commands(world, folder, [f"output.folder={folder}", *overrides])
+    for returncode, output in run_commands(cli.main, folder, commands):
         assert returncode == 0, output
     return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
 
 
-def run_ranks(world, folder, overrides, program=("-m", "tilewise.train.cli")):
-    """Start processes with the environment of torchrun, and return their exit codes and outputs."""
-    (folder / "start.toml").write_text("")
-    command = [sys.executable, *program, "train", str(folder / "start.toml"), *SETTINGS, *overrides]
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def start_ranks(world, folder, overrides):
+    """Start Python for each rank, and return exit codes and outputs. How Python shuts down is part of this."""
+    program = [sys.executable, "-m", "tilewise.train.cli"]
     ranks = [
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**common, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **environment},
         )
-        for rank in range(world)
+        for environment, arguments in rank_commands(world, folder, overrides)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
@@ -71,7 +83,7 @@ def test_ranks_agree_with_one_process(tmp_path, overrides):
     settings = [*overrides, f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
     alone = train_alone(tmp_path / "one", settings)
     for world in (2, 3) if "tilewise" in overrides[0] else (2,):
-        curve = start_ranks(world, tmp_path / f"w{world}", settings)
+        curve = train_ranks(world, tmp_path / f"w{world}", settings)
         assert [line["rows"] for line in curve] == [62] * 5
         for got, want in zip(curve, alone, strict=True):
             assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
@@ -84,7 +96,7 @@ def test_ranks_agree_with_one_process(tmp_path, overrides):
 def test_a_run_on_two_ranks_continues_on_one(tmp_path):
     settings = [f"data.path={write_small_icons(tmp_path / 'small.zip')}"]
     whole = train_alone(tmp_path / "one", settings)
-    start_ranks(2, tmp_path / "two", settings)
+    train_ranks(2, tmp_path / "two", settings)
     checkpoints = RunFolder(tmp_path / "two").checkpoints
     import shutil
 
@@ -98,34 +110,32 @@ def test_a_run_on_two_ranks_continues_on_one(tmp_path):
 @pytest.mark.slow
 def test_one_rank_speaks_and_no_rank_ends_in_a_traceback(tmp_path):
     icons = f"data.path={write_small_icons(tmp_path / 'small.zip')}"
-    (_, first), (_, second) = run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"])
+    (_, first), (_, second) = start_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"])
     assert "done: 5 steps" in first
     assert "Warning" not in first
     assert second == ""
     (tmp_path / "file").write_text("")
-    ends = run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'file' / 'run'}"])
+    commands = rank_commands(2, tmp_path, [icons, f"output.folder={tmp_path / 'file' / 'run'}"])
+    ends = run_commands(cli.main, tmp_path, commands)
     assert [code for code, _ in ends] == [1, 1]
     assert "cannot write to the run's folder" in ends[0][1]
     assert "the first rank cannot use output.folder" in ends[1][1]
     assert not any("Traceback" in output for _, output in ends)
 
 
-HELD = """
-import gc, sys
-import torch.distributed as dist
-from tilewise.train.config import load_config
-from tilewise.train.loop import train
-groups, leave = [], dist.destroy_process_group
-dist.destroy_process_group = lambda: (groups.append(dist.group.WORLD), leave())
-gc.disable()
-train(load_config(None, sys.argv[3:]))
-print("held", sys.getrefcount(groups[0]) - 2)
-"""
+def count_what_holds_the_group():
+    """Train as the arguments say, and print how many references to the group are left."""
+    groups, leave = [], dist.destroy_process_group
+    dist.destroy_process_group = lambda: (groups.append(dist.group.WORLD), leave())
+    gc.disable()
+    train(load_config(None, sys.argv[3:]))
+    print("held", sys.getrefcount(groups[0]) - 2)
 
 
 @pytest.mark.group
 def test_nothing_holds_the_group_of_a_run_that_has_ended(tmp_path):
     """The threads of a process group sometimes abort the process while Python shuts down."""
     icons = f"data.path={write_small_icons(tmp_path / 'small.zip')}"
-    for _, output in run_ranks(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"], ("-c", HELD)):
+    commands = rank_commands(2, tmp_path, [icons, f"output.folder={tmp_path / 'run'}"])
+    for _, output in run_commands(count_what_holds_the_group, tmp_path, commands):
         assert output.splitlines()[-1] == "held 0", output

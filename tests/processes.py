@@ -1,0 +1,62 @@
+"""Processes for tests, forked from a server that has imported torch. The import takes longer than most jobs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# Large tensors are mapped separately, so that resident memory is allocated memory. New memory is filled with 0xfe (a
+# huge float), so that reads of uninitialized memory show. Set for these processes only.
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
+IMPORTED = ["torch.distributed", "torch._dynamo", "tilewise", "tilewise.train.loop"]
+
+
+def forked() -> ForkServerContext:
+    """The context of such processes. A pytest process has one server, and its first caller starts it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with mock.patch.dict(os.environ, ENVIRONMENT | dict(os.environ)):
+        forkserver.ensure_running()
+    return context
+
+
+def run_ranks(work: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
+    """Run ``work(rank, *args)`` in ``world`` processes. Raises the error of the first that fails."""
+    import torch.multiprocessing as mp
+
+    forked()
+    mp.start_processes(work, args, nprocs=world, start_method="forkserver")
+
+
+Command = tuple[dict[str, str], list[str]]  # environment and arguments
+
+
+def run_commands(main: Callable[[], object], folder: Path, commands: list[Command]) -> list[tuple[int, str]]:
+    """Run ``main`` for each command, side by side. Returns exit codes and outputs."""
+    outputs = [folder / f"output-{index}" for index in range(len(commands))]
+    running = [
+        forked().Process(target=_command, args=(main, str(output), *command))
+        for output, command in zip(outputs, commands, strict=True)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(300)
+        assert process.exitcode is not None, "a process did not end within 300 s"
+    return [(process.exitcode, output.read_text()) for process, output in zip(running, outputs, strict=True)]
+
+
+def _command(main: Callable[[], object], output: str, environment: dict[str, str], arguments: list[str]) -> None:
+    os.environ.update(environment)
+    sys.argv = ["tilewise", *arguments]
+    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    main()
