@@ -64,11 +64,26 @@ def test_it_computes_nothing(monkeypatch):
     tw.explain(tw.siglip_loss, x, y, 2.0, 1.0)
 
 
-@pytest.mark.parametrize("name", ["clip", "cross_entropy"])
-def test_the_call_takes_the_strategy_that_was_explained(name, monkeypatch):
+def small_calls():
     x, y = (torch.randn(40, 8, requires_grad=True) for _ in range(2))
-    call = {"clip": (tw.clip_loss, x, y, 2.0), "cross_entropy": (tw.linear_cross_entropy, x, y, torch.arange(40))}[name]
-    (told,) = tw.explain(*call).calls
+    target, forward = torch.arange(40), tw.TileOptions(backend="triton", gradients="forward")
+    return {
+        "clip": lambda f: f(tw.clip_loss, x, y, 2.0),
+        "cross_entropy": lambda f: f(tw.linear_cross_entropy, x, y, target),
+        "clip in one pass": lambda f: f(tw.clip_loss, x.half(), y.half(), 2.0, options=forward),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+@pytest.mark.parametrize(
+    "name, strategy", [("clip", "two_pass"), ("cross_entropy", "one_pass"), ("clip in one pass", "one_pass")]
+)
+def test_the_call_takes_the_strategy_that_was_explained(name, strategy, monkeypatch):
+    if name == "clip in one pass":
+        pytest.importorskip("triton", reason="only this backend computes both directions in one pass")
+    call = small_calls()[name]
+    (told,) = call(tw.explain).calls
+    assert told.strategy == strategy
     taken = []
 
     def spy(*args, real=route._route, **more):
@@ -77,7 +92,7 @@ def test_the_call_takes_the_strategy_that_was_explained(name, monkeypatch):
         return found
 
     monkeypatch.setattr(route, "_route", spy)
-    call[0](*call[1:]).backward()
+    call(lambda loss, *args, **settings: loss(*args, **settings)).backward()
     assert set(taken) == {told.strategy}
 
 

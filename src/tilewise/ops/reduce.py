@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise.kernels.spec import RowWeights, stat_dtype
 from tilewise.ops.call import holds_numbers
 from tilewise.ops.distributed.collectives import row_weight
+from tilewise.ops.explain import is_explaining
 
 
 def reduce_rows(loss_n: Tensor, reduction: str, group_name: str = "") -> Tensor:
@@ -33,7 +34,7 @@ def row_weights(a: Tensor, reduction: str) -> RowWeights:
         return RowWeights()
     if a.shape[0] == 0:
         return RowWeights(share=math.nan)
-    if holds_numbers(a):
+    if holds_numbers(a) or (not torch.compiler.is_compiling() and is_explaining()):
         return RowWeights(share=1.0 / a.shape[0])
     # A tensor, not a number: a number would make the compiled graph one for this batch size only.
     return RowWeights(each=torch.full(a.shape[:1], 1.0 / a.shape[0], dtype=stat_dtype(a.dtype), device=a.device))
