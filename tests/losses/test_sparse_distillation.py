@@ -232,7 +232,7 @@ def test_ranks_that_disagree_raise():
     (lambda x: {"t": x.ids}, DtypeError, "teacher_log_probs"),
     (lambda x: {"ids": x.ids.double()}, DtypeError, "teacher_ids holds integers"),
     (lambda x: {"ids": x.ids + CLASSES}, RangeError, r"teacher_ids holds class ids in \[0, 43\), got"),
-    (lambda x: {"mask": x.mask.long()}, DtypeError, r"mask is bool.*\.bool\(\)"),
+    (lambda x: {"mask": x.mask.long()}, DtypeError, r"mask is a bool tensor.*\.bool\(\)"),
     (lambda x: {"mask": x.mask[0]}, ShapeError, r"mask has one entry for each hidden state, \(4, 7\), got \(7,\)"),
 ])  # fmt: skip
 def test_errors_say_what_to_do(change, error, message):

@@ -5,7 +5,7 @@ The logits of neither model are stored: both scores of a token and a class are c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.losses.per_token import check_temperature
+from tilewise.losses.per_token import check_temperature, check_token_mask
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -96,7 +96,7 @@ def linear_distillation_stats(
         settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
         must_match = call_settings(logit_scale=logit_scale, teacher=teacher_logit_scale, mask=mask, **settings)
     start, total = shard_of_columns(c, must_match, name)
-    valid, key, has_target, row_shift = _check_mask(mask, input, shift), None, None, None
+    valid, key, has_target, row_shift = check_token_mask(mask, input, shift), None, None, None
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, total)
         valid = y != ignore_index if valid is None else valid
@@ -122,9 +122,7 @@ def linear_distillation_stats(
         guide=guide,
         guide_softcap=teacher_cap,
         beta=beta if guide == "jsd" else 0.0,
-        hot=t
-        if target is not None and t != 1.0
-        else 0.0,  # scores are divided by t; targets need them at temperature 1
+        hot=t if target is not None and t != 1.0 else 0.0,  # targets need the scores at temperature 1
         drop_rows=key is not None,
         same_rows=bool(name),
     )
@@ -281,16 +279,7 @@ def _with_norms(
         teacher = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
         guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
         guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
-    return PairKeys(
-        row_key=keys.row_key,
-        row_shift=keys.row_shift,
-        guide_a=keys.guide_a,
-        guide_b=keys.guide_b,
-        guide_scale=keys.guide_scale,
-        guide_bias=keys.guide_bias,
-        row_norm=row.row_lse,
-        guide_norm=guide.row_lse,
-    )
+    return replace(keys, row_norm=row.row_lse, guide_norm=guide.row_lse)
 
 
 def _divided(bias: Tensor | None, t: float, stat: torch.dtype) -> Tensor | None:
@@ -353,23 +342,6 @@ def _without_padding(
     if bias is not None:
         bias = bias[:classes]
     return c[:classes], teacher_c[:classes], bias, None if teacher_bias is None else teacher_bias[:classes]
-
-
-def _check_mask(mask: Tensor | None, input: Tensor, shift: int) -> Tensor | None:
-    """Check the mask. Returns that of the scored states: (n,) bool."""
-    if mask is None:
-        return None
-    _check.check_tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        raise DtypeError(
-            f"mask is a bool tensor, False for tokens to ignore, got {mask.dtype}. Convert it with .bool()"
-        )
-    if mask.shape != input.shape[:-1]:
-        raise ShapeError(
-            f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. Reshape it"
-        )
-    _check.check_device(("mask", "input"), mask, input)
-    return (mask[..., shift:] if shift else mask).reshape(-1)
 
 
 class LinearDistillationLoss(nn.Module):

@@ -1,4 +1,4 @@
-"""Arguments with entries for each token: ids of classes, and temperatures."""
+"""Arguments with entries for each token: ids of classes, temperatures, and a mask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import GradientError, RangeError, ShapeError
+from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import stat_dtype
 
 
@@ -26,6 +26,23 @@ def check_token_values(name: str, values: Tensor, input: Tensor, shift: int) -> 
     _refuse_grad(name, values)
     _check_entries(name, values, input, "K numbers")
     return _scored(values, shift)
+
+
+def check_token_mask(mask: Tensor | None, input: Tensor, shift: int) -> Tensor | None:
+    """Check a mask of the tokens, (...) bool. Returns that of the scored states: (n,)."""
+    if mask is None:
+        return None
+    _check.check_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise DtypeError(
+            f"mask is a bool tensor, False for tokens to ignore, got {mask.dtype}. Convert it with .bool()"
+        )
+    if mask.shape != input.shape[:-1]:
+        raise ShapeError(
+            f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. Reshape it"
+        )
+    _check.check_device(("mask", "input"), mask, input)
+    return (mask[..., shift:] if shift else mask).reshape(-1)
 
 
 def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: int | Tensor, advice: str) -> Tensor:

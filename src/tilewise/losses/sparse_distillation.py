@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import NAMES, _check_classifier, _rows, _target_scores, check_shift
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.per_token import (
     check_id_range,
     check_token_ids,
+    check_token_mask,
     check_token_temperature,
     check_token_values,
     row_scale_of,
@@ -177,17 +178,9 @@ def _log_rest(x: Tensor) -> Tensor:
 def _present(ids: Tensor, mask: Tensor | None, input: Tensor, shift: int) -> tuple[Tensor, Tensor]:
     """Which ids count, (n, K), and which tokens have any, (n,)."""
     here = ids >= 0
+    mask = check_token_mask(mask, input, shift)
     if mask is not None:
-        _check.check_tensor("mask", mask)
-        if mask.dtype != torch.bool:
-            raise DtypeError(f"mask is bool, True for tokens that count, got {mask.dtype}. Convert it with .bool()")
-        if mask.shape != input.shape[:-1]:
-            raise ShapeError(
-                f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. "
-                "Reshape it to the shape of the tokens"
-            )
-        _check.check_device(("mask", "input"), mask, input)
-        here = here & mask[..., shift:].reshape(-1, 1)
+        here = here & mask[:, None]
     return here, here.any(1)
 
 
