@@ -5,7 +5,8 @@
     python -m benchmarks.revisions run build/old cpu --note "before the change of the tile loop"
 
 Two processes on one card differ by more than two revisions do. In one process both share the card's state, torch's
-allocator and the host. Results: benchmarks/results/revisions-<device>.json.
+allocator and the host. On a CPU the times are processor time of one thread, so that other processes do not count.
+Results: benchmarks/results/revisions-<device>.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -136,7 +138,8 @@ def measure(packages: dict[str, ModuleType], name: str, case: Case, call: Call, 
         for key, package in packages.items()
     }
     short = case.rows * case.cols * case.width < 2**37
-    times = time_in_turns(steps, device, repeats=300 if short else 24, budget_s=5.0, least=12)
+    repeats = 300 if short else 24
+    times = time_in_turns(steps, device, repeats=repeats, budget_s=5.0, least=12, clock=time.process_time)
     row: dict[str, Any] = {"case": name}
     for key, timing in times.items():
         if isinstance(timing, Failure):
@@ -157,6 +160,8 @@ def run(folder: Path, suite: str, note: str, only: str) -> None:
     sys.path.insert(0, str(folder.resolve()))
     packages = {"old": importlib.import_module(OLD), "new": tilewise}
     device = torch.device("cuda" if suite == "gpu" else "cpu")
+    if suite == "cpu":
+        torch.set_num_threads(1)
     rows = []
     for name, case, call in gpu_cases() if suite == "gpu" else cpu_cases():
         if only in name:
@@ -167,7 +172,8 @@ def run(folder: Path, suite: str, note: str, only: str) -> None:
     path = ROOT / "benchmarks" / "results" / f"revisions-{card.lower().replace(' ', '-')}.json"
     result = {
         "what": "two revisions of the library in one process, in shuffled turns; medians with 10th and 90th percentile",
-        "command": f"python -m benchmarks.revisions run OLD {suite}",
+        "command": f"python -m benchmarks.revisions run OLD {suite}" + (f" --only '{only}'" if only else ""),
+        "clock": "device" if suite == "gpu" else "processor time of one thread",
         "card": card,
         "torch": torch.__version__,
         "old": (folder / "revision").read_text().strip(),

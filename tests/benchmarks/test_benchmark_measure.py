@@ -67,6 +67,12 @@ def test_time_is_the_median_of_the_turns():
     assert timing.low_ms <= timing.median_ms <= timing.high_ms
 
 
+def test_a_clock_may_be_chosen():
+    """A sleep takes time, and no processor time."""
+    found = measure.time_in_turns({"x": lambda: time.sleep(0.05)}, CPU, repeats=3, clock=time.process_time)
+    assert found["x"].median_ms < 25.0
+
+
 def test_methods_take_turns():
     order = []
     steps = {name: (lambda name=name: order.append(name)) for name in "abc"}

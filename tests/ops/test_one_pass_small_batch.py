@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.compare import assert_close
 from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.quick_interpreter import make_quick
 from torch._dynamo import compiled_autograd
 
 import tilewise as tw
@@ -23,6 +24,7 @@ CLOSE = 2e-6  # of float32
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch):
+    make_quick(monkeypatch)
     fresh = {}
     monkeypatch.setattr(replay, "_recordings", fresh)
     return fresh
