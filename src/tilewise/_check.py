@@ -128,11 +128,21 @@ def tensor_of(value: Any) -> str:
     """Advice on how to get a tensor from ``value``."""
     if isinstance(value, torch.nn.Module):
         return "Pass its .weight" if hasattr(value, "weight") else "Pass its output"
-    if isinstance(value, list | tuple) and any(isinstance(item, str) for item in value):
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # of a NumPy array or a pandas column
+    if isinstance(value, list | tuple) or kind == "O":
+        named = any(isinstance(item, str | bytes) for item in value)
+    else:
+        named = kind in ("U", "S", "T")
+    if named:
         return (
-            "Number the strings with one table for both sides: number = {name: i for i, name in enumerate(sorted("
-            "{*query_names, *gallery_names}))}, then torch.tensor([number[name] for name in names])"
+            "Number the strings: number = {name: i for i, name in enumerate(sorted(set(names)))}, then "
+            "torch.tensor([number[name] for name in names]). If ids of two sides are compared, names in the table are "
+            "those of both: [*query_names, *gallery_names]"
         )
+    if kind == "O":
+        return "Convert its objects to numbers first, such as torch.as_tensor(values.astype('int64'))"
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) and item.dim() for item in value):
+        return "Use torch.stack()"
     return "Use torch.as_tensor()"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.ring.crew import Crew, Failed, crew  # noqa: F401
@@ -120,14 +122,34 @@ def test_an_error_on_one_rank_is_raised_on_all_ranks(crew: Crew, how, text):  # 
     crew.run(run_ranks, "one", *SPLITS[2], torch.float32, world=3)  # the group still works
 
 
-def test_string_ids_are_refused_with_advice_that_works():
-    query_names, gallery_names = ["b", "a"], ["a", "b", "c"]
+@pytest.mark.parametrize(
+    "collect",
+    [list, tuple, np.array, lambda names: np.array(names, dtype=object), lambda names: np.array(names, dtype="S1")],
+    ids=["list", "tuple", "array", "array of objects", "array of bytes"],
+)
+def test_string_ids_are_refused_with_advice_that_works(collect):
+    query_names, gallery_names = collect(["b", "a"]), collect(["a", "b", "c"])
     queries, gallery = torch.eye(2, 3), torch.eye(3)
-    with pytest.raises(DtypeError, match=r"Number the strings.*sorted\(\{\*query_names, \*gallery_names\}\)"):
+    with pytest.raises(DtypeError, match="Number the strings") as error:
         retrieval_ranks(queries, gallery, query_ids=query_names, gallery_ids=gallery_names)
-    number = {name: i for i, name in enumerate(sorted({*query_names, *gallery_names}))}
-    ids = [torch.tensor([number[name] for name in names]) for names in (query_names, gallery_names)]
+    table, make, both = re.fullmatch(
+        r".*strings: number = (.*), then (.*)\. If .*: (.*)", str(error.value), re.DOTALL
+    ).groups()
+    names = eval(both, {"query_names": query_names, "gallery_names": gallery_names})
+    number = eval(table, {"names": names})
+    ids = [eval(make, {"torch": torch, "number": number, "names": names}) for names in (query_names, gallery_names)]
     assert retrieval_ranks(queries, gallery, query_ids=ids[0], gallery_ids=ids[1]).tolist() == [1, 1]
+
+
+def test_objects_and_lists_of_tensors_are_refused_with_advice_that_works():
+    queries, gallery = torch.eye(2, 3), torch.eye(3)
+    values = np.array([1, 0], dtype=object)
+    with pytest.raises(DtypeError, match=r"such as (torch.as_tensor\(values.astype\('int64'\)\))"):
+        retrieval_ranks(queries, gallery, query_ids=values, gallery_ids=torch.arange(3))
+    ids = torch.as_tensor(values.astype("int64"))
+    assert retrieval_ranks(queries, gallery, query_ids=ids, gallery_ids=torch.arange(3)).tolist() == [1, 1]
+    with pytest.raises(DtypeError, match=r"Use torch.stack\(\)"):
+        retrieval_ranks(list(queries), gallery)
 
 
 @pytest.mark.parametrize("query, item", [(torch.nan, 1.0), (1.0, torch.nan), (1.0, torch.inf), (1e20, 1e20)])
