@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args(argv).steps
     pieces, words = read_tokens()
-    train, new, found = pieces[:-50], pieces[-50:], {}
+    (train, new), found = pieces.tensor_split([-min(50, len(pieces) // 5)]), {}
     order = torch.randint(len(train), (steps, 8), generator=torch.Generator().manual_seed(1))
 
     def fit(name: str, width: int, teacher: Model | None = None) -> Model:

@@ -1,6 +1,6 @@
 """Reinforcement learning (GRPO) of a small language model on the CPU, with exact log-probabilities.
 
-    python examples/grpo.py                 two cores: about a minute, nothing is downloaded
+    python examples/grpo.py                 two cores: a few minutes, nothing is downloaded
 
 The model writes 12 numbers below 512. The reward is a rule: the share of numbers that are larger than the one before.
 Log-probabilities of the samples come from `linear_token_stats`, so that before the first update the importance ratio

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     steps = parser.parse_args(argv).steps
     torch.manual_seed(0)
     pieces, words = read_tokens()
-    train, new, model, found = pieces[:-50], pieces[-50:], Model(len(words)), []
+    (train, new), model, found = pieces.tensor_split([-min(50, len(pieces) // 5)]), Model(len(words)), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for step in range(steps + 1):
         if step % max(1, steps // 3) == 0:

@@ -314,7 +314,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
         def watch(step: int, loss: Tensor) -> None:
             rate = (step + 1) * settings.tokens / (time.perf_counter() - start)
-            progress.update(task, advance=1, words=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+            words = f"loss {loss:.3f}  {rate:,.0f} tokens/s"
+            progress.update(task, advance=1, words=words)
+            if not console.is_terminal and step % max(1, settings.steps // 10) == 0:  # a file shows no bar
+                console.print(f"step {step}: {words}", highlight=False)
 
         losses = train(model, tokens, settings, watch)
     seconds = time.perf_counter() - start
