@@ -12,6 +12,7 @@ from tests.train.small_weights import write_bert, write_clip, write_vit
 from tilewise.errors import CheckpointError, ConfigError
 from tilewise.train.config import load_config
 from tilewise.train.models import build_described, build_model, describe_model, export_model, load_exported
+from tilewise.train.models.plain_clip import read_config
 from tilewise.train.models.pretrained import load_tokenizer, load_weights_as, transformers
 
 ICON = ["model.name=icon", "model.width=32", "model.text_buckets=256"]
@@ -59,6 +60,63 @@ def test_a_described_model_with_the_same_weights_is_the_same(tmp_path, kind):
     assert torch.equal(features(again), features(model))
     assert again.scale.max_scale == model.scale.max_scale
     assert again.pixels == model.pixels
+
+
+def edit(file, part, **values):
+    config = json.loads(file.read_text())
+    config[part] |= values
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+@pytest.mark.parametrize("kind", ["clip", "clip hashed siglip"])
+def test_clip_without_transformers_gives_the_same_features(tmp_path, kind, activation):
+    describe_model(make(kind, tmp_path), tmp_path / "model")
+    for part in ("vision_config", "text_config"):
+        edit(tmp_path / "model" / "config.json", part, hidden_act=activation)
+    torch.manual_seed(3)
+    model = build_described(tmp_path / "model").eval()
+    for weights in model.parameters():  # zeros and ones of a new model would hide an error
+        torch.nn.init.normal_(weights, std=0.3)
+    plain = build_described(tmp_path / "model", for_training=False).eval()
+    plain.load_state_dict(model.state_dict())
+    assert type(plain.image.body.model).__module__ == "tilewise.train.models.plain_clip"
+    assert relative_error(features(plain), features(model)) < 1e-5
+    assert plain.pixels == model.pixels
+    export_model(model, tmp_path / "a")
+    export_model(plain, tmp_path / "b")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    assert torch.equal(features(load_exported(tmp_path / "b").eval()), features(model))
+
+
+def test_an_end_token_of_old_configurations(tmp_path):
+    """Number 2 is wrong there: the end token is the largest number of a row."""
+    describe_model(make("clip", tmp_path), tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", "text_config", eos_token_id=2)
+    model = build_described(tmp_path / "model").eval()
+    plain = build_described(tmp_path / "model", for_training=False).eval()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.tensor([[5, 2, 7, 3], [4, 9, 2, 2]])
+    with torch.no_grad():
+        assert relative_error(plain.text(input_ids=tokens), model.text(input_ids=tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "part, values",
+    [
+        ("text_config", {"hidden_act": "relu"}),
+        ("vision_config", {"attention_dropout": 0.1}),
+        ("text_config", {"eos_token_id": [1, 2]}),
+        ("vision_config", {"layer_norm_eps": None}),
+    ],
+)
+def test_another_configuration_is_left_to_transformers(tmp_path, part, values):
+    describe_model(make("clip hashed siglip", tmp_path), tmp_path / "model")
+    assert read_config(tmp_path / "model") is not None
+    edit(tmp_path / "model" / "config.json", part, **values)
+    assert read_config(tmp_path / "model") is None
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert read_config(tmp_path / "model") is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,7 +31,7 @@ def load_run(
     config = run.read_config()
     checkpoint = choose_checkpoint(run, which)
     place = choose_device(device)
-    model = load_weights(run.build_model(config), checkpoint).to(place)
+    model = load_weights(run.build_model(config, for_training=False), checkpoint).to(place)
     return config, Encoders(model, place, config.loop.precision, config.loop.chunk_size), checkpoint
 
 

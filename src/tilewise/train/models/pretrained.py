@@ -344,11 +344,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def load_tokenizer(name: str, length: int) -> Tokenizer:
     """Load a tokenizer from a folder or the hub. One that gives the same tokens for all words is refused."""
-    hf = transformers()
     place = find_place(name, "a tokenizer")
+    hashed = Path(place.name) / HASHED
+    hf = None if hashed.is_file() else transformers()
     try:
-        if (Path(place.name) / HASHED).is_file():
-            return HashedTokenizer(**json.loads((Path(place.name) / HASHED).read_text(encoding="utf-8")))
+        if hf is None:
+            return HashedTokenizer(**json.loads(hashed.read_text(encoding="utf-8")))
         with quiet_transformers():
             # Explicit, because transformers would otherwise prompt whether to run code from the repository.
             tokenizer = hf.AutoTokenizer.from_pretrained(place.name, trust_remote_code=False, **place.extra)

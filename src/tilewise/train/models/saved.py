@@ -16,12 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewise.errors import CheckpointError, TilewiseError
+from tilewise.train.models import pretrained
 from tilewise.train.models.build import build_icon_model
-from tilewise.train.models.towers import Pixels, Scale, TwoTowers
+from tilewise.train.models.plain_clip import PlainCLIP, read_config
+from tilewise.train.models.pretrained import Body, Towers
+from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, Scale, TextTower, TwoTowers
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
 
 FORMAT = 1
@@ -66,8 +68,6 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_description(model: TwoTowers, folder: Path) -> None:
-    from tilewise.train.models.pretrained import save_tokenizer
-
     scale = model.scale
     about: dict[str, Any] = {
         "format": FORMAT,
@@ -82,7 +82,7 @@ def _write_description(model: TwoTowers, folder: Path) -> None:
     else:
         for name, config in model.configs.items():
             config.save_pretrained(folder / name)
-        save_tokenizer(model.tokenizer, folder / TEXT[model.kind])
+        pretrained.save_tokenizer(model.tokenizer, folder / TEXT[model.kind])
         about["length"] = model.tokenizer([""])["input_ids"].shape[1]
         about["embed_dim"] = model.text.body.project.out_features
         about["project_image"] = model.image.body.project is not None
@@ -102,21 +102,19 @@ def _preprocessing(pixels: Pixels) -> dict[str, Any]:
 def _write_weights(model: TwoTowers, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    from tilewise.train.models.pretrained import quiet_transformers, transformers
-
     image, text = model.image.body, model.text.body
     if model.kind == "icon":
         save_file(_plain(dict(model.state_dict())), folder / "model.safetensors")
     elif model.kind == "clip":
-        with torch.device("meta"):  # its own weights are replaced
-            whole = transformers().CLIPModel(model.configs[""])
-        whole.vision_model, whole.visual_projection = image.model, image.project
-        whole.text_model, whole.text_projection = text.model, text.project
-        whole.logit_scale = model.scale.log_scale
-        with quiet_transformers():
-            whole.save_pretrained(folder)
+        parts = {"vision_model": image.model, "visual_projection": image.project}
+        parts |= {"text_model": text.model, "text_projection": text.project}
+        weights = {f"{part}.{name}": value for part in parts for name, value in parts[part].state_dict().items()}
+        weights["logit_scale"] = model.scale.log_scale
+        save_file(_plain(weights), folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _write_json(folder / "config.json", {**config, "architectures": ["CLIPModel"], "dtype": "float32"})
     else:
-        with quiet_transformers():
+        with pretrained.quiet_transformers():
             image.model.save_pretrained(folder / "image")
             text.model.save_pretrained(folder / "text")
         heads = {"image": image.project, "text": text.project}
@@ -140,9 +138,14 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def build_described(folder: Path) -> TwoTowers:
-    """Build the model that `describe_model` described, with random weights."""
-    return _build(folder, with_weights=False)
+def build_described(folder: Path, *, for_training: bool = True) -> TwoTowers:
+    """Build the model that `describe_model` described, with random weights.
+
+    Args:
+        folder: the folder of the description.
+        for_training: if False, CLIP is built without `transformers`. It gives the same features up to rounding.
+    """
+    return _build(folder, with_weights=False, plain=not for_training)
 
 
 def load_exported(folder: Path) -> TwoTowers:
@@ -150,7 +153,7 @@ def load_exported(folder: Path) -> TwoTowers:
     return _build(folder, with_weights=True)
 
 
-def _build(folder: Path, with_weights: bool) -> TwoTowers:
+def _build(folder: Path, with_weights: bool, plain: bool = False) -> TwoTowers:
     folder = folder.absolute()  # a missing sub-folder must not be taken for a hub id
     about = read_about(folder)
     try:
@@ -160,16 +163,32 @@ def _build(folder: Path, with_weights: bool) -> TwoTowers:
             if with_weights:
                 model.load_state_dict(_tensors(folder / "model.safetensors"))
             return model
-        return _build_transformers(folder, about, scale, with_weights)
+        towers = _plain_towers(folder, about) if plain else None
+        towers = towers or _transformers_towers(folder, about, with_weights)
+        tokenizer = pretrained.load_tokenizer(str(folder / TEXT[about["kind"]]), about["length"])
+        return TwoTowers(towers.image, towers.text, scale, towers.pixels, tokenizer, about["kind"], towers.configs)
     except TilewiseError:
         raise
     except Exception as error:  # damaged settings make torch and transformers raise many types
         raise CheckpointError(f"the model in {folder} cannot be built: {type(error).__name__} {error}") from error
 
 
-def _build_transformers(folder: Path, about: dict[str, Any], scale: Scale, with_weights: bool) -> TwoTowers:
-    from tilewise.train.models import pretrained
+def _plain_towers(folder: Path, about: dict[str, Any]) -> Towers | None:
+    """The towers of a CLIP that needs no `transformers`; None for other models."""
+    config = read_config(folder) if about["kind"] == "clip" else None
+    if config is None:
+        return None
+    model = PlainCLIP(config)
+    pixels = Pixels(model.image_size, 3, *CLIP_PIXELS)
+    image = ImageTower(Body(model.vision_model, _itself, model.visual_projection), pixels)
+    return Towers(image, TextTower(Body(model.text_model, _itself, model.text_projection)), pixels, None, {"": config})
 
+
+def _itself(vector: Tensor) -> Tensor:
+    return vector
+
+
+def _transformers_towers(folder: Path, about: dict[str, Any], with_weights: bool) -> Towers:
     hf = pretrained.transformers()
 
     def make(cls: Any, config: Any, name: str, **extra: Any) -> Any:
@@ -189,8 +208,7 @@ def _build_transformers(folder: Path, about: dict[str, Any], scale: Scale, with_
             for name, head in heads.items():
                 if head is not None:
                     head.load_state_dict({"weight": weights[name]})
-    tokenizer = pretrained.load_tokenizer(str(folder / TEXT[about["kind"]]), about["length"])
-    return TwoTowers(towers.image, towers.text, scale, towers.pixels, tokenizer, about["kind"], towers.configs)
+    return towers
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
