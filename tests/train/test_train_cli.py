@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from tests.train.small_icons import write_small_icons
 from tests.train.test_train_help import PROGRAM
+from tests.train.test_train_portable import write_colours
 from typer.testing import CliRunner
 
 from tilewise.errors import CheckpointError, ConfigError, DataError, RangeError
@@ -261,6 +262,22 @@ def test_a_small_model_starts_without_large_packages(run, tmp_path, command):
     assert code == 0
     assert "torch" in modules
     assert {"transformers", "sympy", "pyarrow", "tensorboard", "matplotlib", "triton"} & set(modules) == set()
+
+
+@pytest.fixture(scope="module")
+def clip_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    pictures = write_colours(folder / "data")
+    result = invoke("train", f"data.path={pictures}", f"output.folder={folder / 'run'}", "loop.steps=1")
+    assert result.exit_code == 0, result.output
+    assert "clip-tiny" in (folder / "run" / "config.toml").read_text()
+    return folder / "run"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "search", "export"])
+def test_a_clip_model_starts_without_large_packages(clip_run, tmp_path, command):
+    """Its towers need no transformers, which would take longer than torch."""
+    test_a_small_model_starts_without_large_packages(clip_run, tmp_path, command)
 
 
 def test_version_and_options_with_dashes(run):

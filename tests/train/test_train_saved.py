@@ -89,6 +89,18 @@ def test_clip_without_transformers_gives_the_same_features(tmp_path, kind, activ
     assert torch.equal(features(load_exported(tmp_path / "b").eval()), features(model))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_not_trained_draws_no_random_weights(tmp_path, kind):
+    model = make(kind, tmp_path)
+    describe_model(model, tmp_path / "model")
+    before = torch.get_rng_state()
+    again = build_described(tmp_path / "model", for_training=False).eval()
+    if kind in ("icon", "clip", "clip hashed siglip"):  # transformers may draw some for others
+        assert torch.equal(torch.get_rng_state(), before)
+    again.load_state_dict(model.state_dict())
+    assert relative_error(features(again), features(model)) < 1e-5
+
+
 def test_an_end_token_of_old_configurations(tmp_path):
     """Number 2 is wrong there: the end token is the largest number of a row."""
     describe_model(make("clip", tmp_path), tmp_path / "model")

@@ -45,7 +45,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
     if which == "best":
         best = latest.state.get("best") or {}
         path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
-        return open_checkpoint(path) if path.is_dir() else latest
+        return open_checkpoint(path) if path != latest.path and path.is_dir() else latest
     kept = {step_of(path): path for path in list_checkpoints(run.checkpoints)}
     if not str(which).isdigit() or int(which) not in kept:
         raise CheckpointError(

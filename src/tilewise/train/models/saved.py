@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tilewise.errors import CheckpointError, TilewiseError
 from tilewise.train.models import pretrained
@@ -143,9 +144,23 @@ def build_described(folder: Path, *, for_training: bool = True) -> TwoTowers:
 
     Args:
         folder: the folder of the description.
-        for_training: if False, CLIP is built without `transformers`. It gives the same features up to rounding.
+        for_training: if False, CLIP is built without `transformers`, which gives the same features up to rounding, and
+            no random weights are drawn: all of them have to be loaded.
     """
-    return _build(folder, with_weights=False, plain=not for_training)
+    if for_training:
+        return _build(folder, with_weights=False)
+    with _NoRandomWeights():
+        return _build(folder, with_weights=False, plain=True)
+
+
+class _NoRandomWeights(TorchFunctionMode):
+    """Modules built in this context keep uninitialized memory instead of random weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):  # of Tensor or torch.nn.init
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def load_exported(folder: Path) -> TwoTowers:
