@@ -27,6 +27,7 @@ ALLOWED = {
     "tools": BASE | {"kernels", ""},
     "train": BASE | {"losses", "retrieval", "cache", "ring", "tools", ""},
     "": BASE | {"losses", "ops", "retrieval"},  # tilewise/__init__.py
+    "__main__": {"train"},
 }
 IMPLEMENTATIONS = {"kernels.torch_impl", "kernels.triton_impl"}
 # Packages that only some parts may import, at the top of a file or inside of a function.

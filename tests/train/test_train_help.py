@@ -28,6 +28,11 @@ def test_commands_that_only_tell_something_do_not_wait_for_torch(arguments):
     assert HEAVY & set(modules) == set()
 
 
+def test_the_package_can_be_run():
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout[:9]) == (0, "tilewise ")
+
+
 def test_a_plain_install_is_told_what_the_command_needs():
     program = "import sys; sys.modules['typer'] = None; from tilewise.train.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)

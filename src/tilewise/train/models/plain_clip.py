@@ -120,7 +120,7 @@ class Text(nn.Module):
     def __init__(self, tower: dict[str, Any]) -> None:
         super().__init__()
         d = tower["hidden_size"]
-        self.embeddings = nn.ModuleDict(
+        self.embeddings: Any = nn.ModuleDict(
             {
                 "token_embedding": nn.Embedding(tower["vocab_size"], d),
                 "position_embedding": nn.Embedding(tower["max_position_embeddings"], d),
