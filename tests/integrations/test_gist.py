@@ -193,6 +193,20 @@ def test_the_cache_repeats_dropout():
     assert_close(found[1][1], found[0][1], 1e-11, "gradients")
 
 
+def test_settings_of_the_cached_losses_can_be_assigned():
+    model, guide, batch = Model(D, 0), Model(E, 1), texts(3)
+    ranking = st.CachedMultipleNegativesRankingLoss(model, mini_batch_size=7)
+    ranking.scale, ranking.similarity_fct = 5.0, "dot_score"
+    gist = st.CachedGISTEmbedLoss(model, guide, mini_batch_size=7)
+    gist.temperature, gist.margin, gist.contrast_anchors = 0.1, 0.2, False
+    assert (ranking.scale, gist.margin) == (5.0, 0.2)
+    plain = st.MultipleNegativesRankingLoss(model, 5.0, "dot_score")
+    guided = st.GISTEmbedLoss(model, guide, 0.1, margin=0.2, contrast_anchors=False)
+    for cached, want in ((ranking, plain), (gist, guided)):
+        for got, expected in zip(step(cached, model, batch), step(want, model, batch), strict=True):
+            assert_close(got, expected, 1e-11, type(cached).__name__)
+
+
 def test_two_batches_before_one_backward():
     model, guide = Model(D, 0), Model(E, 1)
     loss = st.CachedGISTEmbedLoss(model, guide, 0.1, 7)

@@ -1,4 +1,4 @@
-"""Liger's fused linear cross entropy, with our loss inside: the function, the module, and the autograd function."""
+"""Liger's fused linear cross entropy and JSD, with our losses inside: functions, modules, and autograd functions."""
 
 from __future__ import annotations
 
@@ -87,6 +87,77 @@ class LigerFusedLinearCrossEntropyFunction:
         return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
 
 
+def liger_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The divergence alone. Labels say which tokens count."""
+    mask = None if shift_labels is None else shift_labels != ignore_index
+    heads = (student_input, student_weight, teacher_input, teacher_weight)
+    return tw.linear_distillation_loss(*heads, mask=mask, beta=jsd_beta, temperature=temperature)
+
+
+def chunked_fused_linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    true_labels: Tensor,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    weight_hard_loss: float = 0.5,
+    weight_soft_loss: float = 0.5,
+    beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Cross entropy and divergence from one pass."""
+    heads = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
+    settings: dict[str, Any] = {"beta": beta, "temperature": temperature, "ignore_index": ignore_index}
+    stats = tw.linear_distillation_stats(*heads, linear_bias=student_bias, teacher_bias=teacher_bias, **settings)
+    each = weight_soft_loss * stats.divergence - weight_hard_loss * stats.log_prob  # type: ignore[operator]
+    return each.sum() / (true_labels != ignore_index).sum().clamp(min=1)
+
+
+class LigerFusedLinearJSD(nn.Module):
+    """A function with its settings kept."""
+
+    function = staticmethod(liger_fused_linear_jsd)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, *tensors: Any) -> Tensor:
+        """See the function."""
+        return self.function(*tensors, **self.settings)  # type: ignore[misc]
+
+
+class LigerFusedLinearJSDLoss(LigerFusedLinearJSD):
+    """The same for the chunked function."""
+
+    function = staticmethod(chunked_fused_linear_jsd)
+
+
+class LigerFusedLinearJSDFunction:
+    """The peer's autograd function."""
+
+    apply = staticmethod(liger_fused_linear_jsd)
+
+
+class ChunkedFunction:
+    """The peer's other autograd function of the same name."""
+
+    apply = staticmethod(chunked_fused_linear_jsd)
+
+
 module("liger_kernel")
 module("liger_kernel.utils", infer_device=lambda: "cuda" if torch.cuda.is_available() else "cpu", is_npu_available=bool)
 module("liger_kernel.ops.utils", is_hip=bool)
@@ -94,6 +165,7 @@ module("liger_kernel.ops.cross_entropy", liger_cross_entropy_kernel=None)
 module(
     "liger_kernel.ops",
     LigerFusedLinearCrossEntropyFunction=LigerFusedLinearCrossEntropyFunction,
+    LigerFusedLinearJSDFunction=LigerFusedLinearJSDFunction,
     LigerCrossEntropyFunction=None,
 )
 module("liger_kernel.transformers")
@@ -106,5 +178,12 @@ module(
     "liger_kernel.transformers.functional",
     CrossEntropyOutput=CrossEntropyOutput,
     liger_cross_entropy=None,
+    liger_jsd=None,
+    liger_fused_linear_jsd=liger_fused_linear_jsd,
     liger_fused_linear_cross_entropy=liger_fused_linear_cross_entropy,
 )
+module("liger_kernel.transformers.jsd", LigerJSD=None, LigerJSDFunction=None)
+module("liger_kernel.transformers.fused_linear_jsd", LigerFusedLinearJSD=LigerFusedLinearJSD)
+module("liger_kernel.chunked_loss", LigerFusedLinearJSDLoss=LigerFusedLinearJSDLoss)
+module("liger_kernel.chunked_loss.functional", liger_fused_linear_jsd=chunked_fused_linear_jsd)
+module("liger_kernel.chunked_loss.jsd_loss", LigerFusedLinearJSDFunction=ChunkedFunction)

@@ -1,40 +1,56 @@
-"""sentence-transformers with our ranking losses, and models with random weights in place of those that it downloads."""
+"""sentence-transformers with our ranking and GIST losses, and models with random weights in place of downloads."""
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
+from tools.peer_adapters.stand_in import HUB, OWN, publish  # isort: skip - before the hub's client is imported
 import sentence_transformers  # type: ignore[import-not-found]
 import tokenizers
+import torch
 import transformers
-from sentence_transformers import losses
-from sentence_transformers.models import StaticEmbedding  # type: ignore[import-not-found]
+from sentence_transformers.sentence_transformer import losses, modules  # type: ignore[import-not-found]
 
 from tilewise.integrations import sentence_transformers as ours
 
-losses.MultipleNegativesRankingLoss = ours.MultipleNegativesRankingLoss
-losses.CachedMultipleNegativesRankingLoss = ours.CachedMultipleNegativesRankingLoss
 
-
-def characters() -> tokenizers.Tokenizer:
+def characters() -> Any:
     """A tokenizer of single characters."""
-    vocabulary = {char: index for index, char in enumerate("\0 abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="\0"))
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?!"
+    vocabulary = {token: index for index, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    return tokenizer
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def small_model() -> Any:
-    """Embeddings of characters, 1,024 wide, as in the model that the tests download."""
-    return sentence_transformers.SentenceTransformer(modules=[StaticEmbedding(characters(), embedding_dim=1024)])
+def make_models() -> None:
+    """Models of the kind and width of those that the tests download."""
+    torch.manual_seed(0)
+    words = characters()
+    bert = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512
+    )
+    publish("local/bert", transformers.BertModel(bert), words)
+    encoder = modules.Transformer("local/bert")
+    tiny = sentence_transformers.SentenceTransformer(modules=[encoder, modules.Pooling(128)])
+    publish("sentence-transformers-testing/stsb-bert-tiny-safetensors", tiny)
+    distilbert = transformers.DistilBertConfig(vocab_size=len(words), dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    publish("distilbert/distilbert-base-uncased", transformers.DistilBertModel(distilbert), words)
+    static = modules.StaticEmbedding(words.backend_tokenizer, embedding_dim=1024)
+    publish(
+        "sentence-transformers/static-retrieval-mrl-en-v1", sentence_transformers.SentenceTransformer(modules=[static])
+    )
+    publish("google-bert/bert-base-uncased", words)
 
 
-def small_transformer() -> Any:
-    """DistilBERT with two narrow layers and random weights."""
-    config = transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=2, n_heads=2, hidden_dim=64)
-    with tempfile.TemporaryDirectory() as folder:
-        transformers.DistilBertModel(config).save_pretrained(folder)
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters(), pad_token=" ", unk_token="\0")
-        tokenizer.save_pretrained(folder)
-        return sentence_transformers.SentenceTransformer(folder)
+if not HUB.exists():
+    make_models()
+if not OWN:
+    for name in (
+        "MultipleNegativesRankingLoss",
+        "CachedMultipleNegativesRankingLoss",
+        "GISTEmbedLoss",
+        "CachedGISTEmbedLoss",
+    ):
+        setattr(losses, name, getattr(ours, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,21 @@ from torch import Tensor, nn
 from tilewise.cache import Encoder
 from tilewise.cache.chunks import map_tensors
 from tilewise.errors import ConfigError, DtypeError, ShapeError
+
+
+class CachedLoss(nn.Module):
+    """A loss with a gradient cache around ``self.loss``. The settings of that loss are attributes of this one too."""
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ()  # read from ``self.loss``, and assigned to it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name) if name in self.SETTINGS else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.SETTINGS:
+            setattr(self.loss, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
 def embed_columns(model: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:

@@ -28,6 +28,7 @@ from tilewise.cache.chunks import map_tensors
 from tilewise.errors import ConfigError, ShapeError
 from tilewise.integrations._groups import world_group
 from tilewise.integrations.sentence_transformers.columns import (
+    CachedLoss,
     check_cached,
     check_columns,
     check_model,
@@ -160,7 +161,7 @@ class GISTEmbedLoss(nn.Module):
         }
 
 
-class CachedGISTEmbedLoss(nn.Module):
+class CachedGISTEmbedLoss(CachedLoss):
     """`GISTEmbedLoss` with a gradient cache: both models encode ``mini_batch_size`` rows at a time.
 
     Loss and gradients equal those of the same chunks without a cache, including dropout of the model. The guide runs
@@ -177,6 +178,10 @@ class CachedGISTEmbedLoss(nn.Module):
     """
 
     uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
+    SETTINGS = (
+        *("temperature", "margin_strategy", "margin", "contrast_anchors", "contrast_positives"),
+        *("gather_across_devices", "must_retokenize"),
+    )
 
     def __init__(
         self,
@@ -203,11 +208,6 @@ class CachedGISTEmbedLoss(nn.Module):
         _refuse_static(model, "a gradient cache")
         self.model, self.guide = self.loss.model, self.loss.guide
         self.mini_batch_size = mini_batch_size
-
-    @property
-    def must_retokenize(self) -> bool:
-        """Whether the guide gets tokens of its own."""
-        return self.loss.must_retokenize
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are not used."""

@@ -29,6 +29,7 @@ from tilewise.cache import GradientCache
 from tilewise.errors import ConfigError, DtypeError, RangeError
 from tilewise.integrations._groups import world_group
 from tilewise.integrations.sentence_transformers.columns import (
+    CachedLoss,
     check_cached,
     check_columns,
     check_model,
@@ -92,6 +93,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         if not isinstance(scale, Tensor) and not scale > 0:
             raise RangeError(f"scale must be positive, got {scale}")
         _check_directions(directions, partition_mode)
+        _similarity(similarity_fct)
         if hardness_mode is not None and hardness_strength != 0.0:
             raise ConfigError(
                 f"hardness_mode={hardness_mode!r} weights negatives by their own scores, which is not supported. "
@@ -100,7 +102,6 @@ class MultipleNegativesRankingLoss(nn.Module):
         self.model = model
         self.scale = scale
         self.similarity_fct: Any = similarity_fct
-        self.normalizes = _similarity(similarity_fct) == "cos_sim"
         self.gather_across_devices = gather_across_devices
         self.directions, self.partition_mode = tuple(directions), partition_mode
         self.labels_as_ids, self.options = labels_as_ids, options
@@ -114,7 +115,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         """The loss of (n, d) embeddings: queries, documents, then any number of columns of hard negatives."""
         check_columns(embeddings)
         ids = self._ids(labels, embeddings[0]) if self.labels_as_ids else None
-        if self.normalizes:
+        if _similarity(self.similarity_fct) == "cos_sim":
             embeddings = [F.normalize(column, dim=1) for column in embeddings]
         query, doc, *hard = embeddings
         group = world_group() if self.gather_across_devices else None
@@ -173,7 +174,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         }
 
 
-class CachedMultipleNegativesRankingLoss(nn.Module):
+class CachedMultipleNegativesRankingLoss(CachedLoss):
     """`MultipleNegativesRankingLoss` with a gradient cache: the model encodes ``mini_batch_size`` rows at a time.
 
     Loss and gradients equal those of the same chunks without a cache, including dropout. It costs one more forward
@@ -191,6 +192,7 @@ class CachedMultipleNegativesRankingLoss(nn.Module):
     """
 
     uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
+    SETTINGS = ("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids")
 
     def __init__(
         self,
