@@ -6,9 +6,9 @@
     python tools/peers.py --device cuda                  # tests that need a GPU run on it instead of on the CPU
 
 An adapter (`tools/peer_adapters`) replaces the peer's loss before a test file imports it. A test file is otherwise
-changed only by the text substitutions of its entry in `tools/peer_list.py`, for instance "cuda" to "cpu". Counts are written to
-tests/results/peers.json. Every failure needs a reason in `PEERS`; one without a reason makes this program fail.
-Failures are repeated with the peer's own losses where they are at hand.
+changed only by the text substitutions of its entry in `tools/peer_list.py`, for instance "cuda" to "cpu". Counts are
+written to tests/results/peers.json. Every failure needs a reason in that list; one without a reason makes this program
+fail. Failures are repeated with the peer's own losses where they are at hand.
 """
 
 from __future__ import annotations
