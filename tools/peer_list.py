@@ -13,15 +13,26 @@ ON_CPU = (
 # scikit-learn and what it needs; numpy is installed already.
 SKLEARN = ("scikit-learn", "scipy", "joblib", "threadpoolctl", "tqdm", "cloudpickle", "narwhals")
 
+# TRL's tests of July 2026, the newest copy that was at hand. They run with the installed TRL, which has a fused head.
+TRL = "f2cd57710ae345ea6428ae95363267fcf38a3dc8"
+TRAINING = "(test_train or test_evaluate) and not vlm and not vllm and not liger"
+TRAINERS = (
+    ("token_head", ("tests/test_utils.py::TestChunkedLogProbFunction",), ""),
+    ("sft", ("tests/test_sft_trainer.py",), f"{TRAINING} or TestChunkedCrossEntropyLoss"),
+    *((kind, (f"tests/test_{kind}_trainer.py",), TRAINING) for kind in ("dpo", "kto", "grpo", "rloo")),
+    ("distillation", ("tests/experimental/test_distillation_trainer.py",), ""),
+)
+
 
 @dataclass(frozen=True)
 class Peer:
     """Where a peer's tests are, and how they are run."""
 
-    name: str  # of the adapter and of the folder below --sources
+    name: str  # of the adapter and of the folder below --sources, unless `adapter` is given
     source: str
     commit: str
     tests: tuple[str, ...]  # files, or file::class
+    adapter: str = ""
     select: str = ""  # only tests whose names match this expression of pytest
     content: tuple[str, ...] = ()  # files and folders that the tests need, beside themselves
     substitutions: tuple[tuple[str, str], ...] = ()
@@ -31,6 +42,11 @@ class Peer:
     not_run: dict[str, str] = field(default_factory=dict)  # pattern of a message -> what the test needs
     reasons: dict[str, str] = field(default_factory=dict)  # pattern of "name: message" -> why a test fails
     left_out: dict[str, str] = field(default_factory=dict)  # tests of the same loss that are not run, and why
+
+    @property
+    def place(self) -> str:
+        """The name of the adapter and of the clone's folder."""
+        return self.adapter or self.name
 
 
 PEERS = [
@@ -149,35 +165,31 @@ PEERS = [
         },
         left_out={"tests/sentence_transformer/test_trainer.py": "trains models that it downloads"},
     ),
-    # Tests of a later TRL are not in the copy that was at hand; those of July 2026 run with TRL 1.16.
-    Peer(
-        name="trl",
-        source="https://github.com/huggingface/trl",
-        commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
-        tests=(
-            "tests/test_utils.py::TestChunkedLogProbFunction",
-            *(f"tests/test_{kind}_trainer.py" for kind in ("sft", "dpo", "kto", "grpo", "rloo")),
-            "tests/experimental/test_distillation_trainer.py",
-        ),
-        select="test_train or test_evaluate or Chunked or GeneralizedJSD or TestDistillationTrainer",
-        content=(
-            *("scripts", "pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/data"),
-            *("tests/testing_utils.py", "tests/testing_constants.py", "tests/experimental/__init__.py"),
-        ),
-        packages=("pytest-datadir",),
-        has_own=True,
-        not_run={
-            "would be downloaded|couldn't connect|LocalEntryNotFound|is not a local folder|offline mode": (
-                "needs a model or data set from the hub, most of them with images"
+    *(
+        Peer(
+            name=f"trl_{name}",
+            adapter="trl",
+            source="https://github.com/huggingface/trl",
+            commit=TRL,
+            tests=tests,
+            select=select,
+            content=(
+                *("scripts", "pyproject.toml", "tests/__init__.py", "tests/conftest.py", "tests/data"),
+                *("tests/testing_utils.py", "tests/testing_constants.py", "tests/experimental/__init__.py"),
             ),
-        },
-        reasons={
-            "backward_bfloat16": "the test's reference rounds logits to bfloat16; ours is closer to float64",
-            "reduction_methods": "divergences of single classes are not computed",
-        },
-        left_out={
-            "tests/test_utils.py::TestPatchChunkedLMHead": "needs a GPU",
-            "tests of collators, data preparation, arguments and generation": "do not use the head",
-        },
+            packages=("pytest-datadir",),
+            has_own=True,
+            not_run={"couldn't connect": "needs a model from the hub"},
+            reasons={
+                "backward_bfloat16": "the test's reference rounds logits to bfloat16; ours is closer to float64",
+                "reduction_methods": "divergences of single classes are not computed",
+            },
+            left_out={
+                "tests of vision models": "need data sets and models from the hub",
+                "tests of collators, data preparation, arguments and generation": "do not use the head",
+                "tests/test_utils.py::TestPatchChunkedLMHead, TestPatchChunkedCELMHead": "need a GPU",
+            },
+        )
+        for name, tests, select in TRAINERS
     ),
 ]

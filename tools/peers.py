@@ -37,7 +37,7 @@ RESULTS = ROOT / "tests" / "results" / "peers.json"
 
 def fetched(peer: Peer, sources: Path | None) -> Path:
     """A clone that has the commit; downloaded below build/peers if it is not there."""
-    folder = (sources or ROOT / "build" / "peers" / "sources") / peer.name
+    folder = (sources or ROOT / "build" / "peers" / "sources") / peer.place
     if not folder.exists():
         if sources is not None:
             sys.exit(f"{folder} does not exist. Clone {peer.source} there, or leave out --sources")
@@ -60,7 +60,7 @@ def unpack(peer: Peer, clone: Path, into: Path, device: str) -> None:
             text = text.replace(old, new)
         first = re.search(r"^(import|from (?!__future__)) ?", text, flags=re.MULTILINE)
         assert first is not None, path
-        adapter = f"from tools.peer_adapters.{peer.name} import *  # noqa: F403 - this package in place of the peer\n"
+        adapter = f"from tools.peer_adapters.{peer.place} import *  # noqa: F403 - this package in place of the peer\n"
         path.write_text(text[: first.start()] + adapter + text[first.start() :])
 
 
@@ -90,7 +90,7 @@ def run_tests(peer: Peer, folder: Path, site: Path | None, device: str, timeout:
     # As a plugin, the adapter is also there for the peer's conftest. Processes that a test starts import the test file.
     command += [
         "-p",
-        f"tools.peer_adapters.{peer.name}",
+        f"tools.peer_adapters.{peer.place}",
         "--tb=short",
         f"--junitxml={report}",
         "-k",

@@ -32,6 +32,8 @@ MODELS = {
     "for_causal_lm.gpt_neox_for_causal_lm": ("", "<|endoftext|>"),
     "for_causal_lm.cohere2_for_causal_lm": ("cohere2", "<|END_OF_TURN_TOKEN|>"),
     "for_causal_lm.glm4_moe_for_causal_lm": ("glm4moe", "<|user|>"),
+    "for_causal_lm.lfm2_for_causal_lm": ("lfm2", "<|im_end|>"),
+    "for_causal_lm.lfm2_for_causal_lm_2_5": ("lfm2_2_5", "<|im_end|>"),
     "for_causal_lm.nemotron_3_nano_for_causal_lm": ("nemotron_3_nano", "<|im_end|>"),
     "for_sequence_classification.qwen2_for_sequence_classification_2_5": ("qwen2_5", "<|im_end|>"),
     "for_sequence_classification.qwen3_for_sequence_classification": ("qwen3", "<|im_end|>"),
