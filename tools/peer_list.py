@@ -85,6 +85,7 @@ PEERS = [
             *("test/transformers/test_cross_entropy.py", "test/transformers/test_jsd.py"),
         ),
         on_cpu=(("(8, 128, 1024, 4096)", "(2, 64, 256, 1024)"),),  # bfloat16 takes minutes on a CPU
+        reasons={"all_ignored": "the mean over no tokens is NaN, as in PyTorch, and 0 in the peer"},
         left_out={
             "test/transformers/test_cross_entropy.py": "cross entropy of logits that are already stored",
             "test/transformers/test_fused_linear_scaled_cross_entropy.py": "no such loss here",
