@@ -76,6 +76,7 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
     ("sm_80", 4): KernelSizes(
         forward=Sizes(64, 64, 16, 4, 3, 2, 8),
         gradient=Sizes(64, 64, 32, 4, 3, 2, 8),
+        guided=Sizes(64, 64, 32, 8, 3, 1, 8),
         filter_masses=Sizes(64, 256, 16, 8, 2, 1, 8),
         filter_masses_narrow=Sizes(64, 128, 16, 4, 2, 1, 8),
     ),
