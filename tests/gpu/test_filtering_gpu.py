@@ -176,3 +176,32 @@ def test_a_captured_graph_computes_everything(seed):
     assert len(report) == 0
     for name, value in want.items():
         assert torch.equal(grads[name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_picked_classes(dtype, seed, monkeypatch):
+    """Gradients of picked classes that sum to 0 in every row leave none to the softmax: nothing is lost."""
+    monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
+    n, d, m, k = 1024, 256, 40_000, 6
+    head = filtering.make_head(GPU, dtype, n, d, m, seed)
+    leaves = [head.leaves["input"], head.leaves["weight"]]
+    generator = torch.Generator(GPU.device).manual_seed(seed)
+    pick = torch.randint(0, m, (n, k), device=GPU.device, generator=generator)
+    pick[::2, 1] = pick[::2, 0]
+    coming = torch.randn(n, k, device=GPU.device, generator=generator)
+    coming = coming - coming.mean(1, keepdim=True)
+
+    def solved(dtype, **settings):
+        x, w = (leaf.detach().to(dtype).requires_grad_() for leaf in leaves)
+        found = tw.linear_token_stats(x, w, head.target, want=("log_prob",), pick=pick, options=GPU.options(**settings))
+        return torch.autograd.grad((found.picked * coming).sum(), (x, w))
+
+    with tw.record_filtering() as report:
+        got = solved(dtype, filter_tolerance=1e-2)
+    assert report.kept_share[0] < 0.5
+    x, w = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    valid = (head.target >= 0)[:, None]
+    own = (x[:, None] * w[pick]).sum(2)
+    exact = torch.autograd.grad((torch.where(valid, own, 0.0) * coming).sum(), (x, w))
+    for index in (0, 1):
+        assert_close(got[index], exact[index], 4e-3 if dtype == torch.bfloat16 else 1e-4, f"gradient {index}")

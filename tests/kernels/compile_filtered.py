@@ -22,6 +22,9 @@ TOKENS = {
     "row_entropy",
     "surprise",
     "grad_entropy",
+    "pick",
+    "pick_place",
+    "grad_picked",
 }
 
 

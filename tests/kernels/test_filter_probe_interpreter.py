@@ -69,7 +69,7 @@ def rule(pair, spec, order, rows, options=OPTIONS):
         entropy = plans.dropped_entropy(part - lse, each).sum(0)
     most = plans.limits(options, m, torch.where(place >= 0, own - lse, -torch.inf), entropy)
     tolerance = plans.tolerance_of(options, pair.a.dtype)
-    return plans.choose(part, lse, place, valid, tolerance, width, most, each) < 0
+    return plans.choose(part, lse, place[:, None], valid, tolerance, width, most, each) < 0
 
 
 @TYPES

@@ -106,6 +106,26 @@ def test_entropy_and_largest_score(dtype, softcap):
     check(pair, with_entropy(grad), softcap=softcap, row_entropy=True, row_top=True)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 12.0])
+def test_picked_columns(softcap, entropy):
+    """Some are picked twice, one is the positive, some are none. Their entries are kept."""
+    pair, grad = make_pair(torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    pick = torch.randint(0, 331, (70, 5), generator=generator)
+    pick = torch.where(pick % 50 == 0, pick + 1, pick)  # a bias of -inf excludes these
+    pick[::2, 1], pick[:, 2], pick[::3, 4] = pick[::2, 0], pair.row_key, -1
+    valid = (pair.row_key >= 0)[:, None]
+    coming = torch.randn(70, 5, generator=generator) * valid
+    pair, grad = dataclasses.replace(pair, pick=pick), dataclasses.replace(grad, row_picked=coming)
+    check(pair, with_entropy(grad) if entropy else grad, softcap=softcap, row_entropy=entropy, row_picked=True)
+    spec = PairSpec(row_lse=True, positive="one", drop_rows=True, row_picked=True)
+    _, plan = TritonFilter().forward(pair, spec, OPTIONS)
+    place = plans.places_of(plan.order, pair, pick)
+    kept = plan.mass[(place // plans.tile_width(331)).clamp(min=0), torch.arange(70)[:, None]] < 0
+    assert kept[valid & (place >= 0)].all()
+
+
 def test_token_statistics_one_at_a_time():
     pair, grad = make_pair(torch.float32, n=40, m=200)
     alone = GradStats(row_entropy=with_entropy(grad).row_entropy)

@@ -246,3 +246,76 @@ def test_what_the_filter_does_not_serve_is_exact(settings, reason):
     assert found.strategy == "two_pass"
     assert found.reason.startswith("nothing is dropped")
     assert reason in found.reason
+
+
+def picks_of(n, k, target):
+    """Random classes, some of them twice, the target, and none."""
+    pick = torch.randint(0, COLS, (n, k), generator=torch.Generator().manual_seed(9))
+    pick[::2, 1], pick[:, 2] = pick[::2, 0], target
+    return pick
+
+
+@pytest.mark.usefixtures("never_dense", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tolerance", [1e-2, 0.3])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_bound_with_picked_classes(name, tolerance, dtype):
+    """Their gradients are exact, and what is dropped is a part of the softmax, as for the log-probability."""
+    n, k = 40, 5
+    scores = SCORES[name](n).to(dtype).double()
+    target = torch.randint(0, COLS, (n,), generator=torch.Generator().manual_seed(1))
+    pick, coming, advantage = picks_of(n, k, target), random(n, k, seed=4), random(n, seed=2)
+    x = scores.to(dtype).requires_grad_()
+    options = TileOptions(filter_tolerance=tolerance)
+    with tw.record_filtering() as report:
+        stats = tw.linear_token_stats(
+            x, torch.eye(COLS, dtype=dtype), target, want=("log_prob",), pick=pick, options=options
+        )
+    log_p = scores.log_softmax(1)
+    assert_close(stats.picked, log_p.gather(1, pick), 1e-10 if dtype == torch.float64 else 1e-5)
+    ((stats.log_prob * advantage).sum() + (stats.picked * coming).sum()).backward()
+    plan = report._plans[0][0]
+    g = (advantage + coming.sum(1))[:, None] * -log_p.exp()
+    g = g + advantage[:, None] * F.one_hot(target, COLS) + torch.zeros_like(g).scatter_add_(1, pick, coming.double())
+    mass = dropped_mass(scores, plan)
+    assert mass.max() <= tolerance
+    v = (advantage + coming.sum(1)).abs()
+    digits = 2.0**-48 if dtype == torch.float64 else 2.0**-21
+    rounding = digits * (8 + scores.abs().amax(1)) * (1 + advantage.abs() + coming.abs().sum(1))
+    assert ((x.grad.double() - g).abs().sum(1) <= 2 * v * mass + rounding).all()
+
+
+@pytest.mark.usefixtures("never_dense")
+def test_a_gradient_of_picked_classes_alone_loses_nothing():
+    """Gradients that sum to 0 in every row leave none to the softmax, and dropping a part of it changes nothing."""
+    n, d, k = 60, 16, 4
+    x, w = random(n, d, seed=5).requires_grad_(), (3.0 * random(COLS, d, seed=6)).requires_grad_()
+    target = torch.randint(0, COLS, (n,), generator=torch.Generator().manual_seed(1))
+    pick, coming = picks_of(n, k, target), random(n, k, seed=7)
+    target[::7] = -100
+    coming = coming - coming.mean(1, keepdim=True)
+    found = {}
+    for tolerance in (0.0, 0.3):
+        options = TileOptions(filter_tolerance=tolerance)
+        with tw.record_filtering() as report:
+            stats = tw.linear_token_stats(x, w, target, want=("log_prob",), pick=pick, options=options)
+        found[tolerance] = torch.autograd.grad((stats.picked * coming).sum(), (x, w))
+        if tolerance:
+            assert report.kept_share[0] < 0.9
+    for one, other in zip(found[0.3], found[0.0], strict=True):
+        assert_close(one, other, 1e-10)
+
+
+@pytest.mark.usefixtures("never_dense")
+def test_a_sparse_teacher_with_the_filter():
+    n, d, k = 60, 16, 4
+    x, w = random(n, d, seed=5).requires_grad_(), (3.0 * random(COLS, d, seed=6)).requires_grad_()
+    ids = torch.stack([torch.randperm(COLS, generator=torch.Generator().manual_seed(i))[:k] for i in range(n)])
+    log_q = random(n, k, seed=8).log_softmax(1)
+    exact, loose = (
+        torch.autograd.grad(tw.linear_sparse_distillation_loss(x, w, ids, log_q, options=options), (x, w))
+        for options in (None, TileOptions(filter_tolerance=1e-3))
+    )
+    for one, other in zip(loose, exact, strict=True):
+        assert_close(one, other, 5e-3)
+        assert not torch.equal(one, other), "something was dropped"

@@ -4,10 +4,10 @@ Axes: n rows, m columns in a new order, T = ceil(m / width) tiles of ``width`` c
 
     forward    order the columns by their mean score, largest first
                M_ti = sum over the columns j of tile t of exp(x_ij - row_lse_i)        the mass of the entry (t, i)
-               row i drops its entries of least mass, as many as together stay below the tolerance; never the entry
-               with its positive
+               row i drops its entries of least mass, as many as together stay below the tolerance; never an entry
+               with its positive or a picked column
     backward   g_i = dL / d row_lse_i
-               G_ij = g_i exp(x_ij - row_lse_i) + the positive's term    if (t, i) is kept
+               G_ij = g_i exp(x_ij - row_lse_i) + the terms of positives and picked columns    if (t, i) is kept
                G_ij = g_i M_ti / live columns of the tile                if (t, i) is dropped
 
 A column is live if its bias is not -inf. The last tile may have fewer columns than the others. With a soft cap, G_ij of
@@ -222,14 +222,20 @@ def most_kept(entries: int) -> int:
     return int(min(1.0, DENSE_SHARE) * entries)  # see `too_many`
 
 
-def places_of(order: Tensor, pair: Pair) -> Tensor:
-    """The position of each row's positive in the order: (n,) int64, -1 for a row without one."""
+def places_of(order: Tensor, pair: Pair, columns: Tensor | None = None) -> Tensor:
+    """The positions of ``columns`` in the order, or of the positives, (n,): int64, -1 for one that is not there."""
     assert pair.row_key is not None
     m = order.shape[0]
     place_m = torch.empty(m, dtype=torch.int64, device=order.device)
     place_m[order.long()] = torch.arange(m, device=order.device)
-    own = pair.row_key - pair.col_start
+    own = (pair.row_key if columns is None else columns) - pair.col_start
     return torch.where((own >= 0) & (own < m), place_m[own.clamp(0, m - 1)], -1)
+
+
+def always_kept(order: Tensor, pair: Pair) -> Tensor:
+    """The positions of the columns whose entries stay: the positive of each row and its K picks, (n, 1 + K)."""
+    place = places_of(order, pair)[:, None]
+    return place if pair.pick is None else torch.cat((place, places_of(order, pair, pair.pick)), 1)
 
 
 def keep_everything(pair: Pair, spec: PairSpec, order: Tensor | None = None) -> FilterPlan:
@@ -267,7 +273,7 @@ def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) ->
 def choose(
     part_tn: Tensor,
     lse_n: Tensor,
-    place_n: Tensor,
+    kept_nk: Tensor,
     valid_n: Tensor,
     tolerance: float,
     width: int,
@@ -284,16 +290,16 @@ def choose(
     Args:
         part_tn: the log-sum-exp of each row in each tile.
         lse_n: the log-sum-exp of each row over all tiles.
-        place_n: the position of the row's positive in the order, or -1.
+        kept_nk: the positions of the columns whose entries stay (`always_kept`), or -1.
         valid_n: False for an ignored row. It drops all its entries, and they are 0 in the result.
         most: what a row may drop, in units of the tolerance.
         entropy_tn: the entropy of each row's softmax over the columns of each tile, if entropy is limited.
     """
     tiles = part_tn.shape[0]
-    tile = torch.arange(tiles, device=part_tn.device)[:, None]
-    log_mass = part_tn - lse_n[None, :]
-    # NaN < x is False, so NaN entries are kept. Set the positive's entry to NaN to keep it. NaN scores stay visible.
-    log_mass = torch.where(tile == (place_n // width)[None, :], torch.nan, log_mass)
+    # NaN < x is False, so NaN entries are kept. Set the entries that stay to NaN. NaN scores stay visible.
+    tile_kn = torch.where(kept_nk >= 0, kept_nk // width, tiles).T
+    stays = part_tn.new_zeros((tiles + 1, part_tn.shape[1]), dtype=torch.bool).scatter_(0, tile_kn, True)[:tiles]
+    log_mass = (part_tn - lse_n[None, :]).masked_fill_(stays, torch.nan)
     mass = log_mass.exp()
     usable = torch.full_like(lse_n, tolerance * MARGIN)
     usable, usable_entropy = usable * most.mass, usable * most.entropy

@@ -35,7 +35,7 @@ LARGEST_SMALL_BATCH = 16384
 # The filter on a GPU: below so many multiply-adds its launches cost more than it saves.
 WORTH_FILTERING = 2**40
 # The statistics that the filter computes
-FILTERED = {"row_lse", "row_pos", "num_positives", "row_entropy", "row_top", "row_top_col"}
+FILTERED = {"row_lse", "row_pos", "num_positives", "row_entropy", "row_top", "row_top_col", "row_picked"}
 TOO_SMALL = "the call is too small for the filter to pay"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.keys import combined_picks
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import (
@@ -93,7 +94,7 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     x_mr = torch.nn.functional.pad(x_mr, (0, 0, 0, tiles * width - m), value=-torch.inf)
     top = x_mr.amax(0)  # over all tiles; a tile whose terms underflow has no mass
     x_mr.sub_(torch.where(top == -torch.inf, 0.0, top))
-    few = dataclasses.replace(pair, row_key=pair.row_key[chosen])
+    few = dataclasses.replace(pair, row_key=pair.row_key[chosen], pick=None if pair.pick is None else pair.pick[chosen])
     assert few.row_key is not None
     place, valid = plans.places_of(order, few), few.row_key >= 0
     own = x_mr.gather(0, place.clamp(min=0)[None]).squeeze(0)
@@ -113,7 +114,8 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     log_prob = _log_prob(own, lse, place) if spec.positive == "one" else None
     most = plans.limits(options, m, log_prob, entropy)
     tolerance = plans.tolerance_of(options, pair.a.dtype)
-    mass = plans.choose(part_tr, lse, place, valid, tolerance, width, most, entropy_tr)[:, 1:]
+    kept = plans.always_kept(order, few)
+    mass = plans.choose(part_tr, lse, kept, valid, tolerance, width, most, entropy_tr)[:, 1:]
     return order, bool(plans.too_many(mass < 0, mass.numel(), plans.PROBED_SHARE))
 
 
@@ -131,12 +133,14 @@ class _Forward:
         self.width, self.tiles = plans.tile_width(self.m), plans.tile_count(self.m)
         self.scores = TileScores(pair, spec)
         self.order = order
-        self.place = plans.places_of(self.order, pair)
+        self.places = plans.always_kept(self.order, pair)  # of the positive, then of the picked columns
+        self.place = self.places[:, 0]
         self.count = plans.columns_of_tiles(self.order, pair.bias)
         self.bounded = two_pass.is_bounded(pair, spec)
         # The statistics of the tiles so far, relative to the shifts, but the largest score
         self.lse = torch.full((self.n,), -torch.inf, dtype=torch.float64, device=pair.a.device)
-        self.pos, self.entropy = torch.zeros_like(self.lse), torch.zeros_like(self.lse)
+        self.entropy = torch.zeros_like(self.lse)
+        self.own = self.lse.new_zeros(self.places.shape)  # the scores there, relative to the shifts
         self.top, self.top_col = self.lse.clone(), torch.full_like(self.place, pair.col_start)
 
     def run(self) -> tuple[Stats, FilterPlan]:
@@ -158,7 +162,9 @@ class _Forward:
     def _stats(self) -> Stats:
         spec, stat, found = self.spec, self.pair.stat_dtype, {"row_lse": self.lse}
         if spec.has_positive_scores:
-            found |= {"row_pos": self.pos.to(stat), "num_positives": (self.place >= 0).to(stat)}
+            found |= {"row_pos": self.own[:, 0].to(stat), "num_positives": (self.place >= 0).to(stat)}
+        if spec.row_picked:
+            found["row_picked"] = self.own[:, 1:].to(stat)
         if spec.row_entropy:
             found["row_entropy"] = self.entropy.to(stat)
         if spec.row_top:
@@ -170,11 +176,11 @@ class _Forward:
         """Fill the columns r of the plan."""
         assert self.pair.row_key is not None
         lse, place, valid = self.lse[r].to(part_tr.dtype), self.place[r], self.pair.row_key[r] >= 0
-        log_prob = _log_prob(self.pos[r], self.lse[r], place).to(lse.dtype) if self.spec.positive == "one" else None
+        log_prob = _log_prob(self.own[r, 0], self.lse[r], place).to(lse.dtype) if self.spec.positive == "one" else None
         entropy = self.entropy[r].to(lse.dtype) if self.spec.row_entropy else None
         most = plans.limits(self.options, self.m, log_prob, entropy)
         tolerance = plans.tolerance_of(self.options, self.pair.a.dtype)
-        found = plans.choose(part_tr, lse, place, valid, tolerance, self.width, most, entropy_tr)
+        found = plans.choose(part_tr, lse, self.places[r], valid, tolerance, self.width, most, entropy_tr)
         mass[:, r] = found
         if entropy_tr is not None:
             surprise[r] = plans.mean_surprise(found, part_tr - lse, entropy_tr)
@@ -193,10 +199,10 @@ class _Forward:
                 here = slice(r.start - i.start, r.stop - i.start)
                 x_rc = self.scores.finish_(self.scores.scaled_product(self.scores.scaled(pair.a[r]), b_cd), bias)
                 shift = self.lse.new_zeros(1) if pair.row_shift is None else pair.row_shift[r].double()
-                place = (self.place[r] - t.start * self.width)[:, None]
+                place = self.places[r] - t.start * self.width
                 inside = (place >= 0) & (place < cols.shape[0])
-                found = x_rc.gather(1, place.clamp(0, cols.shape[0] - 1)).double().squeeze(1) - shift
-                self.pos[r] += torch.where(inside.squeeze(1), found, 0.0)
+                found = x_rc.gather(1, place.clamp(0, cols.shape[0] - 1)).double() - shift[:, None]
+                self.own[r] += torch.where(inside, found, 0.0)
                 if self.spec.row_top:
                     self._add_top(x_rc, cols, r)
                 log_rt, entropy_rt = self._tile_sums(x_rc, t.stop - t.start)
@@ -279,6 +285,11 @@ class _Backward:
             self.tokens = TokenWeights(self.weights, entropy, None)
             self.stands = self.stands + entropy * plan.surprise
         self.grad_pos = ((nothing if grad.row_pos is None else grad.row_pos) / self.size).to(compute)
+        self.picked: tuple[Tensor, Tensor] | None = None  # positions of distinct picked columns, and their gradients
+        if grad.row_picked is not None:
+            assert pair.pick is not None
+            pick, _, total = combined_picks(pair.pick, grad.row_picked / self.size)
+            self.picked = plans.places_of(plan.order, pair, pick), total.to(compute)
         self.count = plans.columns_of_tiles(plan.order, pair.bias).to(compute)
         need_a = needs.a or (needs.scale and not needs.b)
         self.a = pair.a.new_zeros(pair.a.shape, dtype=compute) if need_a else None
@@ -368,6 +379,10 @@ class _Backward:
                 g_rc = self.tokens.gradient_(x_rc, torch.empty_like(x_rc), r)
             positive = cols[None, :] == (pair.row_key[r] - pair.col_start)[:, None]
             g_rc += torch.where(positive, self.grad_pos[r, None], 0.0)
+            if self.picked is not None:
+                place = self.picked[0][r] - tile * plans.tile_width(pair.b.shape[0])
+                here = (place >= 0) & (place < cols.shape[0])
+                g_rc.scatter_add_(1, place.clamp(0, cols.shape[0] - 1), torch.where(here, self.picked[1][r], 0.0))
             if slope is not None:
                 g_rc *= slope
             if self.bias is not None:

@@ -69,7 +69,7 @@ class FilterBackward(FilterCall):
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
-        self.known |= {"grad_entropy": vector(grad_entropy)}
+        self.known |= {"grad_entropy": vector(grad_entropy), "grad_picked": vector(folded.row_picked)}
         self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
         self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)

@@ -62,6 +62,7 @@ class FilterCall:
         self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels by name
         self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
         self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "tiles": self.tiles, "W": self.width}
+        self.known |= {"pick": call.pick, "picks": 0 if call.pick is None else call.pick.shape[1]}
         self.tolerance = plans.tolerance_of(options, pair.a.dtype)
         self.known |= {"UNIT": 16 // self.item, "tolerance": self.tolerance}
 
@@ -110,7 +111,7 @@ class FilterForward(FilterCall):
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
         where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n, "skip_if": self.keep_all}
-        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos}
+        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick)}
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
             where |= {"row_entropy": stats.row_entropy, "surprise": surprise}
@@ -139,6 +140,14 @@ class FilterForward(FilterCall):
         if self.saved is not None and not (keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.saved.probed_exact = HostScalar(keep_all)
         return stats
+
+    def _picked(self, pick: Tensor | None) -> Tensor | None:
+        """The places of picked columns: int32, -1 for a pick that is no column; None without picks."""
+        if pick is None:
+            return None
+        own = pick - self.pair.col_start
+        place = self.place[own.clamp(0, self.m - 1)]
+        return torch.where((own >= 0) & (own < self.m), place, -1).contiguous()
 
     def _sample_size(self) -> int:
         """The number of rows to probe; 0 for a small call."""
@@ -169,6 +178,8 @@ class FilterForward(FilterCall):
             rows["row_pos"] = torch.empty_like(rows["row_lse"])
             probe.put({"own_part": rows["row_pos"]})
         probe.put(shared).launch(self.tiles * (asked // block))
+        self.place = place
+        rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those])
         choose = self.prepare(kernels.choose_kernel, mass=mass, R=1, **rows, **shared)
         choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
         pairs = (key[1:] >= 0).sum() * self.tiles

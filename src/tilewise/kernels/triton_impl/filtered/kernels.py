@@ -160,6 +160,15 @@ def log_masses(part, t, row, tiles, n, lse, own):
 
 
 @triton.jit
+def keep_picked(v, t, row, first_row, n, pick_place, picks, W: tl.constexpr):
+    """The masses v with NaN in the tiles of the columns that a row picks; pick_place is (rows, picks), -1 for none."""
+    for k in range(0, picks):
+        place = tl.load(pick_place + (first_row + row).to(tl.int64) * picks + k, mask=row < n, other=-1)
+        v = tl.where(t[:, None] == tl.where(place >= 0, place // W, -1)[None, :], float("nan"), v)
+    return v
+
+
+@triton.jit
 def entropies(entropy_part, v, t, row, tiles, n):
     """E of the entries (t, row) in units of log2: M (entropy over the tile - log2 M), with v = log2 M; 0 for M = 0."""
     ok = (t < tiles)[:, None] & (row < n)[None, :]
@@ -168,11 +177,11 @@ def entropies(entropy_part, v, t, row, tiles, n):
 
 
 @kernel(
-    optional=("skip_if", "entropy_part", "row_pos", "row_entropy", "surprise"),
-    dynamic=("tolerance", "usable", "most_entropy", "n", "m", "tiles", "first_row", "all_rows", "col_start"),
+    optional=("skip_if", "entropy_part", "pick_place", "row_pos", "row_entropy", "surprise"),
+    dynamic=("tolerance", "usable", "most_entropy", "n", "m", "tiles", "first_row", "all_rows", "col_start", "picks"),
 )
-def choose_kernel(row_key, place, part, entropy_part, skip_if, row_pos, row_lse, row_entropy, mass, surprise,
-                  tolerance, usable, most_entropy, n, m, tiles, first_row, all_rows, col_start,
+def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_pos, row_lse, row_entropy, mass, surprise,
+                  tolerance, usable, most_entropy, n, m, tiles, first_row, all_rows, col_start, picks,
                   W: tl.constexpr, HALVINGS: tl.constexpr, ROUNDING: tl.constexpr, R: tl.constexpr,
                   T: tl.constexpr):  # fmt: skip
     """The log-sum-exp of each row over all tiles, and its entries of `FilterPlan.mass`.
@@ -231,6 +240,8 @@ def choose_kernel(row_key, place, part, entropy_part, skip_if, row_pos, row_lse,
         for start in range(0, seen, T):
             t = start + tl.arange(0, T)
             v = log_masses(part, t, row, seen, n, lse, own)
+            if pick_place is not None:
+                v = keep_picked(v, t, row, first_row, n, pick_place, picks, W)
             dropped += tl.sum(tl.where(v < middle[None, :], tl.exp2(v), 0.0), 0)
             if entropy_part is not None:
                 lost += tl.sum(tl.where(v < middle[None, :], entropies(entropy_part, v, t, row, seen, n), 0.0), 0)
@@ -244,6 +255,8 @@ def choose_kernel(row_key, place, part, entropy_part, skip_if, row_pos, row_lse,
         ok = (t < tiles)[:, None] & ok_row[None, :]
         # With skip_if, lse is -inf and the masses are NaN, so nothing is below the threshold.
         v = log_masses(part, t, row, seen, n, lse, own)
+        if pick_place is not None:
+            v = keep_picked(v, t, row, first_row, n, pick_place, picks, W)
         if surprise is not None:
             lost += tl.sum(tl.where(v < below[None, :], entropies(entropy_part, v, t, row, seen, n), 0.0), 0)
             dropped += tl.sum(tl.where(v < below[None, :], tl.exp2(v), 0.0), 0)
@@ -331,12 +344,12 @@ def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, star
 
 
 @kernel(
-    optional=("bias", "row_shift", "grad_entropy", "g", "u"),
-    dynamic=("softcap", "m", "col_start", "first_block", "blocks", "first_g", "first_u", "a_units", "b_units"),
+    optional=("bias", "row_shift", "grad_entropy", "pick", "grad_picked", "g", "u"),
+    dynamic=("softcap", "m", "col_start", "first_block", "blocks", "first_g", "first_u", "a_units", "b_units", "picks"),
 )
-def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_row, grad_pos, grad_entropy, factor,
-                order, rows, table, g, u,
-                m, col_start, first_block, blocks, first_g, first_u, a_units, b_units,
+def pair_kernel(a, b, scale, bias, softcap, row_key, pick, row_shift, row_lse, grad_row, grad_pos, grad_entropy,
+                grad_picked, factor, order, rows, table, g, u,
+                m, col_start, first_block, blocks, first_g, first_u, a_units, b_units, picks,
                 D: tl.constexpr, UNIT: tl.constexpr, SCORE: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                 EXACT: tl.constexpr):  # fmt: skip
     """G of one block of entries (up to R rows that keep one tile), and the product G B of each entry.
@@ -373,6 +386,12 @@ def pair_kernel(a, b, scale, bias, softcap, row_key, row_shift, row_lse, grad_ro
     value = value * tl.exp2(below)
     hit = ((tl.load(row_key + row) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[None, :]
     value += tl.where(hit, (tl.load(grad_pos + row) * f)[:, None], 0.0)
+    if grad_picked is not None:
+        for k in range(0, picks):  # a column that is picked twice gets both gradients
+            hit = ((tl.load(pick + row * picks + k) - col_start)[:, None] == col.to(tl.int64)[None, :]) & ok_col[
+                None, :
+            ]
+            value += tl.where(hit, (tl.load(grad_picked + row * picks + k) * f)[:, None], 0.0)
     if SOFTCAP & SCORE:
         value = value * cap_slope(x, softcap)
     value = tl.where(ok[:, None], value, 0.0).to(a.dtype.element_ty)
