@@ -1,4 +1,4 @@
-"""Distil CLIP into a student of a quarter of its width that has captions for 3,000 of 32,261 icons.
+"""A teacher learns from 32,261 captioned icons, and students of a quarter of its width from 3,000 and the teacher.
 
 python examples/clip_distillation.py  # two cores: about three minutes, nothing is downloaded
 """
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
             loss = tw.clip_loss(*student)
             if teacher is not None:
                 i, j = other if name == METHODS[2] else (rows, rows)
-                if name == METHODS[2]:  # any pictures and any captions: the teacher says which of them fit
+                if name == METHODS[2]:  # any pictures and any captions: the teacher's scores are the target
                     student = model(pictures[i], words[j])
                 loss = loss + tw.clip_distillation_loss(*student, teacher[0][i], teacher[1][j], teacher[2])
             optimizer.zero_grad()

@@ -17,7 +17,8 @@ from tilewise.options import TileOptions
 
 BACKEND, OPTIONS = TorchBackend(), TileOptions()
 pytestmark = pytest.mark.usefixtures("small_tiles")
-BLOCKED = [name for name in CASES if not make_case(name, torch.float64)[1].symmetric]
+WHOLE = ("guide_jsd_without_norms",)  # its log-sum-exps are those of all columns in the pair
+BLOCKED = [name for name in CASES if name not in WHOLE and not make_case(name, torch.float64)[1].symmetric]
 EDGES = (0, 30, 30, 71)  # an empty block, and uneven ones
 
 

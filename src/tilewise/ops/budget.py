@@ -17,8 +17,9 @@ LEAST, MOST = 64, 8192  # MiB; no call is known to gain from more
 def with_budget(options: TileOptions, device: torch.device, group_name: str) -> TileOptions:
     """The options with a number in place of "auto".
 
-    Over a group all ranks need the same options, and a compiler must not fix what is free while it compiles. There
-    "auto" stays, and means the default (`TileOptions.workspace_bytes`).
+    With a group, all ranks need the same number. Inside of ``torch.compile``, the number would become a constant of the
+    compiled graph. In these cases, and if the free memory is not known, "auto" stays and means the default
+    (`TileOptions.workspace_bytes`).
     """
     if not isinstance(options.workspace_mib, str) or group_name or torch.compiler.is_compiling():
         return options
@@ -27,7 +28,7 @@ def with_budget(options: TileOptions, device: torch.device, group_name: str) -> 
 
 
 def budget_mib(free: int) -> int:
-    """A quarter of ``free`` bytes, rounded down to 2**k or 1.5 * 2**k MiB: equal steps of a training get equal budgets.
+    """A quarter of ``free`` bytes, rounded down to 2**k or 1.5 * 2**k MiB. So most steps of a run get the same.
 
     >>> [budget_mib(gib * 2**30) for gib in (0, 1, 3, 7, 100)]
     [64, 256, 768, 1536, 8192]

@@ -1,10 +1,11 @@
-"""Exponentials that forward saves for backward, in memory that backward needs anyway.
+"""Exponentials that forward saves for backward: first in the memory of dB, then in a buffer of unused workspace.
 
-The memory of dB (m x d) is unused between the passes. Forward fills it with the exponentials of as many columns as fit:
+A is (n, d), B is (m, d), x are their scores, lse_i is the log-sum-exp of row i. The memory of dB (m x d) is unused between
+the passes. Forward fills it with the exponentials of as many columns as fit:
 
     e_ij = exp(x_ij - t)        t: one reference for all rows and columns, see `forward_kernels`
 
-Backward then needs no product to compute G = dL/dx of these columns. With g_i = dL / d lse_i,
+Backward then does not compute the scores of these columns again. With G = dL/dx and g_i = dL / d lse_i,
 
     G_ij = f_i E_ij,   f_i = g_i exp(t - lse_i),   E_ij = e_ij except in the positive's entry, which backward writes
 
@@ -27,11 +28,13 @@ With the statistics of tokens (entropy, sum of squares, largest score) each row 
 largest score there. The references are saved beside the exponentials (`reference`), every t suits its row, and
 `saved_gradient_kernel` replaces the exponentials by G, since G is then not a multiple of e:
 
-    x_ij = t_i + log e_ij        G_ij = p_ij (v_i + h_i (lse_i - x_ij) + c_i p_ij), see `token_terms`
+    x_ij = t_i + log e_ij        G_ij = p_ij (v_i + h_i (lse_i - x_ij) + s_i p_ij), see `token_terms`
 
-Otherwise ``needs_repair`` is set if t does not suit some row: forward had to repair a sum, or the log-sum-exp of the row is so far
-below t that probabilities of the row would underflow or f_i a_i overflow. Then backward computes G again, over the
-exponentials, and every f_i is 1. The device decides; the host does not need to know. Decision 0019 has the costs.
+Without them there is one t for all rows, and it may be too far from the scores of a row: a sum overflowed or underflowed
+and forward computed it again (`repair_kernel`), or lse_i is so far below t that probabilities would underflow or f_i a_i
+overflow. Then ``needs_repair`` is set. Backward computes G of the saved columns again, writes it in place of the
+exponentials, and every f_i is 1. The flag stays on the device, and the host does not wait for it. Decision 0019 has the
+costs.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are n
 NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory that one program runs instead of two
 MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
-COLS = 8192  # fewest columns of a chunk, the last one excepted
+COLS = 8192  # a full chunk has at least so many columns
 SCORES = 2**26  # rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card
 FULL_TILES = 256  # divides the number of columns of every chunk in the memory of dB
 ALIGNED = 8  # numbers of a half type in 16 bytes
@@ -74,7 +77,7 @@ CHECKED_ROWS = 1024  # rows that `check_kernel` reads at a time
 
 @dataclass
 class SavedColumns:
-    """The exponentials of some columns, in the memory that dB and G will have in backward."""
+    """The exponentials of some columns, in the memory that becomes dB and in a buffer."""
 
     memory: Tensor  # (m, d), later dB
     rows: int  # n
@@ -133,7 +136,7 @@ class SavedColumns:
             self.reference = empty(cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
 
     def forget(self) -> None:
-        """Nothing was saved; the memory is still that of the gradient."""
+        """Mark all columns as not saved. `memory` is still used for dB."""
         self.inside = self.behind = 0
 
     def references(self, j: slice) -> Tensor | None:
