@@ -112,7 +112,7 @@ def draw(seed: int, largest: int = 3000, dtypes: tuple[torch.dtype, ...] = DTYPE
     """The call of this seed."""
     chance = random.Random(seed)
     options = {
-        "workspace_mib": chance.choice([1, 2, 16, 256, 256, 1024]),
+        "workspace_mib": chance.choice([1, 2, 16, 256, 256, 1024, "auto"]),
         "gradients": chance.choice(["auto", "auto", "forward", "backward"]),
         "filter_tolerance": chance.choice([0.0, 0.0, 0.0, 1e-6]),
     }
