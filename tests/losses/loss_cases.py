@@ -324,7 +324,8 @@ def _distillation(make: Maker, beta: float, *, targets: bool = False, **fixed: A
             nll = F.cross_entropy(logits, torch.where(has_target, target, -100), reduction="none")
         if reduction != "mean":
             return reduced(loss + nll, reduction)
-        return loss.sum() / counted.sum() + nll.sum() / has_target.sum()
+        mean = loss.sum() / counted.sum()
+        return mean + nll.sum() / has_target.sum() if targets else mean
 
     return Problem(leaves, ours, dense)
 
