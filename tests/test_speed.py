@@ -1,7 +1,7 @@
 """Linear memory costs no time on the CPU: the loss against dense PyTorch, in turns, in one run.
 
-One thread and processor time: what other processes do to the clock is not in it. What they do to the memory's speed is, so
-the bounds leave room for it.
+One thread and processor time: what other processes do to the clock is not in it. What they do to the speed of the
+memory is in it, and the bounds leave room for that.
 """
 
 import time
