@@ -11,10 +11,7 @@ errors of both gradients against float64. Results: benchmarks/results/budgets-<d
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +21,8 @@ from torch.nn.functional import cross_entropy
 import tilewise as tw
 from benchmarks.cases import make_inputs, vocabulary
 from benchmarks.measure import Failure, Step, cuda_peak_bytes, sustained_rate, time_in_turns
-from benchmarks.run import RESULTS, commit_of, describe, write
+from benchmarks.run import RESULTS
+from benchmarks.shapes import ShapesBenchmark
 
 SHAPES = (
     (8192, 2304, 256000),
@@ -38,7 +36,6 @@ SHARE = 0.67  # of torch.compile's memory
 LEAST_MIB = 64  # where less is left beside the gradients, that budget is not measured
 COMPILED = "torch.compile"
 PAGE = RESULTS.parent.parent / "docs" / "concepts" / "benchmarks.md"
-BEGIN, END = "<!-- budgets: begin -->", "<!-- budgets: end -->"
 MIB = 2**20
 
 
@@ -122,34 +119,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
-    parser.add_argument("--page", action="store_true", help="write the committed results into the page")
-    parser.add_argument("--commit", help="the commit to record")
-    parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
-    given = parser.parse_args(argv)
-    if given.page:
-        report = json.loads((RESULTS / "budgets-nvidia-h200.json").read_text())
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{rest.split(END)[1]}")
-        return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" and not given.quick:
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --quick to try it out")
-    repeats, budget_s = (2, 0.2) if given.quick else (15, 3.0)
-    report = describe(
-        "budgets", device, "python -m benchmarks.budgets", repeats, budget_s, commit=commit_of(given.commit)
-    )
-    path = given.out or RESULTS / f"budgets-{report['device'].lower().replace(' ', '-')}.json"
-    for shape in QUICK if given.quick else SHAPES:
-        for row in run_shape(shape, device, repeats, budget_s):
-            report["results"].append(row)
-            print(json.dumps(row), flush=True)
-        write(path, report)
-    print(f"wrote {path}")
-
+BENCHMARK = ShapesBenchmark("budgets", SHAPES, QUICK, run_shape, table, PAGE)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main(__doc__ or "")

@@ -11,13 +11,9 @@ benchmarks/results/distillation-<device>.json.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,14 +22,14 @@ from torch import Tensor
 import tilewise as tw
 from benchmarks.cases import make_inputs, vocabulary
 from benchmarks.measure import Failure, Step, cuda_peak_bytes, failure_of, sustained_rate, time_in_turns
-from benchmarks.run import RESULTS, commit_of, describe, write
+from benchmarks.run import RESULTS
+from benchmarks.shapes import ShapesBenchmark
 
 Divergence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # student and teacher: hidden, classifier -> (n,)
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 QUICK = ((256, 64, 1000),)
 KINDS = {"KL(teacher || student)": 0.0, "KL(student || teacher)": 1.0, "JSD": 0.5}
 PAGE = RESULTS.parent.parent / "docs" / "distillation.md"
-BEGIN, END = "<!-- distillation: begin -->", "<!-- distillation: end -->"
 REFERENCE_ROWS = 128  # tokens at a time in float64
 
 
@@ -192,36 +188,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines).strip()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
-    parser.add_argument("--page", action="store_true", help="write the committed results into the page")
-    parser.add_argument("--commit", help="the commit to record")
-    parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
-    given = parser.parse_args(argv)
-    if given.page:
-        report = json.loads((RESULTS / "distillation-nvidia-h200.json").read_text())
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{rest.split(END)[1]}")
-        return
-    for folder in given.peers:
-        sys.path.insert(0, str(folder.resolve()))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" and not given.quick:
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --quick to try it out")
-    repeats, budget_s = (2, 0.2) if given.quick else (15, 3.0)
-    command = "python -m benchmarks.distillation"
-    report = describe("distillation", device, command, repeats, budget_s, commit=commit_of(given.commit))
-    path = given.out or RESULTS / f"distillation-{report['device'].lower().replace(' ', '-')}.json"
-    for shape in QUICK if given.quick else SHAPES:
-        for row in run_shape(shape, device, repeats, budget_s):
-            report["results"].append(row)
-            print(json.dumps(row), flush=True)
-        write(path, report)
-    print(f"wrote {path}")
-
+BENCHMARK = ShapesBenchmark("distillation", SHAPES, QUICK, run_shape, table, PAGE)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main(__doc__ or "")

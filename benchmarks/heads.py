@@ -14,13 +14,9 @@ Axes: n tokens, d features, V classes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +25,8 @@ from torch import Tensor
 import tilewise as tw
 from benchmarks.cases import Case, make_inputs, vocabulary
 from benchmarks.measure import Failure, Step, cuda_peak_bytes, failure_of, sustained_rate, time_in_turns
-from benchmarks.run import RESULTS, commit_of, describe, write
+from benchmarks.run import RESULTS
+from benchmarks.shapes import Shape, ShapesBenchmark
 
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, classifier, target: log_prob, entropy
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
@@ -37,7 +34,6 @@ QUICK = ((256, 64, 1000),)
 ALONE = "Liger, log-probability alone"
 REFERENCE_ROWS = 256  # tokens at a time in float64
 PAGE = RESULTS.parent.parent / "docs" / "post-training.md"
-BEGIN, END = "<!-- heads: begin -->", "<!-- heads: end -->"
 
 
 def tilewise_head(
@@ -245,41 +241,13 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines).strip()
 
 
-def with_table(page: str, report: dict[str, Any]) -> str:
-    """The page with the table between its markers replaced."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(report)}\n\n{END}{rest.split(END)[1]}"
+def run_peaked(shape: Shape, device: torch.device, turns: int, seconds: float) -> list[dict[str, Any]]:
+    """One result for each method, with peaked scores."""
+    kind = "bf16" if device.type == "cuda" else "float32"
+    return run_shape(vocabulary(*shape, kind, scores="peaked"), device, turns, seconds)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, or write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that hold other libraries")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few turns, any device")
-    parser.add_argument("--page", action="store_true", help="write the committed results into the page")
-    parser.add_argument("--commit", help="the commit to record")
-    parser.add_argument("--out", type=Path, help="file to write, instead of one in benchmarks/results")
-    given = parser.parse_args(argv)
-    if given.page:
-        report = json.loads((RESULTS / "heads-nvidia-h200.json").read_text())
-        PAGE.write_text(with_table(PAGE.read_text(), report))
-        return
-    for folder in given.peers:
-        sys.path.insert(0, str(folder.resolve()))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type != "cuda" and not given.quick:
-        raise SystemExit("this benchmark needs a CUDA device, and torch finds none. Pass --quick to try it out")
-    repeats, budget_s = (2, 0.2) if given.quick else (20, 3.0)
-    report = describe("heads", device, "python -m benchmarks.heads", repeats, budget_s, commit=commit_of(given.commit))
-    path = given.out or RESULTS / f"heads-{report['device'].lower().replace(' ', '-')}.json"
-    for n, d, classes in QUICK if given.quick else SHAPES:
-        case = vocabulary(n, d, classes, "bf16" if device.type == "cuda" else "float32", scores="peaked")
-        for row in run_shape(case, device, repeats, budget_s):
-            report["results"].append(row)
-            print(json.dumps(row), flush=True)
-        write(path, report)
-    print(f"wrote {path}")
-
+BENCHMARK = ShapesBenchmark("heads", SHAPES, QUICK, run_peaked, table, PAGE, turns=20)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main(__doc__ or "")

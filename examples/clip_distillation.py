@@ -1,6 +1,6 @@
 """A teacher learns from 32,261 captioned icons, and students of a quarter of its width from 3,000 and the teacher.
 
-python examples/clip_distillation.py  # two cores: about three minutes, nothing is downloaded
+python examples/clip_distillation.py  # two cores: about a minute, nothing is downloaded
 """
 
 import argparse

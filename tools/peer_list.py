@@ -184,9 +184,6 @@ PEERS = [
             reasons={
                 "backward_bfloat16": "the test's reference rounds logits to bfloat16; ours is closer to float64",
                 "reduction_methods": "divergences of single classes are not computed",
-                "NemotronH.*differs from the cross-entropy": (
-                    "refused with a message: this model's head gives other log-probabilities than its cross-entropy"
-                ),
             },
             left_out={
                 "tests of vision models": "need data sets and models from the hub",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import ModuleType
 
 import pytest
 import torch
 from benchmarks.cases import make_inputs, vocabulary
+from benchmarks.shapes import ShapesBenchmark
 
-from benchmarks import heads
+from benchmarks import budgets, distillation, heads
 
 
 @pytest.mark.parametrize("name", [name for name in heads.METHODS if not name.startswith("torch.compile")])
@@ -34,10 +36,12 @@ def test_errors_see_a_wrong_head() -> None:
     assert min(heads.errors(wrong, x, exact).values()) > 1e-3
 
 
-def test_page_shows_the_results() -> None:
-    report = json.loads((heads.RESULTS / "heads-nvidia-h200.json").read_text())
-    page = heads.PAGE.read_text()
-    assert heads.with_table(page, report) == page, "run: python -m benchmarks.heads --page"
+@pytest.mark.parametrize("module", [heads, distillation, budgets])
+def test_page_shows_the_results(module: ModuleType) -> None:
+    benchmark: ShapesBenchmark = module.BENCHMARK
+    page = benchmark.page.read_text()
+    written = benchmark.with_table(page, benchmark.committed())
+    assert written == page, f"run: python -m benchmarks.{benchmark.name} --page"
 
 
 def test_readme_says_what_was_measured() -> None:

@@ -6,7 +6,8 @@ import triton
 from tests.kernels.compiling import cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.filtered import kernels
+from tilewise.kernels.triton_impl.filtered import backward_kernels as backward
+from tilewise.kernels.triton_impl.filtered import forward_kernels as forward
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 
 BIAS_AND_CAP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True))
@@ -41,7 +42,7 @@ def main() -> None:
             shared = {"D": d, "UNIT": 4 if dtype == "fp32" else 8, "W": width, "EXACT": FULL, "SCORE": score}
             shared["ROUNDING"] = tokens
             masses = dataclasses.replace(row.filter_masses if width == 256 else row.filter_masses_narrow, cols=width)
-            made = compiled_tiles(kernels.mass_kernel, shared, present, dtype, capability, masses)
+            made = compiled_tiles(forward.mass_kernel, shared, present, dtype, capability, masses)
             show(capability, "mass_kernel", made, masses.programs, **named)
             found = over_pairs(row.filter_pairs, d)[: 1 if tokens else 2]
             if every and width == 256:
@@ -56,8 +57,8 @@ def over_pairs(pairs, d):
     """(kernel, constants, warps, stages) of the kernels over kept pairs."""
     column = {"R": pairs.rows, "K": min(pairs.columns, max(16, triton.next_power_of_2(d)))}
     return [
-        (kernels.pair_kernel, {"R": pairs.rows, "K": pairs.depth}, pairs.warps, pairs.stages),
-        (kernels.column_kernel, column, pairs.column_warps, pairs.stages),
+        (backward.pair_kernel, {"R": pairs.rows, "K": pairs.depth}, pairs.warps, pairs.stages),
+        (backward.column_kernel, column, pairs.column_warps, pairs.stages),
     ]
 
 
@@ -65,13 +66,13 @@ def small_kernels(width, d):
     """(kernel, constants, warps, stages) of the others."""
     gather = {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}
     return [
-        (kernels.gather_kernel, gather, 4, 2),
-        (kernels.probe_kernel, {"S": 128, "R": 32}, 4, 2),
-        (kernels.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
-        (kernels.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
-        (kernels.top_kernel, {"R": 32, "T": 64}, 4, 2),
-        (kernels.plan_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
-        (kernels.add_rows_kernel, {"K": 1024}, 4, 2),
+        (forward.gather_kernel, gather, 4, 2),
+        (forward.probe_kernel, {"S": 128, "R": 32}, 4, 2),
+        (forward.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample
+        (forward.choose_kernel, {"HALVINGS": 12, "R": 32, "T": 64}, 4, 2),
+        (forward.top_kernel, {"R": 32, "T": 64}, 4, 2),
+        (backward.plan_kernel, {"R": 64, "BLOCK": 1024}, 4, 2),
+        (backward.add_rows_kernel, {"K": 1024}, 4, 2),
     ]
 
 

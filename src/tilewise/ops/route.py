@@ -27,7 +27,8 @@ Strategy = Literal["two_pass", "one_pass", "filtered"]
 SMALLEST_BLOCK = 64
 # One pass on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
 WORTH_ONE_PASS = 2**34
-# One pass on a GPU with several blocks: each block adds to that accumulator, which pays from this many rows on.
+# One pass on a GPU with several blocks: each block adds to a float32 sum of the column gradients. That pays from this
+# many rows on.
 SMALLEST_GPU_BLOCK = 2048
 # Both directions in one pass: measured on an H200 at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
 # rows on the device is busy for longer than the host, and nothing is gained.
@@ -157,10 +158,8 @@ def _why_not_one_pass(
             return "float32 gradients of both sides would take more than half the workspace"
     gpu, forward = shape.device.type == "cuda", options.gradients == "forward"
     if spec.col_lse:
-        if forward:
-            return None
-        small = shape.device.type == "cuda" and shape.dtype in HALF_TYPES
-        return None if small else "one pass over both directions pays for half types on a GPU"
+        pays = forward or (gpu and shape.dtype in HALF_TYPES)
+        return None if pays else "one pass over both directions pays for half types on a GPU"
     rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
     if gpu and not forward and shape.products < WORTH_ONE_PASS:
         return "the call is so small that the host would take longer than the device"

@@ -14,11 +14,12 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.filter_plan import columns_of_tiles
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, largest_gradient
-from tilewise.kernels.triton_impl.filtered import kernels
+from tilewise.kernels.triton_impl.filtered import backward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
-from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, folded_gradients, product
+from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, folded_gradients
+from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
 LIST_BLOCK = 1024

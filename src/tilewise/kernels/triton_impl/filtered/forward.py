@@ -16,12 +16,12 @@ from tilewise.kernels.filter_plan import rows_per_step, tile_count
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.filtered import kernels
+from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
-from tilewise.kernels.triton_impl.two_pass.backward import product
+from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -111,7 +111,7 @@ class FilterForward(FilterCall):
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
         where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n, "skip_if": self.keep_all}
-        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick)}
+        where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick, self.place)}
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
             where |= {"row_entropy": stats.row_entropy, "surprise": surprise}
@@ -141,13 +141,12 @@ class FilterForward(FilterCall):
             self.saved.probed_exact = HostScalar(keep_all)
         return stats
 
-    def _picked(self, pick: Tensor | None) -> Tensor | None:
-        """The places of picked columns: int32, -1 for a pick that is no column; None without picks."""
+    def _picked(self, pick: Tensor | None, place: Tensor) -> Tensor | None:
+        """The places of picked columns, from those of all: int32, -1 for a pick that is no column; None without picks."""
         if pick is None:
             return None
         own = pick - self.pair.col_start
-        place = self.place[own.clamp(0, self.m - 1)]
-        return torch.where((own >= 0) & (own < self.m), place, -1).contiguous()
+        return torch.where((own >= 0) & (own < self.m), place[own.clamp(0, self.m - 1)], -1).contiguous()
 
     def _sample_size(self) -> int:
         """The number of rows to probe; 0 for a small call."""
@@ -178,8 +177,7 @@ class FilterForward(FilterCall):
             rows["row_pos"] = torch.empty_like(rows["row_lse"])
             probe.put({"own_part": rows["row_pos"]})
         probe.put(shared).launch(self.tiles * (asked // block))
-        self.place = place
-        rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those])
+        rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those], place)
         choose = self.prepare(kernels.choose_kernel, mass=mass, R=1, **rows, **shared)
         choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
         pairs = (key[1:] >= 0).sum() * self.tiles

@@ -21,7 +21,8 @@ from torch import Tensor
 from tilewise.kernels.spec import Grads, Needs, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
 from tilewise.kernels.triton_impl.one_pass import product_kernels
-from tilewise.kernels.triton_impl.two_pass.backward import ONE_MACRO, product
+from tilewise.kernels.triton_impl.two_pass.backward import ONE_MACRO
+from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.options import TileOptions
 
 FINISH_BLOCK, FINISH_WIDTH = (

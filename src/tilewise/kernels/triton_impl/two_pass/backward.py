@@ -19,6 +19,7 @@ from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
+from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.row_product import row_product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 from tilewise.options import TileOptions
@@ -436,16 +437,3 @@ def finish(
 def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
     """Multiply every row of target by its own number; has the arguments of `product`."""
     target.mul_(each[:, None])
-
-
-def product(target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """target = left @ right, or target += left @ right, accumulated in float32."""
-    if not target.is_cuda:  # the interpreter
-        result = left.float() @ right.float()
-        target.copy_(result if first else target + result)
-    elif target.dtype == left.dtype:
-        torch.mm(left, right, out=target) if first else torch.addmm(target, left, right, out=target)
-    elif first:
-        torch.mm(left, right, out_dtype=target.dtype, out=target)
-    else:
-        torch.addmm(target, left, right, out_dtype=target.dtype, out=target)

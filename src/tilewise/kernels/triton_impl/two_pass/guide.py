@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kern
 
 # What a tile writes, in the order of `guided_forward_kernel`
 DIVERGENCES = {"mask": (), "kl": ("guide_lse", "row_kl"), "reverse_kl": ("guide_lse", "row_reverse_kl")}
-FEWEST_STORED = 256  # rows. With blocks of 128 rows, an H200 takes longer than with all products computed twice
+FEWEST_STORED = 256  # rows; estimated, see decision 0029
 STORED_BLOCK = 2048  # columns that `stored_jsd_kernel` reads at a time
 PARTS = DIVERGENCES | {"jsd": ("guide_lse", "row_jsd", "row_mix_kl")}
 
@@ -37,7 +37,7 @@ def guided_forward(call: Call, memory: int) -> Stats:
         total = _without_norms(call, memory)
     else:
         total = _statistics(call, slice(0, n), PARTS[spec.guide])
-    found |= vars(total.rounded(call.pair.stat_dtype)) | found
+    found = vars(total.rounded(call.pair.stat_dtype)) | found
     return Stats(**{name: found[name] for name in wanted_names(spec)})
 
 
@@ -46,7 +46,7 @@ def _without_norms(call: Call, memory: int) -> Stats:
 
     For a block of rows, both scores of all columns are stored in float32; then their log-sum-exps are known, and the
     divergence is computed from what is stored. If the memory holds fewer than FEWEST_STORED rows, all products are
-    computed twice instead, because smaller blocks would be slower than that.
+    computed twice instead.
     """
     (n, m), sizes = (call.a.shape[0], call.b.shape[0]), call.guided_sizes
     wide = row_width(m, torch.float32)
