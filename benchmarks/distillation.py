@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ def of_logits(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return (beta * one + (1.0 - beta) * other).sum(-1)
 
 
-def tilewise_divergence(beta: float) -> Divergence:
+def tilewise_divergence(beta: float, options: tw.TileOptions | None = None) -> Divergence:
     """Ours."""
 
     def divergence(x: Tensor, w: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
-        return tw.linear_distillation_loss(x, w, teacher, head, beta=beta, reduction="none")
+        return tw.linear_distillation_loss(x, w, teacher, head, beta=beta, reduction="none", options=options)
 
     return divergence
 
@@ -78,6 +79,8 @@ def compiled_divergence(beta: float) -> Divergence:
 
 METHODS: dict[str, Callable[[float], Divergence]] = {
     "tilewise": tilewise_divergence,
+    "tilewise, 2 GiB": partial(tilewise_divergence, options=tw.TileOptions(workspace_mib=2048)),
+    "tilewise, auto": partial(tilewise_divergence, options=tw.TileOptions(workspace_mib="auto")),
     "TRL": trl_divergence,
     "torch.compile, bf16 logits": compiled_divergence,
 }

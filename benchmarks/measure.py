@@ -32,8 +32,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 Status = Literal["ok", "oom", "absent", "error"]
 
-# With glibc's defaults freed blocks stay in the process, and the peak would depend on earlier allocations.
-GLIBC_RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+# By default freed blocks stay in the process for some time, and the peak would depend on earlier allocations. torch for
+# ARM allocates with mimalloc, torch for x86 with glibc.
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+RETURNS_MEMORY |= {"MIMALLOC_PURGE_DELAY": "0"}
 
 # torch's CPU allocator raises a RuntimeError; its words depend on the platform.
 NO_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
@@ -235,7 +237,7 @@ def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 60
     """
     command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(arguments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **GLIBC_RETURNS_MEMORY, "PYTHONPATH": path}
+    environment = {**os.environ, **RETURNS_MEMORY, "PYTHONPATH": path}
     environment.pop("MALLOC_PERTURB_", None)  # it writes to memory that the step does not touch
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -258,3 +258,61 @@ def test_jensen_shannon_with_any_memory(mib, seed):
     assert_no_worse(loss.detach()[None], low[0][None], exact[0][None], "loss")
     for index in (0, 1):
         assert_no_worse(got[index], low[index + 1], exact[index + 1], f"gradient {index}")
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("mib", [8, 64, 256], ids=["in the gradient", "and in a buffer", "all"])
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("apart", [1.0, 1e-3], ids=["apart", "close"])
+def test_scores_of_a_divergence_are_saved(apart, beta, mib, seed, monkeypatch):
+    """Twice through one graph, the second time without them: as close to float64, and within the workspace."""
+    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    n, m, d = 500, 40_003, 1024
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden, head, noise, other = (torch.randn(size, d, device="cuda", generator=generator) for size in (n, m, n, m))
+    teacher = (hidden + apart * noise).bfloat16()
+    teacher_head = ((head + apart * other) / 16).bfloat16()
+    leaves = [hidden.bfloat16().requires_grad_(), (head / 16).bfloat16().requires_grad_()]
+    coming = torch.randn(n, device="cuda", generator=generator)
+    seen, plain = [], TritonBackend.forward_saving
+
+    def forward_saving(self, *args):
+        stats, held = plain(self, *args)
+        seen.append(dataclasses.replace(held))
+        return stats, held
+
+    monkeypatch.setattr(TritonBackend, "forward_saving", forward_saving)
+    options = tw.TileOptions(workspace_mib=mib)
+
+    def ours():
+        each = tw.linear_distillation_loss(*leaves, teacher, teacher_head, beta=beta, reduction="none", options=options)
+        return (each * coming).sum()
+
+    def step():
+        return torch.autograd.grad(ours(), leaves)
+
+    loss = ours()
+    assert seen[0].scores
+    assert (seen[0].behind > 0) == (mib > 8)
+    assert (seen[0].end == m) == (mib == 256)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert first[1].data_ptr() == seen.pop().memory.data_ptr()
+    second = torch.autograd.grad(loss, leaves)
+    for one, again in zip(first, second, strict=True):
+        assert_close(one, again, 2e-3, "saved or computed again")
+
+    def dense(dtype):
+        copies = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        log_p = (copies[0] @ copies[1].T).to(wide).log_softmax(-1)
+        log_q = (teacher.to(dtype) @ teacher_head.to(dtype).T).to(wide).log_softmax(-1)
+        high, low = (log_q, log_p) if beta == 0.0 else (log_p, log_q)
+        return torch.autograd.grad(((high.exp() * (high - low)).sum(-1) * coming).sum(), copies)
+
+    exact, low = dense(torch.float64), dense(torch.bfloat16)
+    for index in (0, 1):
+        assert_no_worse(first[index], low[index], exact[index], f"saved {index}")
+    del first, second, loss, exact, low
+    seen.clear()
+    monkeypatch.setattr(TritonBackend, "forward_saving", plain)
+    assert checks.peak_bytes(step) <= 2 * (n + m) * d + mib * 2**20 + 12 * 2**20

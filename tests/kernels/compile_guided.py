@@ -31,8 +31,12 @@ def main() -> None:
             for kernel in (guided_forward_kernel, guided_gradient_kernel):
                 made = compiled_tiles(kernel, constants, MASK if mask else ALL, dtype, capability, sizes)
                 show(capability, kernel.__name__, made, sizes.programs, loss=use, dtype=dtype)
+        # A Kullback-Leibler divergence whose scores were saved
+        constants |= {"GUIDE": GUIDE["kl"], "GUIDE_SCORE": constants["SCORE"]}
+        made = compiled_tiles(guided_gradient_kernel, constants, ALL | {"x", "y"}, dtype, capability, sizes)
+        show(capability, "guided_gradient_kernel", made, sizes.programs, loss="kl, saved", dtype=dtype)
         # A Jensen-Shannon divergence in one process: scores are stored, and the norms are not known yet.
-        constants |= {"GUIDE": GUIDE["jsd"], "GUIDE_SCORE": constants["SCORE"]}
+        constants["GUIDE"] = GUIDE["jsd"]
         present = ALL - {"row_norm", "guide_norm"} | {"x_desc", "y_desc"}
         made = compiled_tiles(guided_forward_kernel, constants, present, dtype, capability, sizes)
         show(capability, "guided_forward_kernel", made, sizes.programs, loss="jsd, stored", dtype=dtype)

@@ -70,6 +70,10 @@ LOSSES = {
         | {"row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square", "row_top", "row_top_col"}
         | {"e_desc", "reference"},
     ),
+    "log-probability and entropy": (  # of a head in reinforcement learning
+        *(of("ROWS", "ENTROPY"), of("ROWS", "ENTROPY"), 0, ONE, True),
+        ROWS | {"row_key", "row_entropy", "grad_entropy", "e_desc", "reference"},
+    ),
     "nt_xent": (
         *(of("ROWS", "COLS", "MIRROR"), of("ROWS", "COLS", "MIRROR"), of("MASK_SELF"), ONE, False),
         BOTH | {"row_key", "peaks", "grad_pos_col"},
@@ -83,7 +87,8 @@ LOSSES = {
         BOTH | {"row_skip", "col_skip"},
     ),
 }
-SAVING = "cross entropy, saved", "cross entropy, if not filtered", "tokens, saved"  # of wide features
+TOKENS = "tokens, saved", "log-probability and entropy"
+SAVING = "cross entropy, saved", "cross entropy, if not filtered", *TOKENS  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "tokens, picked", "supcon", "info_nce with ids"
 QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
@@ -110,7 +115,7 @@ def small_kernels(loss, kind, sizes):
         for more in (set(), {"grad_picked"}):
             found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, more)]
         found += [(saved.check_kernel, {"BLOCK": saved.CHECKED_ROWS}, set())]
-    if loss == "tokens, saved":
+    if loss in TOKENS:
         found += [(saved.saved_gradient_kernel, {"R": saved.GRADIENT_ROWS, "C": sizes.cols}, set())]
     return found
 

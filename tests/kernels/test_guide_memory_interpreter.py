@@ -1,4 +1,6 @@
-"""The Jensen-Shannon divergence in Triton's interpreter: the same with any memory for stored scores."""
+"""Divergences in Triton's interpreter: the same with any memory for scores that are stored or saved."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -6,13 +8,19 @@ from tests.compare import assert_close
 from tests.kernels.dense import dense_stats
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.pair_cases import make_case
+from tests.kernels.pair_checks import incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
+from tilewise.kernels.spec import Needs, wanted_names
+from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.launch.call import Call, row_width
+from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import guide
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
+BACKEND = TritonBackend()
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 100], ids=["no memory", "blocks of rows", "all rows"])
@@ -25,12 +33,12 @@ def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
     memory = 8 * tiles * call.guided_sizes.rows * row_width(pair.b.shape[0], torch.float32)
     launches, plain = [], guide._statistics
 
-    def watched(call, i, divergences, **stored):
-        launches.append((i.stop - i.start, bool(stored)))
-        return plain(call, i, divergences, **stored)
+    def watched(call, i, divergences, saved=None, stored=None):
+        launches.append((i.stop - i.start, stored is not None))
+        return plain(call, i, divergences, saved, stored)
 
     monkeypatch.setattr(guide, "_statistics", watched)
-    found = guide.guided_forward(call, memory)
+    found, _ = guide.guided_forward(call, memory)
     rows = pair.a.shape[0]
     if tiles == 0:
         assert launches == [(rows, False), (rows, False)], "all products are computed twice"
@@ -41,3 +49,57 @@ def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
     want = dense_stats(pair, spec)
     for name in ("row_lse", "guide_lse", "row_jsd", "row_mix_kl", "row_hot_lse", "row_pos"):
         assert_close(getattr(found, name), getattr(want, name), 5e-6, name)
+
+
+@pytest.mark.parametrize("room", [0, 96, 10_000], ids=["none", "some", "all"])
+@pytest.mark.parametrize("kind", ["guide_kl", "guide_reverse_kl", "guide_of_the_same_scores", "guide_of_scores_1000"])
+def test_saved_scores_give_the_same_gradients(kind, room, monkeypatch):
+    """Scores in the memory of dB, and in a buffer with room for that many columns."""
+    make_quick(monkeypatch)
+    monkeypatch.setattr(saving, "DTYPES", (torch.float32,))  # the interpreter does not support bfloat16
+    for name, value in {"WORTH_IT": 0, "COLS": 32, "SCORES": 0, "FULL_TILES": 32, "NARROWEST": 8}.items():
+        monkeypatch.setattr(saving, name, value)
+    monkeypatch.setattr(guide, "FULL_TILES", 32)
+    for module in (gradients, guide):
+        monkeypatch.setattr(module, "macro_tile", lambda shape, *rest: (-(-shape.rows // 64) * 64, 96))
+    pair, spec = wide_case(kind)
+    n, (m, d) = pair.a.shape[0], pair.b.shape
+    bytes_left = 8 * n * room
+    options = TileOptions(backend="triton", precision="highest", workspace_mib=256)
+    monkeypatch.setattr(TileOptions, "workspace_bytes", property(lambda _: n * (4 * d + 4 * 96) + bytes_left))
+    monkeypatch.setattr(guide, "_widest", lambda *_: 64)
+    plain = BACKEND.forward(pair, spec, options)
+    stats, held = BACKEND.forward_saving(pair, spec, options)
+    assert held.scores
+    assert held.inside > 0
+    assert held.behind == min(room // 32 * 32, m - held.inside)
+    for name in wanted_names(spec):
+        assert_close(getattr(stats, name), getattr(plain, name), 1e-6, name)
+    grad, needs = incoming_gradients(plain), Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
+    want = BACKEND.backward(pair, plain, grad, needs, spec, options)
+    memory, launched = held.memory, []
+    run = Call.run
+
+    def watched(self, kernel, i, j, sizes, **values):
+        launched.append((j.stop - j.start) * (values.get("x") is not None))
+        run(self, kernel, i, j, sizes, **values)
+
+    monkeypatch.setattr(Call, "run", watched)
+    got = BACKEND.backward(pair, stats, grad, needs, spec, options, saved=held)
+    assert sum(launched) == held.end, "these columns are read, not computed"
+    assert got.b.data_ptr() == memory.data_ptr(), "the memory is the gradient"
+    for name in ("a", "b", "scale", *(["bias"] if needs.bias else [])):
+        assert_close(getattr(got, name), getattr(want, name), 1e-4 if kind.endswith("1000") else 1e-6, name)
+
+
+def wide_case(kind):
+    """A case with so many columns that the memory of dB holds the scores of some."""
+    pair, spec = make_case(kind, torch.float32, size=2)
+    times = -(-600 // pair.b.shape[0])
+
+    def repeated(value):
+        return None if value is None else torch.cat([value * (1 + k / 10) for k in range(times)])
+
+    names = ("b", "bias", "guide_b", "guide_bias")
+    pair = dataclasses.replace(pair, **{name: repeated(getattr(pair, name)) for name in names})
+    return pair, spec

@@ -65,14 +65,22 @@ def lines_of(script: str, extent: str) -> list[dict]:
 def check(lines: list[dict]) -> None:
     """Each kernel, and as many programs as shall be resident, fit a multiprocessor of the card."""
     assert {line["capability"] for line in lines} == set(LIMITS)
-    for line in lines:
-        most, together = LIMITS[line["capability"]]
-        assert line["shared"] <= most, line
-        assert line["programs"] * (line["shared"] + 1024) <= together, line
-        assert line["registers"] <= 255, line
-        assert line["programs"] * line["threads"] * line["registers"] <= REGISTERS, line
-        spills = [SPILLS[name] for name in (line["kernel"], line.get("loss")) if name in SPILLS]
-        assert line["stack"] <= max([MOST_STACK, *spills]), line
+    wrong = [(line, exceeded) for line in lines if (exceeded := limits_exceeded(line))]
+    assert not wrong, "\n".join(f"{exceeded}: {line}" for line, exceeded in wrong)
+
+
+def limits_exceeded(line: dict) -> list[str]:
+    """What does not fit, with the limit."""
+    most, together = LIMITS[line["capability"]]
+    spills = [SPILLS[name] for name in (line["kernel"], line.get("loss")) if name in SPILLS]
+    found = {
+        "shared": (line["shared"], most),
+        "shared of all programs": (line["programs"] * (line["shared"] + 1024), together),
+        "registers": (line["registers"], 255),
+        "registers of all programs": (line["programs"] * line["threads"] * line["registers"], REGISTERS),
+        "stack": (line["stack"], max([MOST_STACK, *spills])),
+    }
+    return [f"{name} {size} > {limit}" for name, (size, limit) in found.items() if size > limit]
 
 
 SECOND = ("compile_ranks", "compile_guided", "compile_one_pass")  # in `make test-cards`, to keep `make test` short

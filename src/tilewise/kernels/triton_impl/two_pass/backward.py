@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
 from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.row_product import row_product
-from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import SCORES, SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 FINISH_ROWS = 16
@@ -51,7 +51,9 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
         return min(rows, block) if shape.dtype == torch.float16 else rows, all_cols
     # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
     most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
-    return rows, min(all_cols, max(tile, most), 65536)
+    # Scores that are saved for a guide take what G leaves of the workspace.
+    widest = 65536 if spec.guide == "none" else max(8192, SCORES // rows)
+    return rows, min(all_cols, max(tile, most), widest)
 
 
 def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> tuple[Pair, Stats, GradStats]:
@@ -112,8 +114,10 @@ class Backward:
         self.need_a = needs.a or sym or (needs.scale and not needs.b)
         self.need_b = needs.b and not sym
         self.row_step, self.col_step = self._macro()
-        rows_only = grad.row_lse is not None and self.need_b and not needs.bias and grad_dtype == self.pair.a.dtype
-        self.saved = saved if rows_only and self.row_step >= self.n else None
+        # Exponentials serve the gradients of log-sum-exps; saved scores serve all.
+        serves = self.guided or (grad.row_lse is not None and not needs.bias)
+        in_place = self.need_b and grad_dtype == self.pair.a.dtype and self.row_step >= self.n
+        self.saved = saved if serves and in_place else None
         self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
         self.inside: Tensor = scale if factors[0] is None else factors[0]
         self.outside = factors[1]
@@ -192,7 +196,10 @@ class Backward:
         row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.saved)
         item = pair.a.element_size()
         others_from = 0 if self.saved is None else self.saved.end
-        width = cdiv(min(self.m - others_from, self.col_step) * item, 16) * 16 // item
+        width = min(self.m - others_from, self.col_step)
+        if self.guided:  # the saved columns have a G too
+            width = max(j.stop - j.start for j in col_pieces)
+        width = cdiv(width * item, 16) * 16 // item
         g_all = None if self.saved is None else self.saved.g(self.n, width)
         if g_all is None:
             g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
@@ -205,7 +212,7 @@ class Backward:
             dot_b = self.needs.scale and not self.need_a
             grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
         bias = Bias(self) if self.needs.bias else None
-        if self.saved is not None and not self.saved.relative and self.saved.end:
+        if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
             spare = None if grad_a is None or grad_a.total is None else grad_a.out
             self.factors = self.saved.factors(call, self.inside, spare)
@@ -263,7 +270,9 @@ class Backward:
         shared = {"factor": self.inside, "TERMS": self.terms}
         if self.guided:
             part = None if bias is None else bias.part(i, j)
-            call.run(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **shared)
+            x, y = (None if self.saved is None else self.saved.saved_scores(j)) or (None, None)
+            scores = {"x": x, "y": y, "stored_stride": 0 if x is None else x.stride(0)}
+            call.run(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **scores, **shared)
             if bias is not None:
                 bias.add(j)
             return

@@ -12,12 +12,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.merging import folded_entropy, folded_kl
-from tilewise.kernels.spec import Stats, wanted_names
+from tilewise.kernels.spec import PairSpec, Stats, wanted_names
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, row_width, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import guide_kernels as kernels
+from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
+from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
 
 # What a tile writes, in the order of `guided_forward_kernel`
 DIVERGENCES = {"mask": (), "kl": ("guide_lse", "row_kl"), "reverse_kl": ("guide_lse", "row_reverse_kl")}
@@ -26,8 +28,11 @@ STORED_BLOCK = 2048  # columns that `stored_jsd_kernel` reads at a time
 PARTS = DIVERGENCES | {"jsd": ("guide_lse", "row_jsd", "row_mix_kl")}
 
 
-def guided_forward(call: Call, memory: int) -> Stats:
-    """The statistics of all columns, with at most ``memory`` bytes for scores that are stored."""
+def guided_forward(call: Call, memory: int, saved: SavedColumns | None = None) -> tuple[Stats, SavedColumns | None]:
+    """The statistics of all columns, with at most ``memory`` bytes for scores that are stored until forward ends.
+
+    The scores of some columns are saved for backward in ``saved``, if given and if the workspace is large enough.
+    """
     spec, (n, m) = call.spec, (call.a.shape[0], call.b.shape[0])
     found: dict[str, Any] = {}
     if spec.positive == "one":
@@ -36,9 +41,10 @@ def guided_forward(call: Call, memory: int) -> Stats:
     if spec.guide == "jsd" and call.by_row["row_norm"] is None:
         total = _without_norms(call, memory)
     else:
-        total = _statistics(call, slice(0, n), PARTS[spec.guide])
+        saved = _allocated(call, saved)
+        total = _statistics(call, slice(0, n), PARTS[spec.guide], saved)
     found = vars(total.rounded(call.pair.stat_dtype)) | found
-    return Stats(**{name: found[name] for name in wanted_names(spec)})
+    return Stats(**{name: found[name] for name in wanted_names(spec)}), saved
 
 
 def _without_norms(call: Call, memory: int) -> Stats:
@@ -61,7 +67,7 @@ def _without_norms(call: Call, memory: int) -> Stats:
     blocks = []
     for i in pieces(n, step):
         rows = i.stop - i.start
-        found = _statistics(call, i, ("guide_lse",), x_desc=x[:rows], y_desc=y[:rows])
+        found = _statistics(call, i, ("guide_lse",), stored=(x[:rows], y[:rows]))
         norms, out = found.rounded(torch.float32), [call.empty(rows, dtype=torch.float32) for _ in range(2)]
         values: dict[str, Any] = {
             "x": x,
@@ -82,23 +88,72 @@ def stored_block(sizes: Sizes) -> list[int]:
     return [sizes.rows, sizes.cols // min(4, sizes.cols // 16)]
 
 
-def _statistics(call: Call, i: slice, divergences: tuple[str, ...], **stored: Tensor) -> Stats:
-    """The statistics of the rows i, whose scores are written to ``stored``, if given.
+def _descriptor(scores: Tensor, sizes: Sizes) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(scores, stored_block(sizes))
+
+
+def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
+    """``saved`` with its buffer; None without it, or if the workspace is too small to use it.
+
+    The buffer takes what G of a macro-tile and the float32 row gradients leave of the workspace: backward has all three.
+    """
+    if saved is None:
+        return None
+    (n, d), item, spec = call.a.shape, call.a.element_size(), call.spec
+    rows, cols = macro_tile(call.pair.shape, spec, call.guided_sizes, call.options)
+    widest = min(cols, _widest(call, n, _planes(_names(spec, PARTS[spec.guide]))))
+    saved.cols = min(saved.cols, widest // FULL_TILES * FULL_TILES)
+    if rows < n or saved.cols == 0:
+        return None
+    left = max(0, call.options.workspace_bytes - n * (4 * d + item * cols))
+    saved.allocate(left // saved.column_bytes // FULL_TILES * FULL_TILES, call.empty)
+    return saved
+
+
+def _names(spec: PairSpec, divergences: tuple[str, ...]) -> list[str]:
+    """The statistics that a tile writes, in the order of `guided_forward_kernel`."""
+    return ["row_lse", *divergences, *(name for name in ("row_entropy", "row_hot_lse") if name in wanted_names(spec))]
+
+
+def _planes(names: list[str]) -> int:
+    """How many numbers a tile writes for each of its rows; a log-sum-exp is two."""
+    return len(names) + sum(name.endswith("lse") for name in names)
+
+
+def _widest(call: Call, n: int, planes: int, saved: SavedColumns | None = None) -> int:
+    """Columns of a launch whose parts take at most a quarter of the workspace that is left beside saved scores.
+
+    Merging the parts takes about as much again.
+    """
+    left = call.options.workspace_bytes
+    if saved is not None and saved.buffer is not None:
+        left -= saved.buffer.nbytes
+    return max(left // (16 * planes * n), 1) * call.guided_sizes.cols
+
+
+def _statistics(
+    call: Call,
+    i: slice,
+    divergences: tuple[str, ...],
+    saved: SavedColumns | None = None,
+    stored: tuple[Tensor, Tensor] | None = None,
+) -> Stats:
+    """The statistics of the rows i. Scores are written to ``stored``, or those of some columns to ``saved``, if given.
 
     Each number that a tile writes is a plane of ``part``; a log-sum-exp is two.
     """
-    spec, sizes, n, m = call.spec, call.guided_sizes, i.stop - i.start, call.b.shape[0]
-    names = ["row_lse", *divergences]
-    names += [name for name in ("row_entropy", "row_hot_lse") if name in wanted_names(spec)]
-    stats = bit_sum((bit.ENTROPY, spec.row_entropy), (bit.HOT, spec.hot))
-    planes = len(names) + sum(name.endswith("lse") for name in names)
-    total = Stats()
-    # Parts take at most a quarter of the workspace, and merging them about as much again.
-    most = max(call.options.workspace_bytes // (16 * planes * n), 1)  # tiles of columns
-    for j in pieces(m, most * sizes.cols):
+    sizes, n, m, names = call.guided_sizes, i.stop - i.start, call.b.shape[0], _names(call.spec, divergences)
+    stats = bit_sum((bit.ENTROPY, call.spec.row_entropy), (bit.HOT, call.spec.hot))
+    planes, total = _planes(names), Stats()
+    for j in column_pieces(m, _widest(call, n, planes, saved), saved):
         part = call.empty(planes, cdiv(j.stop - j.start, sizes.cols), n)
-        here = {name: TensorDescriptor.from_tensor(value[:, j], stored_block(sizes)) for name, value in stored.items()}
-        call.run(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **here)
+        here = None if saved is None else saved.saved_scores(j)
+        if stored is not None:
+            here = stored[0][:, j], stored[1][:, j]
+        places = {}
+        if here is not None:
+            places = {"x_desc": _descriptor(here[0], sizes), "y_desc": _descriptor(here[1], sizes)}
+        call.run(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **places)
         total = total.merge(_folded(names, iter(part)))
     return total
 

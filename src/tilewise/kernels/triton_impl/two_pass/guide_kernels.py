@@ -182,13 +182,14 @@ def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_
 
 @kernel(
     optional=(*SCORE_KEYS, "row_shift", "guide_bias", "row_limit", "guide_lse", "row_level", "row_hot_lse")
-    + ("grad_row", "grad_pos", "grad_entropy", "grad_guide", "grad_hot", "bias_part"),
-    dynamic=GUIDE_NUMBERS,
+    + ("grad_row", "grad_pos", "grad_entropy", "grad_guide", "grad_hot", "bias_part", "x", "y"),
+    dynamic=(*GUIDE_NUMBERS, "stored_stride"),
 )
 def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                            ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
                            row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
                            row_limit, hot, beta,  # settings of the guide
+                           x, y, stored_stride,  # saved scores
                            row_lse, guide_lse, row_level, row_hot_lse,  # statistics
                            grad_row, grad_pos, grad_entropy, grad_guide, grad_hot, factor,  # their gradients
                            g_desc, bias_part,  # outputs
@@ -205,18 +206,26 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         (1 - beta) k p (log(p / m) - l)     JSD, m is the mixture, l is sum_j p_j log(p_j / m_j)
 
     v is ``grad_row``, from which h * row_entropy was subtracted (`folded_gradients`), h ``grad_entropy``,
-    k ``grad_guide``, l ``row_level``, t ``grad_hot``.
+    k ``grad_guide``, l ``row_level``, t ``grad_hot``. Scores ``x`` and ``y`` that forward saved are not computed again.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     s, guide_s, f = tl.load(scale), tl.load(guide_scale), outer_factor(factor)
     # One stage: narrow features leave no inner loop, and pipelining this one would take twice the shared memory.
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, num_stages=1):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
-        rows, cols, x, y = guided_tile(a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
-                                       row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
-                                       D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        if x is None:
+            rows, cols, own, other = guided_tile(
+                a_desc, b_desc, s, bias, softcap, ga_desc, gb_desc, guide_s, guide_bias, guide_softcap,
+                row_key, col_key, row_skip, col_skip, row_limit, tile_row, tile_col, n, m, first, ahead,
+                D, E, GUIDE, SCORE, GUIDE_SCORE, POSITIVE, R, C, K, EXACT)  # fmt: skip
+        else:
+            rows, cols = tile_row * R + tl.arange(0, R), tile_col * C + tl.arange(0, C)
+            at = rows.to(tl.int64)[:, None] * in_units(stored_stride, 4) + cols[None, :]
+            inside = (rows < n)[:, None] & (cols < m)[None, :]
+            own = tl.load(x + at, mask=inside, other=float("-inf"))
+            other = tl.load(y + at, mask=inside, other=float("-inf"))
         ok_rows, ok_cols = rows < n, cols < m
-        log_p = log_shares(x, row_shift, row_lse, rows, ok_rows)
+        log_p = log_shares(own, row_shift, row_lse, rows, ok_rows)
         p = tl.exp2(log_p)
         value = tl.zeros((R,), tl.float32)
         if ROWS & TERMS:
@@ -227,7 +236,7 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             g -= h[:, None] * p * tl.maximum(log_p, NO_SHARE)
         if grad_guide is not None:
             k = (tl.load(grad_guide + rows, mask=ok_rows, other=0.0) * f)[:, None]
-            log_q = log_shares(y, None, guide_lse, rows, ok_rows)
+            log_q = log_shares(other, None, guide_lse, rows, ok_rows)
             if KL == GUIDE:
                 g += k * (p - tl.exp2(log_q))
             else:
@@ -240,14 +249,14 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         if HOT & TERMS:
             t = tl.load(grad_hot + rows, mask=ok_rows, other=0.0) * (f * hot)
             norm = tl.load(row_hot_lse + rows, mask=ok_rows, other=float("inf")) * LOG2E
-            below = (x - shifts(row_shift, rows, ok_rows)[:, None]) * hot - norm[:, None]
+            below = (own - shifts(row_shift, rows, ok_rows)[:, None]) * hot - norm[:, None]
             g += t[:, None] * tl.exp2(below)
         if (POSITIVE != 0) and (grad_pos is not None):
-            own = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
+            place = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
             add = (tl.load(grad_pos + rows, mask=ok_rows, other=0.0) * f)[:, None]
-            g = tl.where(own[:, None] == cols[None, :], g + add, g)
+            g = tl.where(place[:, None] == cols[None, :], g + add, g)
         if SOFTCAP & SCORE:
-            g = g * cap_slope(x, softcap)
+            g = g * cap_slope(own, softcap)
         if BIAS_COLS & TERMS:
             tl.store(bias_part + tile_row * m + cols, tl.sum(tl.where(ok_rows[:, None], g, 0.0), 0), mask=ok_cols)
         store_tile(g_desc, tile_row * R, tile_col * C, g)

@@ -35,6 +35,9 @@ and forward computed it again (`repair_kernel`), or lse_i is so far below t that
 overflow. Then ``needs_repair`` is set. Backward computes G of the saved columns again, writes it in place of the
 exponentials, and every f_i is 1. The flag stays on the device, and the host does not wait for it. Decision 0019 has the
 costs.
+
+A Kullback-Leibler divergence from a guide saves both scores of an entry in float32, four times the memory: p - q of two
+rounded numbers would lose its digits where student and teacher agree. Its G is written elsewhere, from the saved scores.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ from tilewise.kernels.triton_impl.sizes import forward_sizes
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
+GUIDES = ("kl", "reverse_kl")  # a Jensen-Shannon divergence needs the memory of dB in forward
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
 NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory that one program runs instead of two
 MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
@@ -88,6 +92,7 @@ class SavedColumns:
     peaks: Tensor | None = None  # the largest scores of a sample, from which t is estimated
     reference: Tensor | None = None  # (tiles, n) float32: t of each row in each tile of saved columns
     tile: int = 0  # columns of such a tile; 0 if all rows have the same reference
+    scores: bool = False  # whether both scores of an entry are saved, in float32, instead of an exponential
     needs_repair: Tensor | None = None  # (1,) float32: 0, or 1e9 if backward must compute G of the saved columns
     probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
 
@@ -97,27 +102,29 @@ class SavedColumns:
         n, m, d = pair.a.shape[0], pair.b.shape[0], pair.b.shape[1]
         if pair.a.dtype not in DTYPES or n > MOST_ROWS or n * m * d < WORTH_IT:
             return None
-        known = {
-            name: getattr(spec, name) for name in ("row_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows")
-        }
-        if spec != PairSpec(row_lse=True, positive="one", **known):
+        scores = spec.guide in GUIDES
+        if not (scores or _suits(pair, spec)) or d < NARROWEST or d % ALIGNED or m <= COLS:
             return None
-        if pair.row_scale is not None:  # the factors of saved exponentials do not have it
-            return None
-        if pair.row_skip is not None or pair.row_shift is not None or d < NARROWEST or d % ALIGNED or m <= COLS:
-            return None
-        room = m * d // max(n, d)  # upper bound on the saved columns, reached if chunks are very narrow
+        numbers = n * (8 // pair.b.element_size() if scores else 1)  # of the type of dB, for one column
+        room = m * d // max(numbers, d)  # upper bound on the saved columns, reached if chunks are very narrow
         cols = max(COLS, min(SCORES // n, room // 4) // FULL_TILES * FULL_TILES)
-        inside = (m - cols) * d // max(n, d) // FULL_TILES * FULL_TILES
+        inside = (m - cols) * d // max(numbers, d) // FULL_TILES * FULL_TILES
         if inside < cols:
             return None
-        tile = forward_sizes(pair.a.device, pair.a.dtype, d, columns=False).cols if spec.token_stats else 0
-        return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside, tile=tile)
+        tile = 0
+        if spec.token_stats and not scores:
+            tile = forward_sizes(pair.a.device, pair.a.dtype, d, columns=False).cols
+        return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside, tile=tile, scores=scores)
 
     @property
     def relative(self) -> bool:
         """Whether each row of a tile has a reference of its own."""
         return self.tile > 0
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one saved column."""
+        return self.rows * (8 if self.scores else self.memory.element_size())
 
     @property
     def end(self) -> int:
@@ -131,7 +138,8 @@ class SavedColumns:
         """
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
-            self.buffer = empty(self.rows * aligned(self.behind), dtype=self.memory.dtype)
+            numbers = self.column_bytes // self.memory.element_size()
+            self.buffer = empty(numbers * aligned(self.behind), dtype=self.memory.dtype)
         if self.relative:
             self.reference = empty(cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
 
@@ -162,19 +170,32 @@ class SavedColumns:
 
     def chunk(self, j: slice) -> Tensor | None:
         """The place of the exponentials of the columns j, a chunk of `columns`: (n, len(j)); None if j is not saved."""
-        n, width = self.rows, j.stop - j.start
-        if j.start >= self.end:
+        if j.start >= self.end or self.scores:
             return None
+        width = j.stop - j.start
+        return self._place(j).view(self.rows, -1)[:, :width]
+
+    def saved_scores(self, j: slice) -> tuple[Tensor, Tensor] | None:
+        """The places of both scores of the columns j, a chunk of `columns`: (n, len(j)) each, or None as in `chunk`."""
+        if j.start >= self.end or not self.scores:
+            return None
+        width = j.stop - j.start
+        x, y = self._place(j).view(torch.float32).view(2, self.rows, -1)[:, :, :width]
+        return x, y
+
+    def _place(self, j: slice) -> Tensor:
+        """The memory of the columns j, a chunk of `columns`; in `buffer` their number is rounded up (`aligned`)."""
+        numbers, width = self.column_bytes // self.memory.element_size(), j.stop - j.start
         if j.start < self.inside:
-            end = self.memory.numel() - n * (self.inside - j.stop)
-            return self.memory.view(-1)[end - n * width : end].view(n, width)
+            end = self.memory.numel() - numbers * (self.inside - j.stop)
+            return self.memory.view(-1)[end - numbers * width : end]
         assert self.buffer is not None
-        start, stride = n * (j.start - self.inside), aligned(width)
-        return self.buffer[start : start + n * stride].view(n, stride)[:, :width]
+        start = numbers * (j.start - self.inside)
+        return self.buffer[start : start + numbers * aligned(width)]
 
     def g(self, rows: int, cols: int) -> Tensor | None:
-        """`buffer` as (rows, cols), for use after the exponentials in it were read; None if it is too small."""
-        if self.buffer is None or self.buffer.numel() < rows * cols:
+        """`buffer` as (rows, cols), for use after the exponentials in it were read; None if it cannot be used so."""
+        if self.buffer is None or self.scores or self.buffer.numel() < rows * cols:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
@@ -205,6 +226,14 @@ class SavedColumns:
         prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
         prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
         return each, scaled
+
+
+def _suits(pair: Pair, spec: PairSpec) -> bool:
+    """Whether backward can compute G from exponentials: the call has no statistics, keys or factors but these."""
+    known = {name: getattr(spec, name) for name in ("row_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows")}
+    if spec != PairSpec(row_lse=True, positive="one", **known):
+        return False
+    return pair.row_scale is None and pair.row_skip is None and pair.row_shift is None
 
 
 def aligned(cols: int) -> int:

@@ -47,10 +47,10 @@ def forward(
         def run(call: Call) -> tuple[Any, ...]:
             if spec.guide != "none":
                 # The memory of the column gradients is unused until backward.
-                stats = guided_forward(call, options.workspace_bytes + (pair.b.nbytes if save else 0))
-                return *(getattr(stats, name) for name in STATISTICS), *(None,) * 5
-            work = Forward(call, saved, only_if)
-            stats, held = work.run(), work.saved
+                stats, held = guided_forward(call, options.workspace_bytes + (pair.b.nbytes if save else 0), saved)
+            else:
+                work = Forward(call, saved, only_if)
+                stats, held = work.run(), work.saved
             found: tuple[Any, ...] = (None,) * 5
             if held is not None:
                 found = held.buffer, held.behind, held.peaks, held.needs_repair, held.reference
