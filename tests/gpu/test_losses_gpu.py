@@ -299,7 +299,7 @@ def test_scores_of_a_divergence_are_saved(apart, beta, mib, seed, monkeypatch):
     assert first[1].data_ptr() == seen.pop().memory.data_ptr()
     second = torch.autograd.grad(loss, leaves)
     for one, again in zip(first, second, strict=True):
-        assert_close(one, again, 2e-3, "saved or computed again")
+        assert_close(one, again, 5e-3, "saved or computed again")  # a product may add parts in bfloat16
 
     def dense(dtype):
         copies = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
