@@ -32,6 +32,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
 ANY = ("any cross entropy", "any info_nce")  # beside the fixed cases: their settings are random too
+# A student's probability outside of the ids is 1 less a sum that may be near 1.
+FACTORS = {"sparse_distillation": 20.0}
 TIMES = 3
 
 
@@ -152,9 +154,11 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
         eps = torch.finfo(call.dtype).eps
         found += judged("loss", got, dense, want, FLOOR[call.dtype], eps)
         for leaf, exact in want_grads.items():
-            floor = (FLOOR if exact.dim() > 1 else FLOOR_OF_SUMS)[call.dtype]
+            floor = (FLOOR if exact.dim() > 1 else FLOOR_OF_SUMS)[call.dtype] * FACTORS.get(call.name, 1.0)
             if exact.dim() == 0:
                 floor *= cancellation(made, exact_leaves, leaf, upstream)
+            # A gradient in float16 may be so small that the type holds few of its digits.
+            floor = max(floor, 1.5 * relative_error(exact.to(grads[leaf].dtype), exact))
             found += judged(leaf, grads[leaf], dense_grads[leaf], exact, floor, eps)
     return found
 
