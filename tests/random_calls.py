@@ -33,7 +33,7 @@ FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.f
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
 ANY = ("any cross entropy", "any info_nce")  # beside the fixed cases: their settings are random too
 # A student's probability outside of the ids is 1 less a sum that may be near 1.
-FACTORS = {"sparse_distillation": 20.0}
+FACTORS = {("sparse_distillation", torch.float32): 20.0}
 TIMES = 3
 
 
@@ -154,7 +154,9 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
         eps = torch.finfo(call.dtype).eps
         found += judged("loss", got, dense, want, FLOOR[call.dtype], eps)
         for leaf, exact in want_grads.items():
-            floor = (FLOOR if exact.dim() > 1 else FLOOR_OF_SUMS)[call.dtype] * FACTORS.get(call.name, 1.0)
+            floor = (FLOOR if exact.dim() > 1 else FLOOR_OF_SUMS)[call.dtype] * FACTORS.get(
+                (call.name, call.dtype), 1.0
+            )
             if exact.dim() == 0:
                 floor *= cancellation(made, exact_leaves, leaf, upstream)
             # A gradient in float16 may be so small that the type holds few of its digits.
