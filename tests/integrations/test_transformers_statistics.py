@@ -242,7 +242,12 @@ def test_a_fused_head_with_a_temperature_and_all_fields(temperature, order):
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
-    "head, message", [({"sharpness": 0.7}, "differs from the cross-entropy"), ({"rank": True}, "also computes rank")]
+    "head, message",
+    [
+        ({"sharpness": 0.7}, "differs from the cross-entropy"),
+        ({"sharpness": float("nan")}, "is NaN, so it cannot be compared"),
+        ({"rank": True}, "also computes rank"),
+    ],
 )
 def test_a_head_with_other_values_is_refused(head, message, verify):
     model = made()

@@ -76,6 +76,11 @@ class FusedOutput(NamedTuple):
             if name not in FIELDS or name == "is_top1":  # rounding decides between two nearly equal scores
                 continue
             ours, theirs = got[name].double(), want[name].double()
+            if theirs.isnan().any():
+                raise ConfigError(
+                    f"on random tokens, {name} of the trainer's own head is NaN, so it cannot be compared with ours. Check "
+                    "the model for parameters that are NaN or infinite"
+                )
             largest = theirs.abs().max().clamp(min=1.0)
             if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= tolerance * largest:
                 raise ConfigError(
