@@ -78,8 +78,8 @@ class FusedOutput(NamedTuple):
             ours, theirs = got[name].double(), want[name].double()
             if theirs.isnan().any():
                 raise ConfigError(
-                    f"on random tokens, {name} of the trainer's own head is NaN, so it cannot be compared with ours. Check "
-                    "the model for parameters that are NaN or infinite"
+                    f"on random tokens, {name} of the trainer's own head is NaN, so it cannot be compared with ours. "
+                    "Check the model for parameters that are NaN or infinite"
                 )
             largest = theirs.abs().max().clamp(min=1.0)
             if ours.shape != theirs.shape or not (ours - theirs).abs().max() <= tolerance * largest:
