@@ -194,6 +194,28 @@ def test_a_fused_head_returns_our_statistics(name, shifted, order):
         assert_close(got.aux_loss, want.aux_loss, 1e-6)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["the adapted model", "the model inside"])
+def test_prompt_tuning_makes_sequences_longer(inside):
+    """PEFT puts virtual tokens before each sequence, with labels that are ignored."""
+    peft = pytest.importorskip("peft")
+    results = []
+    for use in (False, True):
+        torch.manual_seed(0)
+        model = made()
+        give_head(model)
+        model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+        if use:
+            use_linear_cross_entropy(model.get_base_model() if inside else model)
+        output = model(**batch(), fused_lm_head=True)
+        output.log_probs.exp().sum().backward()
+        results.append((output, gradients(model)))
+    (want, want_gradient), (got, got_gradient) = results
+    assert got.log_probs.shape == want.log_probs.shape
+    assert got.log_probs.shape[1] == batch()["labels"].shape[1] + 3
+    assert_close(got.log_probs, want.log_probs, 1e-5)
+    assert_close(got_gradient, want_gradient, 2e-5)
+
+
 def test_a_batch_of_ignored_labels_has_a_gradient_of_zero():
     model, inputs = made(), batch()
     give_head(model)

@@ -11,12 +11,14 @@ from tests.kernels.pair_cases import make_case
 from tests.kernels.pair_checks import incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
-from tilewise.kernels.spec import Needs, wanted_names
+from tilewise.kernels.spec import Needs, Pair, PairSpec, wanted_names
+from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.launch.call import Call, row_width
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import guide
 from tilewise.kernels.triton_impl.two_pass import saved as saving
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -57,7 +59,7 @@ def test_saved_scores_give_the_same_gradients(kind, room, monkeypatch):
     """Scores in the memory of dB, and in a buffer with room for that many columns."""
     make_quick(monkeypatch)
     monkeypatch.setattr(saving, "DTYPES", (torch.float32,))  # the interpreter does not support bfloat16
-    for name, value in {"WORTH_IT": 0, "COLS": 32, "SCORES": 0, "FULL_TILES": 32, "NARROWEST": 8}.items():
+    for name, value in {"WORTH_IT": 0, "COLS": 32, "CHUNK_ENTRIES": 0, "FULL_TILES": 32, "NARROWEST": 8}.items():
         monkeypatch.setattr(saving, name, value)
     monkeypatch.setattr(guide, "FULL_TILES", 32)
     for module in (gradients, guide):
@@ -103,3 +105,26 @@ def wide_case(kind):
     names = ("b", "bias", "guide_b", "guide_bias")
     pair = dataclasses.replace(pair, **{name: repeated(getattr(pair, name)) for name in names})
     return pair, spec
+
+
+@pytest.mark.parametrize(
+    "n, d, m, inside", [(8192, 4096, 128256, 14848), (8192, 2048, 128256, 7424), (8192, 4096, 32000, 2816)]
+)
+def test_heads_of_common_sizes_save_scores(n, d, m, inside):
+    """The memory of dB holds few columns of some heads; a larger workspace holds more."""
+    a, b = (torch.empty(size, d, dtype=torch.bfloat16, device="meta") for size in (n, m))
+    found = SavedColumns.of(Pair(a=a, b=b, scale=torch.ones(())), PairSpec(row_lse=True, guide="kl"))
+    assert found is not None
+    assert found.inside == inside
+
+
+@pytest.mark.parametrize("n", [512, 3000, 5000, 6000, 16000])
+@pytest.mark.parametrize("mib", [64, 256, 1024, 8192])
+def test_macro_tiles_are_whole_tiles(n, mib):
+    """Otherwise the columns of the next macro-tile would not start at a 16-byte address."""
+    pair = Pair(a=torch.empty(n, 4096, device="meta"), b=torch.empty(128256, 4096, device="meta"), scale=torch.ones(()))
+    spec, tile = PairSpec(row_lse=True, guide="kl"), sizes.TABLE["sm_90", 2].guided
+    rows, cols = gradients.macro_tile(pair.shape, spec, tile, TileOptions(workspace_mib=mib))
+    assert cols % max(tile.rows, tile.cols) == 0
+    assert 0 < cols <= 65536
+    assert rows % tile.rows == 0

@@ -38,7 +38,7 @@ def small(monkeypatch):
     monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
     monkeypatch.setattr(saving, "WORTH_IT", 0)
     monkeypatch.setattr(saving, "COLS", 64)
-    monkeypatch.setattr(saving, "SCORES", 0)
+    monkeypatch.setattr(saving, "CHUNK_ENTRIES", 0)
     monkeypatch.setattr(saving, "FULL_TILES", 32)
     monkeypatch.setattr(saving, "NARROWEST", 8)
     g_of(monkeypatch, 96)
@@ -104,7 +104,7 @@ def test_chunks_are_no_wider_than_the_memory_has_room_for(monkeypatch):
 
 
 def check_wide_chunks(n, m, width, scores, monkeypatch):
-    monkeypatch.setattr(saving, "SCORES", scores)
+    monkeypatch.setattr(saving, "CHUNK_ENTRIES", scores)
     pair = pair_of(n, m, 64)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.cols == width

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, OnePass
 from tilewise.kernels.registry import choose_backend
-from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, Stats
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
@@ -92,18 +92,18 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
 
 
-def _may_save(needs: Needs) -> bool:
+def _may_save(needs: Needs, spec: PairSpec) -> bool:
     """Whether the backend may save an object for backward.
 
-    The object lies in the memory of the column gradient, so that gradient must be needed. It holds exponentials instead
-    of G, and the gradient of a bias is a sum of G.
+    The object lies in the memory of the column gradient, so that gradient must be needed. Without a guide it holds
+    exponentials instead of G, and the gradient of a bias is a sum of G.
     """
-    return needs.b and not needs.bias
+    return needs.b and (not needs.bias or spec.guide != "none")
 
 
 def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
     spec, options, _, needs = call.settings[:4]
-    if save and _may_save(needs):
+    if save and _may_save(needs, spec):
         stats, saved = backend.forward_saving(pair, spec, options)
         return Found(stats, saved=saved, backend=backend)
     return Found(backend.forward(pair, spec, options), backend=backend)
@@ -120,7 +120,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     else:
         chosen = way.backend.filtered
         assert chosen is not None
-        if eager and _may_save(needs):
+        if eager and _may_save(needs, spec):
             stats, plan, saved = chosen.forward_saving(fewer, spec, options)
         else:
             (stats, plan), saved = chosen.forward(fewer, spec, options), None

@@ -116,12 +116,13 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def _by_sequence(values_n: Tensor, labels_bt: Tensor, shifted: bool) -> Tensor:
-    """(b, t), or (b, t - 1) for labels that the model shifts: the last token of a sequence has no target."""
+    """(b, t), or (b, t - 1) for labels that the model shifts: the last token of a sequence has no target.
+
+    Prompt tuning puts tokens before each sequence, so t may be larger than that of the labels.
+    """
     rows, tokens = labels_bt.shape
-    if not shifted and values_n.numel() == rows * (tokens - 1):
-        return values_n.reshape(rows, tokens - 1)
-    values_bt = values_n.reshape(rows, tokens)
-    return values_bt if shifted else values_bt[:, :-1]
+    values_bt = values_n.reshape(rows, -1)
+    return values_bt if shifted or values_bt.shape[1] == tokens - 1 else values_bt[:, :-1]
 
 
 def detached(stats: TokenStats) -> TokenStats:

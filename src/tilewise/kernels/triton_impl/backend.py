@@ -71,7 +71,7 @@ class TritonBackend(Backend):
         return two_pass.forward(pair, spec, options)[0]
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """The same, and the exponentials of some columns."""
+        """The same, and the exponentials or scores of some columns."""
         return two_pass.forward(pair, spec, options, save=True)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:

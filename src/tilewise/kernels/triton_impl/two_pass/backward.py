@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
 from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.row_product import row_product
-from tilewise.kernels.triton_impl.two_pass.saved import SCORES, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import CHUNK_ENTRIES, SavedColumns, column_pieces
 from tilewise.options import TileOptions
 
 FINISH_ROWS = 16
@@ -52,7 +52,7 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
     # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
     most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
     # Scores that are saved for a guide take what G leaves of the workspace.
-    widest = 65536 if spec.guide == "none" else max(8192, SCORES // rows)
+    widest = 65536 if spec.guide == "none" else min(65536, max(8192, CHUNK_ENTRIES // rows // tile * tile))
     return rows, min(all_cols, max(tile, most), widest)
 
 

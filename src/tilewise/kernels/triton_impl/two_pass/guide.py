@@ -1,4 +1,8 @@
-"""Forward of a pair with a guide, a second score matrix: ranges of columns in turn, whose statistics are merged."""
+"""Forward of a pair with a guide (a second score matrix).
+
+Ranges of columns are computed one after another, and their statistics are merged. Scores are *stored* until forward
+ends, for a Jensen-Shannon divergence, or *saved* for backward, for a Kullback-Leibler divergence (see `saved`).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,14 @@ from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kern
 from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
 
 # What a tile writes, in the order of `guided_forward_kernel`
-DIVERGENCES = {"mask": (), "kl": ("guide_lse", "row_kl"), "reverse_kl": ("guide_lse", "row_reverse_kl")}
+PARTS: dict[str, tuple[str, ...]] = {
+    "mask": (),
+    "kl": ("guide_lse", "row_kl"),
+    "reverse_kl": ("guide_lse", "row_reverse_kl"),
+    "jsd": ("guide_lse", "row_jsd", "row_mix_kl"),
+}
 FEWEST_STORED = 256  # rows; estimated, see decision 0029
 STORED_BLOCK = 2048  # columns that `stored_jsd_kernel` reads at a time
-PARTS = DIVERGENCES | {"jsd": ("guide_lse", "row_jsd", "row_mix_kl")}
 
 
 def guided_forward(call: Call, memory: int, saved: SavedColumns | None = None) -> tuple[Stats, SavedColumns | None]:
@@ -93,9 +101,10 @@ def _descriptor(scores: Tensor, sizes: Sizes) -> TensorDescriptor:
 
 
 def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
-    """``saved`` with its buffer; None without it, or if the workspace is too small to use it.
+    """Allocate the buffer of ``saved``. None if nothing can be saved.
 
-    The buffer takes what G of a macro-tile and the float32 row gradients leave of the workspace: backward has all three.
+    In backward the buffer, G of one macro-tile and the float32 row gradients exist together, so the buffer gets what the
+    other two leave of the workspace.
     """
     if saved is None:
         return None
@@ -107,7 +116,7 @@ def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
         return None
     left = max(0, call.options.workspace_bytes - n * (4 * d + item * cols))
     saved.allocate(left // saved.column_bytes // FULL_TILES * FULL_TILES, call.empty)
-    return saved
+    return saved if saved.end else None
 
 
 def _names(spec: PairSpec, divergences: tuple[str, ...]) -> list[str]:
@@ -121,7 +130,7 @@ def _planes(names: list[str]) -> int:
 
 
 def _widest(call: Call, n: int, planes: int, saved: SavedColumns | None = None) -> int:
-    """Columns of a launch whose parts take at most a quarter of the workspace that is left beside saved scores.
+    """Most columns of one launch: its parts may take a quarter of the workspace, less the buffer of saved scores.
 
     Merging the parts takes about as much again.
     """

@@ -1,4 +1,4 @@
-"""Exponentials that forward saves for backward: first in the memory of dB, then in a buffer of unused workspace.
+"""Exponentials, or scores, that forward saves for backward: first in the memory of dB, then in a buffer of unused workspace.
 
 A is (n, d), B is (m, d), x are their scores, lse_i is the log-sum-exp of row i. The memory of dB (m x d) is unused between
 the passes. Forward fills it with the exponentials of as many columns as fit:
@@ -37,7 +37,7 @@ exponentials, and every f_i is 1. The flag stays on the device, and the host doe
 costs.
 
 A Kullback-Leibler divergence from a guide saves both scores of an entry in float32, four times the memory: p - q of two
-rounded numbers would lose its digits where student and teacher agree. Its G is written elsewhere, from the saved scores.
+rounded numbers would lose its digits where student and teacher agree. G gets memory of its own, beside the buffer.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are n
 NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory that one program runs instead of two
 MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
-COLS = 8192  # a full chunk has at least so many columns
-SCORES = 2**26  # rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card
+COLS = 8192  # a full chunk has at least so many columns, unless the workspace is too small for their G
+CHUNK_ENTRIES = (
+    2**26
+)  # rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card
 FULL_TILES = 256  # divides the number of columns of every chunk in the memory of dB
 ALIGNED = 8  # numbers of a half type in 16 bytes
 # Largest log2 of exp(t - lse_i). Probabilities down to 2**-36 are then normal numbers in E, and f_i a_i is finite.
@@ -107,9 +109,9 @@ class SavedColumns:
             return None
         numbers = n * (8 // pair.b.element_size() if scores else 1)  # of the type of dB, for one column
         room = m * d // max(numbers, d)  # upper bound on the saved columns, reached if chunks are very narrow
-        cols = max(COLS, min(SCORES // n, room // 4) // FULL_TILES * FULL_TILES)
+        cols = max(COLS, min(CHUNK_ENTRIES // n, room // 4) // FULL_TILES * FULL_TILES)
         inside = (m - cols) * d // max(numbers, d) // FULL_TILES * FULL_TILES
-        if inside < cols:
+        if inside < cols and not scores:  # all of a smaller memory would not pay; scores also use the buffer
             return None
         tile = 0
         if spec.token_stats and not scores:

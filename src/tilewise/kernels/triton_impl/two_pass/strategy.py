@@ -4,7 +4,7 @@ What a call allocates above inputs and gradients, with w the workspace: forward,
 most w / 2); backward, G (at most 3 w / 4), a block of float32 row gradients (at most w / 4), and, if the rows need more
 than one macro-tile, one float32 accumulator for the column gradients (m x d). Up to 16,384 rows are one macro-tile: then
 the columns need no accumulator, and the block of float32 row gradients is n x d. A workspace too small for one tile of
-each is exceeded by that tile. A forward that saves exponentials (see `saved`) allocates the gradient of the columns and G
+each is exceeded by that tile. A forward that saves columns (see `saved`) allocates the gradient of the columns and a buffer
 already, and the partial sums take at most w / 4 beside them. Features that a tensor descriptor cannot read (rows that do
 not start at 16-byte addresses, a last axis with a stride) are copied once.
 """
@@ -35,7 +35,7 @@ def forward(
 ) -> tuple[Stats, SavedColumns | None]:
     """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`.
 
-    With ``save`` also the exponentials of some columns, where a backward for both sides can use them.
+    With ``save`` also the exponentials or scores of some columns, where a backward for both sides can use them.
     """
     if options.batch_invariant:
         # With this statistic, exponentials are relative to the largest score of each row, and nothing needs repair.
