@@ -216,6 +216,21 @@ def test_prompt_tuning_makes_sequences_longer(inside):
     assert_close(got_gradient, want_gradient, 2e-5)
 
 
+def test_under_autocast_the_trainers_head_may_round_its_logits():
+    """The trainer's head is compared with ours where training starts, which is under autocast."""
+    model = made()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(5.0)  # logits so large that bfloat16 changes them visibly
+    give_head(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        use_linear_cross_entropy(model)
+        output = model(**batch(), fused_lm_head=True)
+    exact = made()
+    exact.load_state_dict(model.state_dict())
+    give_head(exact)
+    assert_close(output.log_probs, exact(**batch(), fused_lm_head=True).log_probs, 2e-2)
+
+
 def test_a_batch_of_ignored_labels_has_a_gradient_of_zero():
     model, inputs = made(), batch()
     give_head(model)

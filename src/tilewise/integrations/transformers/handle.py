@@ -293,7 +293,11 @@ class LossHandle:
             self.replaced, self.model.forward = outer, self
 
     def _tolerance(self) -> float:
-        return TOLERANCE.get(next(self.model.parameters()).dtype, EXACT_TOLERANCE)
+        """For the type in which the model's logits are rounded: that of its parameters, or that of autocast."""
+        parameter = next(self.model.parameters())
+        kind = parameter.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+        return TOLERANCE.get(dtype, EXACT_TOLERANCE)
 
     def _original(self) -> Callable[..., Any]:
         if self.previous is not None:
