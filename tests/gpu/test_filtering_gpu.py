@@ -8,7 +8,7 @@ from tests.gpu.checks import Place, peak_bytes
 
 import tilewise as tw
 from tilewise.kernels.triton_impl.filtered import forward as skipping_forward
-from tilewise.kernels.triton_impl.two_pass import saved as carried
+from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -87,7 +87,7 @@ def test_flat_scores(dtype):
 def probing(monkeypatch):
     """Small calls ask a sample of their rows too, and carry exponentials where the exact loss would."""
     monkeypatch.setattr(skipping_forward, "WORTH_PROBING", 0)
-    monkeypatch.setattr(carried, "WORTH_IT", 0)
+    monkeypatch.setattr(saving, "WORTH_IT", 0)
 
 
 SHAPES = pytest.mark.parametrize("n, d, m", [(300, 72, 40_000), (1003, 200, 20_011), (130, 1032, 33_000)])
