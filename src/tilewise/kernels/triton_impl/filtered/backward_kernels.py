@@ -23,9 +23,9 @@ def plan_kernel(softcap, row_shift, row_lse, mass, count, grad_row, factor, star
                 tolerance, n, room, blocks, SCORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """For each tile t: dropped[t], (n,), and the list of the rows that keep the tile. One program for each tile.
 
-    dropped = the dropped mass times ``grad_row``, the gradient of a row's dropped probability, and ``factor``; 0 where an entry is kept. The rows
-    that keep tile t are rows[starts[t] : starts[t + 1]], in ascending order. They are divided into blocks of up to R rows,
-    which are the columns firsts[t] to firsts[t + 1] of ``table``; see `pair_kernel`.
+    dropped = the dropped mass times ``grad_row``, the gradient of a row's dropped probability, and ``factor``; 0 where an
+    entry is kept. The rows that keep tile t are rows[starts[t] : starts[t + 1]], in ascending order. They are divided into
+    blocks of up to R rows, which are the columns firsts[t] to firsts[t + 1] of ``table``; see `pair_kernel`.
 
     The list has memory for ``room`` entries and ``blocks`` blocks; what is beyond is not written. If more are kept, the
     host does not use the list and computes the exact gradients.

@@ -115,7 +115,7 @@ def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
     if rows < n or saved.cols == 0:
         return None
     left = max(0, call.options.workspace_bytes - n * (4 * d + item * cols))
-    saved.allocate(left // saved.column_bytes // FULL_TILES * FULL_TILES, call.empty)
+    saved.allocate(left // item // saved.column_numbers // FULL_TILES * FULL_TILES, call.empty)
     return saved if saved.end else None
 
 

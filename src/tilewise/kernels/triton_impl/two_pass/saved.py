@@ -124,9 +124,9 @@ class SavedColumns:
         return self.tile > 0
 
     @property
-    def column_bytes(self) -> int:
-        """Of one saved column."""
-        return self.rows * (8 if self.scores else self.memory.element_size())
+    def column_numbers(self) -> int:
+        """Numbers of the type of dB that one saved column takes."""
+        return self.rows * (8 // self.memory.element_size() if self.scores else 1)
 
     @property
     def end(self) -> int:
@@ -140,8 +140,7 @@ class SavedColumns:
         """
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
-            numbers = self.column_bytes // self.memory.element_size()
-            self.buffer = empty(numbers * aligned(self.behind), dtype=self.memory.dtype)
+            self.buffer = empty(self.column_numbers * aligned(self.behind), dtype=self.memory.dtype)
         if self.relative:
             self.reference = empty(cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
 
@@ -174,20 +173,18 @@ class SavedColumns:
         """The place of the exponentials of the columns j, a chunk of `columns`: (n, len(j)); None if j is not saved."""
         if j.start >= self.end or self.scores:
             return None
-        width = j.stop - j.start
-        return self._place(j).view(self.rows, -1)[:, :width]
+        return self._place(j).view(self.rows, -1)[:, : j.stop - j.start]
 
     def saved_scores(self, j: slice) -> tuple[Tensor, Tensor] | None:
         """The places of both scores of the columns j, a chunk of `columns`: (n, len(j)) each, or None as in `chunk`."""
         if j.start >= self.end or not self.scores:
             return None
-        width = j.stop - j.start
-        x, y = self._place(j).view(torch.float32).view(2, self.rows, -1)[:, :, :width]
+        x, y = self._place(j).view(torch.float32).view(2, self.rows, -1)[:, :, : j.stop - j.start]
         return x, y
 
     def _place(self, j: slice) -> Tensor:
         """The memory of the columns j, a chunk of `columns`; in `buffer` their number is rounded up (`aligned`)."""
-        numbers, width = self.column_bytes // self.memory.element_size(), j.stop - j.start
+        numbers, width = self.column_numbers, j.stop - j.start
         if j.start < self.inside:
             end = self.memory.numel() - numbers * (self.inside - j.stop)
             return self.memory.view(-1)[end - numbers * width : end]
