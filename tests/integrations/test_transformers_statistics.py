@@ -216,15 +216,24 @@ def test_prompt_tuning_makes_sequences_longer(inside):
     assert_close(got_gradient, want_gradient, 2e-5)
 
 
-def test_under_autocast_the_trainers_head_may_round_its_logits():
-    """The trainer's head is compared with ours where training starts, which is under autocast."""
-    model = made()
+@pytest.mark.parametrize("where", ["around the call", "inside the forward"])
+def test_under_autocast_the_trainers_head_may_round_its_logits(where):
+    """The trainer's head is compared with ours where training starts, which is under autocast.
+
+    Accelerate enables autocast inside the forward of a model that is not trained, such as the reference model of DPO.
+    """
+    model, autocast = made(), torch.autocast("cpu", torch.bfloat16)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(5.0)  # logits so large that bfloat16 changes them visibly
     give_head(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    if where == "inside the forward":
+        model.forward = autocast(model.forward)
         use_linear_cross_entropy(model)
         output = model(**batch(), fused_lm_head=True)
+    else:
+        with autocast:
+            use_linear_cross_entropy(model)
+            output = model(**batch(), fused_lm_head=True)
     exact = made()
     exact.load_state_dict(model.state_dict())
     give_head(exact)

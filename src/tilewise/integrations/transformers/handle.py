@@ -107,6 +107,7 @@ class LossHandle:
         self.model_hooks: list[RemovableHandle] = []
         self.current: LossSettings | None = None  # set while the model runs without logits
         self.head_calls = 0  # in this run
+        self.head_dtype = torch.float32  # in which the head's last product is computed
         self.verifying = False
         self.fused: FusedOutput | None = None  # output of a trainer's fused head, after the first call
         self.fused_requested = False  # a trainer called its fused head, which is installed around this handle
@@ -293,11 +294,8 @@ class LossHandle:
             self.replaced, self.model.forward = outer, self
 
     def _tolerance(self) -> float:
-        """For the type in which the model's logits are rounded: that of its parameters, or that of autocast."""
-        parameter = next(self.model.parameters())
-        kind = parameter.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
-        return TOLERANCE.get(dtype, EXACT_TOLERANCE)
+        """For the type in which the model's logits are rounded."""
+        return TOLERANCE.get(self.head_dtype, EXACT_TOLERANCE)
 
     def _original(self) -> Callable[..., Any]:
         if self.previous is not None:
@@ -336,6 +334,9 @@ class LossHandle:
     def _before_head(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.current is None:
             return None
+        # Known only here: a wrapper of the model's forward, such as accelerate's, may enable autocast.
+        kind = inputs[0].device.type
+        self.head_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs[0].dtype
         return (HeadInput.mark(inputs[0], classes_of(head), self.current), *inputs[1:])
 
     def _after_head(self, head: nn.Module, _: Any, output: Any) -> None:
