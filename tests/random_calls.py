@@ -3,13 +3,16 @@
     PYTHONPATH=src python -m tests.random_calls --minutes 10 [--device cuda] [--processes 14] [--first SEED]
 
 Every call is made three times with other numbers of the same shapes, because a GPU's launches are recorded the first
-time and replayed after it. In between, the memory that the allocator hands out next is filled with NaN. The exit status
-is 0 if all were right. A failure is printed with its seed: `--first SEED --count 1` makes it alone.
+time and replayed after it. In between, the memory that the allocator hands out next is filled with NaN. Calls are
+small, so that many can be made. With `--as-if-large` they are computed as large ones are; of several processes, every
+second does so. The exit status is 0 if all were right. A failure is printed with its seed: `--first SEED --count 1`
+makes it alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import random
@@ -35,6 +38,9 @@ ANY = ("any cross entropy", "any info_nce")  # beside the fixed cases: their set
 # A student's probability outside of the ids is 1 less a sum that may be near 1.
 FACTORS = {("sparse_distillation", torch.float32): 20.0}
 TIMES = 3
+# Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
+LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
+LARGE_ON_GPU = {"tilewise.kernels.triton_impl.two_pass.saved": {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}}
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,15 @@ def ask(place: Place, seeds: range, seconds: float, largest: int = 3000) -> int:
     return failed
 
 
+def compute_as_if_large(device: str) -> None:
+    """Lower the thresholds, until this process ends."""
+    for name, values in (LARGE | (LARGE_ON_GPU if device == "cuda" else {})).items():
+        for threshold, value in values.items():
+            module = importlib.import_module(name)
+            assert hasattr(module, threshold)
+            setattr(module, threshold, value)
+
+
 def main() -> int:
     """Make the calls in several processes. Returns 0 if all were right."""
     parser = argparse.ArgumentParser(prog="python -m tests.random_calls", description=__doc__)
@@ -234,6 +249,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--largest", type=int, default=3000, help="most rows of a call")
+    parser.add_argument("--as-if-large", action="store_true", help="compute small calls as large ones are")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=10**6, help="calls of a process, at most")
@@ -243,11 +259,17 @@ def main() -> int:
         command += ["--device", arguments.device, "--largest", str(arguments.largest)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         running = [
-            subprocess.Popen([*command, "--first", str(arguments.first + 10**6 * k)], env=environment)
+            subprocess.Popen(
+                [*command, "--first", str(arguments.first + 10**6 * k), *(["--as-if-large"] if k % 2 else [])],
+                env=environment,
+            )
             for k in range(arguments.processes)
         ]
         return max(process.wait() for process in running)
-    print(f"seeds from {arguments.first} on {arguments.device}", flush=True)
+    large = " as if large" if arguments.as_if_large else ""
+    print(f"seeds from {arguments.first} on {arguments.device}{large}", flush=True)
+    if arguments.as_if_large:
+        compute_as_if_large(arguments.device)
     place = Place() if arguments.device == "cuda" else Place("cpu", "torch")
     seeds = range(arguments.first, arguments.first + arguments.count)
     return int(ask(place, seeds, 60 * arguments.minutes, arguments.largest) > 0)

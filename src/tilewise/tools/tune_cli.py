@@ -34,6 +34,8 @@ def run_tune(
         def show(phase: str, done: int, total: int, job: str) -> None:
             if phase not in tasks:
                 tasks[phase] = bar.add_task(phase, total=total, job="")
+                if not console.is_terminal:  # a file shows no bar before its end
+                    console.print(f"{phase}: {total} in all")
             bar.update(tasks[phase], completed=done, total=total, job=job)
 
         found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show)
