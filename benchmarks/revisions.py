@@ -31,6 +31,7 @@ from torch import Tensor
 import tilewise
 from benchmarks.cases import Case, Inputs, cpu_suite, leaves_of, make_inputs, square, vocabulary
 from benchmarks.measure import ROOT, Failure, Step, cuda_peak_bytes, time_in_turns
+from benchmarks.run import COMMIT_HELP, commit_of
 
 OLD = "old_tilewise"
 
@@ -155,7 +156,7 @@ def measure(packages: dict[str, ModuleType], name: str, case: Case, call: Call, 
     return row
 
 
-def run(folder: Path, suite: str, note: str, only: str) -> None:
+def run(folder: Path, suite: str, note: str, only: str, commit: str | None = None) -> None:
     """Measure every case and write the results."""
     sys.path.insert(0, str(folder.resolve()))
     packages = {"old": importlib.import_module(OLD), "new": tilewise}
@@ -177,7 +178,7 @@ def run(folder: Path, suite: str, note: str, only: str) -> None:
         "card": card,
         "torch": torch.__version__,
         "old": (folder / "revision").read_text().strip(),
-        "new": tilewise.__version__,
+        "new": commit_of(commit),
         "note": note,
         "cases": rows,
     }
@@ -196,12 +197,13 @@ def main() -> None:
     running.add_argument("folder", type=Path)
     running.add_argument("suite", choices=("gpu", "cpu"))
     running.add_argument("--note", default="", help="kept in the results")
+    running.add_argument("--commit", help=COMMIT_HELP)
     running.add_argument("--only", default="", help="measure only the cases whose names contain this text")
     given = parser.parse_args()
     if given.command == "copy":
         copy(given.revision, given.folder)
     else:
-        run(given.folder, given.suite, given.note, given.only)
+        run(given.folder, given.suite, given.note, given.only, given.commit)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _why_not_one_pass(
     enough = SMALLEST_GPU_BLOCK if gpu else SMALLEST_BLOCK
     if spec.softplus or rows >= min(shape.rows, enough):
         return None
-    return f"the workspace holds the scores of {rows} rows, and all or {enough} pay"
+    return f"the workspace holds the scores of {rows} rows; one pass needs all rows, or at least {enough}"
 
 
 def forget_routes() -> None:
