@@ -5,7 +5,7 @@ import torch
 from tests.kernels.pair_checks import check_backward, check_forward
 
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import macro_tile
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
 
@@ -31,5 +31,5 @@ def check(pair, spec, *, hard=False):
 def take_tiny_workspace(monkeypatch):
     """A workspace so small that a hundred rows need several macro-tiles in both axes."""
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(gradients, "ONE_MACRO", 50)
+    monkeypatch.setattr(macro_tile, "ONE_MACRO", 50)
     monkeypatch.setattr(Forward, "_macro", lambda self: (64, 64))  # otherwise at least 256

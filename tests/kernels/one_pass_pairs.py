@@ -5,7 +5,7 @@ import torch
 import tilewise as tw
 from tilewise.kernels.spec import Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
-from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import macro_tile
 
 ONE_PASS, TWO_PASS = (
     tw.TileOptions(backend="triton", precision="highest", gradients=when) for when in ("forward", "backward")
@@ -24,4 +24,4 @@ def take_several_blocks(monkeypatch):
     """So little memory that a hundred rows need several blocks, and their gradients several pieces."""
     monkeypatch.setattr(Softmax, "_blocks", lambda self: 128)
     monkeypatch.setattr(tw.TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(gradients, "ONE_MACRO", 50)
+    monkeypatch.setattr(macro_tile, "ONE_MACRO", 50)

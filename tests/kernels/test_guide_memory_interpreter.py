@@ -18,6 +18,7 @@ from tilewise.kernels.triton_impl.launch.call import Call, row_width
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import guide
 from tilewise.kernels.triton_impl.two_pass import saved as saving
+from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -124,7 +125,7 @@ def test_macro_tiles_are_whole_tiles(n, mib):
     """Otherwise the columns of the next macro-tile would not start at a 16-byte address."""
     pair = Pair(a=torch.empty(n, 4096, device="meta"), b=torch.empty(128256, 4096, device="meta"), scale=torch.ones(()))
     spec, tile = PairSpec(row_lse=True, guide="kl"), sizes.TABLE["sm_90", 2].guided
-    rows, cols = gradients.macro_tile(pair.shape, spec, tile, TileOptions(workspace_mib=mib))
+    rows, cols = macro_tile(pair.shape, spec, tile, TileOptions(workspace_mib=mib))
     assert cols % max(tile.rows, tile.cols) == 0
     assert 0 < cols <= 65536
     assert rows % tile.rows == 0

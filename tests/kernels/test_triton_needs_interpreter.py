@@ -24,7 +24,7 @@ from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.launch.call import Call
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import gradient_sum
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
@@ -67,13 +67,13 @@ def test_a_frozen_side_costs_no_product(needs, products, dtype, monkeypatch):
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     whole = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
-    seen, plain = [], gradients.product
+    seen, plain = [], gradient_sum.product
 
     def counted(*args):
         seen.append(args[0].shape)
         plain(*args)
 
-    monkeypatch.setattr(gradients, "product", counted)
+    monkeypatch.setattr(gradient_sum, "product", counted)
     grads = BACKEND.backward(pair, stats, grad, needs, spec, OPTIONS)
     assert len(seen) == products
     assert grads_asked(grads).keys() == {name for name in ("a", "b", "scale", "bias") if getattr(needs, name)}

@@ -18,9 +18,9 @@ from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes, tune
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, Forward
+from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
@@ -119,7 +119,7 @@ def test_a_call_allocates_what_it_says(n, m, d, dtype, mib):
             rows, cols = macro_of(Backward, pair, spec, options, size)
             rows, cols = min(rows, n), min(cols, m)
             assert rows * cols * dtype.itemsize <= options.workspace_bytes * 3 // 4 or max(rows, cols) <= tile
-            if n > gradients.ONE_MACRO and not spec.symmetric and (m > gradients.ONE_MACRO or dtype == torch.float16):
+            if n > ONE_MACRO and not spec.symmetric and (m > ONE_MACRO or dtype == torch.float16):
                 assert rows * d * 4 <= options.workspace_bytes // 4 or rows <= tile
             if spec.symmetric:
                 assert rows == cols

@@ -12,7 +12,7 @@ from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
-from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
+from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.options import TileOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -18,7 +18,8 @@ from tilewise.kernels.triton_impl.filtered import backward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
-from tilewise.kernels.triton_impl.two_pass.backward import FINISH_ROWS, finish, folded_gradients
+from tilewise.kernels.triton_impl.two_pass.backward import folded_gradients
+from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, finish
 from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 

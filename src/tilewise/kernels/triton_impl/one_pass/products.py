@@ -21,14 +21,11 @@ from torch import Tensor
 from tilewise.kernels.spec import Grads, Needs, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
 from tilewise.kernels.triton_impl.one_pass import product_kernels
-from tilewise.kernels.triton_impl.two_pass.backward import ONE_MACRO
+from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.options import TileOptions
 
-FINISH_BLOCK, FINISH_WIDTH = (
-    8,
-    256,
-)  # rows and features of `finish_rows_kernel`; four times as many exceed the registers
+FINISH_BLOCK, FINISH_WIDTH = 8, 256  # rows and features of `finish_rows_kernel`; four times as many spill registers
 BIAS_ROWS, BIAS_COLS = 32, 128  # rows and columns of `bias_kernel`
 POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 2  # rows, features and warps of `positives_kernel`
 POSITIVES_RUN = 64  # most rows with the same positive that one program adds up

@@ -1,59 +1,27 @@
-"""Backward of the Triton backend: G of a macro-tile, then two products, accumulated in float32."""
+"""Backward of the Triton backend: G of a macro-tile, then its products with the features of both sides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.keys import combined_picks
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
-from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
+from tilewise.kernels.triton_impl.two_pass.gradient_sum import Sum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
+from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
-from tilewise.kernels.triton_impl.two_pass.products import product
-from tilewise.kernels.triton_impl.two_pass.row_product import row_product
-from tilewise.kernels.triton_impl.two_pass.saved import CHUNK_ENTRIES, SavedColumns, column_pieces
-from tilewise.options import TileOptions
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
 
-FINISH_ROWS = 16
-ONE_MACRO = 16384  # rows or columns
 SPAN_BLOCK = 1024
 ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most one in a row
-
-
-def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOptions) -> tuple[int, int]:
-    """Rows and columns of a macro-tile: G takes at most 3/4 of the workspace, a block of row gradients 1/4."""
-    budget, item = options.workspace_bytes, shape.dtype.itemsize
-    n, m, d = shape.rows, shape.cols, shape.width
-    tile, entries = max(sizes.rows, sizes.cols), budget * 3 // 4 // item  # of G
-    block = max(tile, budget // 4 // (4 * d) // tile * tile)  # rows whose float32 gradients fit
-    rows = max(tile, min(8192, block, entries // tile) // tile * tile)
-    if spec.symmetric:
-        while rows > tile and rows * rows > entries:
-            rows = cdiv(rows // 2, tile) * tile
-        return rows, rows
-    all_rows, all_cols = cdiv(n, tile) * tile, cdiv(m, tile) * tile
-    rows = min(rows, all_rows)
-    # If one side fits into one macro-tile, the gradient of the other side is one product and needs no accumulator.
-    if n <= ONE_MACRO and all_rows * tile <= entries:
-        rows = all_rows
-    elif m <= ONE_MACRO and all_cols * tile <= entries:
-        rows = entries // all_cols // tile * tile
-        return min(rows, block) if shape.dtype == torch.float16 else rows, all_cols
-    # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
-    most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
-    # Scores that are saved for a guide take what G leaves of the workspace.
-    widest = 65536 if spec.guide == "none" else min(65536, max(8192, CHUNK_ENTRIES // rows // tile * tile))
-    return rows, min(all_cols, max(tile, most), widest)
 
 
 def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> tuple[Pair, Stats, GradStats]:
@@ -205,12 +173,12 @@ class Backward:
             g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
         once = not sym and len(col_pieces) == 1
         dot_a = self.needs.scale and self.need_a
-        grad_a = Sum(self, self.n, whole=sym, once=once, dot=dot_a) if self.need_a else None
+        grad_a = self._sum(self.n, whole=sym, once=once, dot=dot_a) if self.need_a else None
         grad_b = None
         if self.need_b:
             memory = None if self.saved is None else self.saved.memory
             dot_b = self.needs.scale and not self.need_a
-            grad_b = Sum(self, self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
+            grad_b = self._sum(self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
         bias = Bias(self) if self.needs.bias else None
         if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
@@ -250,6 +218,10 @@ class Backward:
             scale=self._take_out(torch.cat(dots) if len(dots) > 1 else dots[0]) if self.needs.scale else None,
             bias=None if bias is None else bias.finish(),
         )
+
+    def _sum(self, rows: int, **how: Any) -> Sum:
+        """The gradient of one side; ``how``: see `Sum`."""
+        return Sum(self.call, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
 
     def _take_out(self, dots: Tensor) -> Tensor:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""
@@ -362,87 +334,3 @@ class Bias:
         if self.shared:
             return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
         return self.total / self.factor
-
-
-class Sum:
-    """The gradient of one side: products with G, added up and converted to their final type.
-
-    ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
-    ``once``: each row has one macro-tile only, so its product is final and needs no float32 accumulator.
-    ``dot``: the gradient of the scale is computed from this side.
-    ``out``: memory in which the gradient may be written.
-    """
-
-    def __init__(
-        self, parent: Backward, rows: int, *, whole: bool, once: bool, dot: bool, out: Tensor | None = None
-    ) -> None:
-        self.parent, self.whole, self.dot = parent, whole, dot
-        self.scaled = parent.outside is not None  # a factor is multiplied at the end
-        in_place = parent.grad_dtype == torch.float32 or (once and not self.scaled)
-        new = parent.call.empty
-        held = rows if whole else min(rows, parent.row_step)
-        self.out = out if in_place else None
-        if self.out is None and (in_place or not whole):
-            self.out = new(rows, parent.d, dtype=parent.grad_dtype)
-        self.total = None if in_place else new(held, parent.d, dtype=torch.float32)
-        self.started: set[int] = set()
-        self.dots: list[Tensor] = []
-
-    def add(self, i: slice, left: Tensor, right: Tensor) -> None:
-        """total[i] += left @ right."""
-        first = i.start not in self.started
-        self.started.add(i.start)
-        if self.parent.call.options.batch_invariant:
-            row_product(self.parent.call, self._held(i), left, right, first)
-        else:
-            self._do(product, i, left, right, first)
-
-    def times(self, i: slice, each: Tensor) -> None:
-        """total[i] *= each, a number for every row."""
-        self._do(rows_times, i, each, each, True)
-
-    def _do(self, run: Callable[[Tensor, Tensor, Tensor, bool], None], i: slice, *operands: Any) -> None:
-        """Run it on the sums of the rows i; recorded, if the call is."""
-        target = self._held(i)
-        run(target, *operands)
-        if self.parent.call.recording is not None:
-            self.parent.call.recording.multiplied(run, target, *operands)
-
-    def _held(self, i: slice) -> Tensor:
-        """Where the rows i are added up."""
-        held = self.out if self.total is None else self.total
-        assert held is not None
-        return held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
-
-    def finish(self, i: slice, features: Tensor) -> None:
-        """The final values of the rows ``i``, and their part of the scale's gradient."""
-        parent, dot = self.parent, self.dot
-        if self.out is None:
-            self.out = parent.call.empty(i.stop, parent.d, dtype=parent.grad_dtype)
-        write = self.scaled or self.total is not None
-        if not write and not dot:
-            return
-        rows = i.stop - i.start
-        dots = parent.call.empty(cdiv(rows, FINISH_ROWS)) if dot else None
-        out = self.out[i] if write else None
-        finish(parent.call, self._held(i), features[i], parent.outside, out, dots)
-        if dots is not None:
-            self.dots.append(dots)
-        if self.whole:
-            self.total = None
-
-
-def finish(
-    call: Call, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
-) -> None:
-    """Launch `finish_kernel`: out = factor * total, and parts of the sum of total * features."""
-    rows, d = total.shape
-    values: dict[str, Any] = {"total": total, "factor": factor, "out": out, "dots": dots, "rows": rows, "D": d}
-    values |= {"features": None if dots is None else features, "stride": features.stride(0)}
-    values |= {"BLOCK": FINISH_ROWS, "WIDTH": min(256, triton.next_power_of_2(d))}
-    call.prepare(kernels.finish_kernel).put(values).launch(cdiv(rows, FINISH_ROWS))
-
-
-def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
-    """Multiply every row of target by its own number; has the arguments of `product`."""
-    target.mul_(each[:, None])

@@ -13,7 +13,7 @@ from tilewise.kernels.triton_impl.launch.call import POSITIVE_ROWS, Call, bit_su
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as kernels
-from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
+from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
 

@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, row_width, vector
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import guide_kernels as kernels
-from tilewise.kernels.triton_impl.two_pass.backward import macro_tile
+from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
 

@@ -65,9 +65,8 @@ NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory 
 MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
 WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
 COLS = 8192  # a full chunk has at least so many columns, unless the workspace is too small for their G
-CHUNK_ENTRIES = (
-    2**26
-)  # rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card
+# Rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card.
+CHUNK_ENTRIES = 2**26
 FULL_TILES = 256  # divides the number of columns of every chunk in the memory of dB
 ALIGNED = 8  # numbers of a half type in 16 bytes
 # Largest log2 of exp(t - lse_i). Probabilities down to 2**-36 are then normal numbers in E, and f_i a_i is finite.
