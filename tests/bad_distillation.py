@@ -36,7 +36,16 @@ BAD = {
     "a teacher's head of another width": (
         lambda: distil(head=torch.ones(6, 4)),
         ShapeError,
-        ("teacher_input and teacher_weight need the same number of features", r"\(6, 4\)", "projection"),
+        (
+            "teacher_input and teacher_weight need the same number of features",
+            r"\(6, 4\)",
+            "classifier of another model",
+        ),
+    ),
+    "a teacher's soft cap": (
+        lambda: distil(teacher_softcap=-1.0),
+        RangeError,
+        ("teacher_softcap is a positive number", "-1.0", "pass None or 0"),
     ),
     "another number of classes": (
         lambda: distil(head=torch.ones(8, 3)),

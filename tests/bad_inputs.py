@@ -231,7 +231,7 @@ BAD = {
     "pick without K": (
         lambda: tw.linear_token_stats(A, B, Y, pick=Y),
         ShapeError,
-        (r"pick has K class ids for each hidden state, \(6, K\)", r"\(6,\)", "Reshape"),
+        (r"pick has K class ids for each hidden state, \(6, K\)", r"\(6,\)", "axes are those of input"),
     ),
     "pick out of range": (
         lambda: tw.linear_token_stats(A, B, Y, pick=Y[:, None] + 1),
@@ -257,6 +257,21 @@ BAD = {
         lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None], -WEIGHT[:, None]),
         GradientError,
         ("teacher_log_probs is a constant", "requires grad", "detach"),
+    ),
+    "a teacher's id twice": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, torch.ones(6, 2).long(), -torch.ones(6, 2)),
+        RangeError,
+        ("teacher_ids has each id of a token once", "1 twice", "negative ids"),
+    ),
+    "a teacher without ids": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None][:, :0], -torch.ones(6, 0)),
+        ShapeError,
+        ("teacher_ids has at least one class id for each token", r"\(6, 0\)", "last axis"),
+    ),
+    "one axis of ids": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, Y, -torch.ones(6)),
+        ShapeError,
+        ("teacher_ids has K class ids for each hidden state", r"\(6,\)", "axes are those of input"),
     ),
     "teacher of other classes": (
         lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None] + 3, -torch.ones(6, 1)),
@@ -422,7 +437,7 @@ BAD = {
     "classifier width": (
         lambda: cross_entropy(classifier=B[:, :2]),
         ShapeError,
-        ("same number of features", r"\(6, 2\)", "projection"),
+        ("same number of features", r"\(6, 2\)", "classifier of another model"),
     ),
     "bias length": (
         lambda: cross_entropy(linear_bias=A[0]),

@@ -191,9 +191,13 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     first, second = names
     if a.shape[-1] != b.shape[-1]:
         transposed = b.dim() == 2 and a.shape[-1] == b.shape[0]
+        is_classifier = second.endswith("weight")
+        advice = (
+            "Is it the classifier of another model?" if is_classifier else "Did one encoder skip its projection head?"
+        )
         raise ShapeError(
             f"{first} and {second} need the same number of features, got {tuple(a.shape)} and {tuple(b.shape)}. "
-            + (f"Pass {second}.T, if it is transposed" if transposed else "Did one encoder skip its projection head?")
+            + (f"Pass {second}.T, if it is transposed" if transposed else advice)
         )
     check_device(names, a, b)
     if a.dtype != b.dtype:

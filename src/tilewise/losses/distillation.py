@@ -86,7 +86,7 @@ def linear_distillation_stats(
     bias, teacher_bias = check_bias("linear_bias", linear_bias, c), check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
     # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
-    cap, teacher_cap = check_softcap(softcap) / t, check_softcap(teacher_softcap) / t
+    cap, teacher_cap = check_softcap(softcap) / t, check_softcap(teacher_softcap, "teacher_softcap") / t
     scale = _check.check_scalar("logit_scale", logit_scale, a) / t
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach() / t
     stat = stat_dtype(a.dtype)

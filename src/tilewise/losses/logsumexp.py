@@ -51,13 +51,13 @@ def linear_logsumexp(
     return stats.row_lse
 
 
-def check_softcap(softcap: float | None) -> float:
+def check_softcap(softcap: float | None, name: str = "softcap") -> float:
     """Check a soft cap. Returns it as a float, 0 for no cap."""
     if softcap is None:
         return 0.0
-    _check.check_number("softcap", softcap)
+    _check.check_number(name, softcap)
     if softcap < 0:
-        raise RangeError(f"softcap is a positive number, got {softcap}. For no cap, pass None or 0")
+        raise RangeError(f"{name} is a positive number, got {softcap}. For no cap, pass None or 0")
     return float(softcap)
 
 

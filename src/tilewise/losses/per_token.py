@@ -16,7 +16,10 @@ def check_token_ids(name: str, ids: Tensor, input: Tensor, shift: int) -> Tensor
     _check.check_integers(name, ids, "It holds class ids; convert them with .long()")
     _check_entries(name, ids, input, "K class ids")
     if ids.shape[-1] == 0:
-        raise ShapeError(f"{name} has at least one class id for each token, got {tuple(ids.shape)}. Leave it out")
+        raise ShapeError(
+            f"{name} has at least one class id for each token, got {tuple(ids.shape)}. "
+            "Its last axis holds the ids of a token"
+        )
     return _scored(ids, shift).long()
 
 
@@ -111,7 +114,7 @@ def _check_entries(name: str, values: Tensor, input: Tensor, what: str) -> None:
         shape = tuple(values.shape[:-1] if what == "one number" else values.shape)
         raise ShapeError(
             f"{name} has {what} for each hidden state, ({size}{', K' if what != 'one number' else ''}), got {shape}. "
-            "Reshape it to the shape of target"
+            "Its first axes are those of input"
         )
     _check.check_device((name, "input"), values, input)
 

@@ -69,7 +69,8 @@ def linear_sparse_distillation_loss(
         input: (..., d), hidden states of the student.
         linear_weight: (V, d), its classifier.
         teacher_ids: (..., K) integers in [0, V), distinct for each token; negative for padding. A token without ids is
-            ignored. An id out of range is an error on the CPU, and the loss is NaN on a GPU.
+            ignored. An id out of range is an error on the CPU, and the loss is NaN on a GPU. An id twice is an error on
+            the CPU; on a GPU it counts twice.
         teacher_log_probs: (..., K), natural logarithms of the teacher's probabilities, at the same temperature. Without
             gradient. Those of padding may be anything.
         divergence: see above. The gradient of "cross_entropy" is that of "forward".
@@ -122,6 +123,7 @@ def linear_sparse_distillation_loss(
 
     here, counted = _present(ids, mask, input, shift)
     check_id_range("teacher_ids", ids, here, classes, "A negative id is padding; the student needs all other classes")
+    _check_distinct(ids, here)
     t = torch.where(here, t, -torch.inf)
     _check_log_probs(t)
     # The likeliest id of a token stands for its target: its score is the shift, and -1 ignores the token.
@@ -183,6 +185,19 @@ def _present(ids: Tensor, mask: Tensor | None, input: Tensor, shift: int) -> tup
     if mask is not None:
         here = here & mask[:, None]
     return here, here.any(1)
+
+
+def _check_distinct(ids: Tensor, here: Tensor) -> None:
+    """Check that no token has an id twice. Only on a CPU: a check would synchronize a GPU."""
+    if not _check.can_read(ids):
+        return
+    ordered = torch.where(here, ids, -1).sort(1).values
+    twice = ordered[:, 1:][(ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)]
+    if twice.numel():
+        raise RangeError(
+            f"teacher_ids has each id of a token once, got {twice[0].item()} twice ({twice.numel()} such entries). "
+            "Pad with negative ids"
+        )
 
 
 def _check_log_probs(t: Tensor) -> None:
