@@ -283,6 +283,16 @@ BAD = {
         ConfigError,
         ("divergence is one of forward", "'kl'", "Choose"),
     ),
+    "ignore_index too large": (
+        lambda: cross_entropy(ignore_index=2**70),
+        RangeError,
+        ("ignore_index must fit 64 bits", "71 bits", "marks padding"),
+    ),
+    "a scale of many digits": (
+        lambda: tw.clip_loss(A, B, 10**5000),
+        RangeError,
+        ("logit_scale must fit float32", "16610 bits", "Check"),
+    ),
     "ignore_index tensor": (
         lambda: cross_entropy(ignore_index=Y[0]),
         DtypeError,
@@ -301,7 +311,7 @@ BAD = {
     "scale 10^400": (
         lambda: tw.clip_loss(A, B, 10**400),
         RangeError,
-        ("logit_scale must fit float32", "401 digits", "Check"),
+        ("logit_scale must fit float32", "1329 bits", "Check"),
     ),
     "temperature 1e-40": (
         lambda: tw.info_nce(A, B, temperature=1e-40),

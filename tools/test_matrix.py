@@ -100,7 +100,14 @@ def test(python: Path, folder: Path, marker: str, paths: list[str], processes: i
 
 
 def commit() -> str:
-    """The commit that was tested; "+" behind it if the source was changed since."""
+    """The commit that was tested; "+" behind it if the source was changed since. "unknown" outside of a repository.
+
+    The project may be a copy inside another repository, whose commit says nothing about it.
+    """
+    command = ["git", "rev-parse", "--show-toplevel"]
+    top = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    if not top or Path(top).resolve() != ROOT:
+        return "unknown"
     head = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

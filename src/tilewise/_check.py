@@ -288,7 +288,10 @@ def check_index(name: str, value: Any, advice: str) -> int:
     """Check a whole number, of Python or NumPy. Returns it as an int."""
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
         raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r}. {advice}")
-    return value if isinstance(value, int) else int(value)
+    number = value if isinstance(value, int) else int(value)
+    if not -(2**63) <= number < 2**63:
+        raise RangeError(f"{name} must fit 64 bits, got an integer of {number.bit_length()} bits. {advice}")
+    return number
 
 
 def check_number(name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32) -> None:
@@ -306,7 +309,7 @@ def _check_fits(name: str, value: float, dtype: torch.dtype) -> None:
     """Check that a finite number does not overflow."""
     if not -LARGEST[dtype] <= value <= LARGEST[dtype]:
         kind = str(dtype).removeprefix("torch.")
-        shown = f"{value:g}" if isinstance(value, float) else f"an integer of {len(str(value))} digits"
+        shown = f"{value:g}" if isinstance(value, float) else f"an integer of {int(value).bit_length()} bits"
         raise RangeError(f"{name} must fit {kind}, up to {LARGEST[dtype]:.2g}, got {shown}. Check how it was computed")
 
 

@@ -228,6 +228,19 @@ def test_the_largest_score_is_the_first_nan_as_in_torch(columns):
     assert stats.row_top.isnan().all()
 
 
+@pytest.mark.parametrize("infinite, nan", [((30,), ()), ((30,), (60,)), ((60,), (30,)), ((30, 31), (32,))])
+def test_nan_is_larger_than_infinity_as_in_torch(infinite, nan):
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.rand(9, 16, generator=g) + 0.1, torch.randn(100, 16, generator=g)
+    b[list(infinite), 2], b[list(nan), 2] = torch.inf, torch.nan
+    stats = BACKEND.forward(
+        Pair(a=a, b=b, scale=torch.tensor(1.0)), PairSpec(row_lse=True, row_top=True, row_entropy=True), OPTIONS
+    )
+    scores = a @ b.T
+    assert torch.equal(stats.row_top_col, scores.argmax(1))
+    assert torch.equal(stats.row_top, scores.amax(1)) if not nan else stats.row_top.isnan().all()
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip", "supcon", "cross_entropy"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_nan_stays_where_it_belongs(name, dtype):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 
 Tree = Any
+ChunkSize = int | Callable[[Tree], Sequence[int]]  # rows of a chunk, or a function: a batch to the rows of each chunk
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -97,12 +99,20 @@ def _describe(tree: Tree) -> str:
     return "None" if tree is None else f"a {type(tree).__name__}"
 
 
-def row_ranges(rows: int, chunk_size: int) -> tuple[slice, ...]:
-    """The rows of every chunk. The last chunk may be shorter.
+def row_ranges(rows: int, chunk_size: ChunkSize, batch: Tree = None) -> tuple[slice, ...]:
+    """The rows of every chunk of a batch. The last chunk may be shorter, unless a function gives the rows of each.
 
     >>> row_ranges(5, 2)
     (slice(0, 2, None), slice(2, 4, None), slice(4, 5, None))
     """
+    if callable(chunk_size):
+        sizes = list(chunk_size(batch))
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != rows:
+            raise ConfigError(
+                f"the function chunk_size returns the number of rows of each chunk, {rows} together, got {sizes!r:.80}"
+            )
+        ends = list(itertools.accumulate(sizes))
+        return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r}")
     return tuple(slice(first, min(first + chunk_size, rows)) for first in range(0, rows, chunk_size))

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from tilewise.cache.chunks import row_ranges
+from tilewise.cache.chunks import ChunkSize, row_ranges
 from tilewise.cache.sync import Sync
 from tilewise.errors import ConfigError
 
@@ -21,7 +21,7 @@ Progress = Callable[[int, int, Phase], None]
 class Settings:
     """How to encode a batch. See `GradientCache` for each setting."""
 
-    chunk_size: int | Sequence[int]
+    chunk_size: ChunkSize | Sequence[ChunkSize]
     offload: torch.device | str | None = None
     sync: Sync = "last"
     buffers: Buffers = "once"
@@ -32,12 +32,13 @@ class Settings:
             raise ConfigError(f"sync is one of {', '.join(get_args(Sync))}, got {self.sync!r}")
         if self.buffers not in get_args(Buffers):
             raise ConfigError(f"buffers is one of {', '.join(get_args(Buffers))}, got {self.buffers!r}")
-        for size in [self.chunk_size] if isinstance(self.chunk_size, int) else self.chunk_size:
-            row_ranges(1, size)
+        for size in self.chunk_size if isinstance(self.chunk_size, Sequence) else [self.chunk_size]:
+            if not callable(size):
+                row_ranges(1, size)
 
-    def chunk_sizes(self, encoders: int) -> list[int]:
+    def chunk_sizes(self, encoders: int) -> list[ChunkSize]:
         """One size per encoder."""
-        if isinstance(self.chunk_size, int):
+        if not isinstance(self.chunk_size, Sequence):
             return [self.chunk_size] * encoders
         if len(self.chunk_size) != encoders:
             raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.cache.chunks import Tree, map_tensors
+from tilewise.cache.chunks import ChunkSize, Tree, map_tensors
 from tilewise.cache.encode import encode
 from tilewise.cache.settings import Buffers, Progress, Settings
 from tilewise.cache.sync import Sync
@@ -43,7 +43,8 @@ class GradientCache:
             whose modules cannot be found automatically. A frozen encoder runs once, without a graph.
         loss: ``loss(*representations, **loss_kwargs)`` returns a scalar, a tuple that starts with a scalar, or a
             mapping with the key "loss". It is called once per step, on all rows.
-        chunk_size: number of rows per call of an encoder: one number, or one per encoder.
+        chunk_size: number of rows per call of an encoder: one number, or one per encoder. For chunks of different
+            sizes, a function that gets an input and returns the number of rows of each chunk.
         offload: a device. The inputs stay in host memory, and each chunk is copied to this device.
         sync: "last" makes DDP and FSDP reduce gradients once per step, "every" in each chunk.
         buffers: "once" keeps the running statistics (batch norm) of the first pass. With "twice", both passes update
@@ -68,7 +69,7 @@ class GradientCache:
         encoders: Any,
         loss: Callable[..., Any],
         *,
-        chunk_size: int | Sequence[int],
+        chunk_size: ChunkSize | Sequence[ChunkSize],
         **settings: Unpack[CacheSettings],
     ) -> None:
         if not callable(loss):
@@ -132,7 +133,7 @@ def cached_step(
     inputs: Sequence[Any],
     loss: Callable[..., Any],
     *,
-    chunk_size: int | Sequence[int],
+    chunk_size: ChunkSize | Sequence[ChunkSize],
     scaler: Any = None,
     backward_scale: float | Tensor = 1.0,
     **settings: Unpack[CacheSettings],
@@ -153,7 +154,7 @@ def cached_loss(
     inputs: Sequence[Any],
     loss: Callable[..., Any],
     *,
-    chunk_size: int | Sequence[int],
+    chunk_size: ChunkSize | Sequence[ChunkSize],
     **settings: Unpack[CacheSettings],
 ) -> Any:
     """The loss of a whole batch, encoded in chunks. Call ``.backward()`` on it. See `GradientCache`.
@@ -167,7 +168,7 @@ def cached_loss(
     return GradientCache(encoders, loss, chunk_size=chunk_size, **settings).loss(*inputs)
 
 
-def cached_encode(encoder: Any, batch: Any, *, chunk_size: int, **settings: Unpack[CacheSettings]) -> Tree:
+def cached_encode(encoder: Any, batch: Any, *, chunk_size: ChunkSize, **settings: Unpack[CacheSettings]) -> Tree:
     """``encoder(batch)`` in chunks, differentiable, with the activations of one chunk. See `GradientCache`.
 
     Use one `GradientCache` for encoders that share a DDP wrapper, so that gradients are reduced once. Separate calls of

@@ -142,7 +142,7 @@ def check_free(folder: Path) -> None:
 def _is_held(lock: Path) -> bool:
     """Return whether a process on this machine holds the lock."""
     try:
-        handle = os.open(lock, os.O_RDONLY)
+        handle = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block
     except OSError:
         return False
     try:

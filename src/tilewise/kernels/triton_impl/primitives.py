@@ -18,6 +18,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SUM = tl.constexpr(2.0**-80)  # a score that underflows below it is at most 2**-38 of the sum
 LARGEST_SUM = tl.constexpr(2.0**120)
 NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
+LARGEST_SCORE = tl.constexpr(3.4028234663852886e38)  # the largest finite number of float32
+
+
+@triton.jit
+def with_rank(x):
+    """Scores with the order of torch.argmax, in which NaN is the largest: inf stands for NaN, LARGEST_SCORE for inf."""
+    return tl.where(x == x, tl.minimum(x, LARGEST_SCORE), float("inf"))
+
+
+@triton.jit
+def without_rank(best, value):
+    """``value``, computed from the largest score ``best`` of `with_rank`, with inf and NaN where the scores have them."""
+    return tl.where(best == float("inf"), float("nan"), tl.where(best == LARGEST_SCORE, float("inf"), value))
 
 
 @triton.jit

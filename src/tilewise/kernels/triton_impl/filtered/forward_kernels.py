@@ -21,7 +21,16 @@ import triton.language as tl
 from tilewise.kernels.filter_plan import SMALLEST_LIMIT as LIMIT
 from tilewise.kernels.triton_impl.bits import BIAS
 from tilewise.kernels.triton_impl.launch.prepared import kernel
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, NO_SHARE, score_tile, scored_tile, tile_place
+from tilewise.kernels.triton_impl.primitives import (
+    LN2,
+    LOG2E,
+    NO_SHARE,
+    score_tile,
+    scored_tile,
+    tile_place,
+    with_rank,
+    without_rank,
+)
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 
 
@@ -86,8 +95,8 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if,
     """part[tile, row] = log2 of the sum of exp(x - row_shift) over the columns of the tile.
 
     The columns are the m columns from place ``first`` on, which `gather_kernel` wrote; ``first_tile`` is their first tile.
-    Optional, in the same places: the entropy over the tile in units of log2, the largest score in units of log2 (+inf for
-    NaN) and its column, the lowest of equal ones.
+    Optional, in the same places: the entropy over the tile in units of log2, the largest score in units of log2 (see
+    `with_rank`) and its column, the lowest of equal ones.
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
@@ -106,7 +115,7 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if,
         if entropy_part is not None:
             tl.store(entropy_part + here, tile_entropy(x, safe, total), mask=rows < n)
         if top_part is not None:
-            y = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch.argmax
+            y = with_rank(x)
             high = tl.max(y, 1)
             col = tl.load(order + first + cols, mask=cols < m, other=NO_PLACE)
             tl.store(top_part + here, high, mask=rows < n)
@@ -290,6 +299,6 @@ def top_kernel(row_shift, top_part, top_col_part, skip_if, row_top, row_top_col,
     start = tl.zeros((R,), tl.float32)
     if row_shift is not None:
         start += tl.load(row_shift + first_row + row, mask=ok_row, other=0.0)
-    best = tl.where(best == float("inf"), float("nan"), best * LN2 - start)  # inf stood for NaN
+    best = without_rank(best, best * LN2 - start)
     tl.store(row_top + first_row + row, best, mask=ok_row)
     tl.store(row_top_col + first_row + row, column.to(tl.int64) + col_start, mask=ok_row)

@@ -44,6 +44,8 @@ from tilewise.kernels.triton_impl.primitives import (
     scored_tile,
     store_tile,
     tile_place,
+    with_rank,
+    without_rank,
 )
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import softplus_product, softplus_sum
 
@@ -179,7 +181,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         if (ENTROPY + SUM_SQ + TOP) & STATS:
             y = x
             if TOP & STATS:
-                y = tl.where(x == x, x, float("inf"))  # NaN is the largest, as in torch.argmax
+                y = with_rank(x)
             high = tl.max(y, 1)
             if TOP & STATS:
                 place = tl.min(tl.where(y == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
@@ -362,7 +364,7 @@ def fold_top(part, shift, top, top_col, at, ok, size, parts, first, FIRST: tl.co
         place = tl.where(high > best, column, tl.where(high == best, tl.minimum(place, column), place))
         best = tl.maximum(best, high)
     if LAST:
-        best = tl.where(best == float("inf"), float("nan"), (best - shifts(shift, at, ok)) * LN2)  # inf stood for NaN
+        best = without_rank(best, (best - shifts(shift, at, ok)) * LN2)
     tl.store(top + at, best, mask=ok)
     tl.store(top_col + at, place, mask=ok)
 
