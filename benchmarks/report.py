@@ -65,12 +65,10 @@ def write_readme(report: dict[str, Any], source: Path, readme: Path = RESULTS.pa
     ]
     for size in sorted({r["rows"] for r in rows}):
         lines.append(f"| {size:,} | " + " | ".join(_cell(found.get((size, method))) for method in methods) + " |")
-    commits = ", ".join(dict.fromkeys(row.get("origin", report)["commit"][:10] for row in rows))
     link = source.resolve().relative_to(readme.parent).with_suffix(".md").as_posix()
     lines += [
         "",
-        f"`{report['command'].split(' --peers')[0]}`, torch {report['torch']}, commit {commits}. "
-        f"All figures: [{link}]({link}).",
+        f"`{report['command'].split(' --peers')[0]}`, torch {report['torch']}. All figures: [{link}]({link}).",
     ]
     begin, end = "<!-- results:begin -->", "<!-- results:end -->"
     text = readme.read_text()

@@ -159,8 +159,6 @@ PEERS = [
                 "sets private attributes of the peer's class and reads the stored scores; see tests/integrations here"
             ),
             "embed_minibatch": "replaces a private method of the peer's cache; see tests/cache here",
-            "MatryoshkaLoss does not work": "MatryoshkaLoss around a cached loss is refused",
-            "mini_batch_num_tokens|non_positive_budget": "mini_batch_num_tokens is refused",
             "hardness_mode": "hardness_mode is refused",
             "under_autocast": "wants a bfloat16 loss, and ours is float32",
             "static_embedding_behind": "refused as well, with another message",

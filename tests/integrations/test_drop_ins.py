@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close
+from tests.integrations.matryoshka import shortened
 from tests.oracles import clip_dense, info_nce_dense, nt_xent_dense, siglip_dense, supcon_dense
 from torch import nn
 
@@ -510,6 +511,37 @@ def test_cached_ranking_equals_plain_ranking_in_small_steps(count, directions, p
     assert model.largest == 8
 
 
+def test_cached_ranking_in_chunks_of_so_many_tokens():
+    model, batch = Bag(), sentences(2)
+    want = torch.autograd.grad(st.MultipleNegativesRankingLoss(model)(batch), model.table.weight)[0]
+    loss, seen = st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=11, show_progress_bar=True), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]["attention_mask"]))
+    loss(batch).backward()
+    assert_close(model.table.weight.grad, want, EXACT)
+    counts = [int(mask.sum()) for mask in seen]
+    assert all(count <= 11 for count in counts)
+    assert len(counts) < 2 * 2 * N, "a chunk has several rows"
+    assert all(mask[:, -1].any() for mask in seen), "without padding in all rows"
+
+
+def test_matryoshka_around_cached_ranking():
+    model, batch, sizes = Bag(), sentences(3), (D, D // 2)
+    columns = [model(dict(features))["sentence_embedding"] for features in batch]
+    plain, loss = (
+        st.MultipleNegativesRankingLoss(model),
+        st.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4),
+    )
+    want = sum(plain.compute_loss_from_embeddings([column[:, :size] for column in columns]) for size in sizes) / 2
+    (want_grad,) = torch.autograd.grad(3 * want, model.table.weight)
+    loss.calculate_loss = shortened(loss.calculate_loss, sizes)
+    got = loss(batch)
+    (3 * got).backward()
+    assert_close(got, want, EXACT)
+    assert_close(model.table.weight.grad, want_grad, EXACT)
+    with torch.no_grad():
+        assert_close(loss(batch), want, EXACT)
+
+
 def test_cached_ranking_replays_dropout():
     """Compares backward with a finite difference of the loss at the same random numbers."""
     model, batch = Bag(dropout=0.4), sentences(2)
@@ -548,8 +580,8 @@ def test_ranking_refuses():
         st.MultipleNegativesRankingLoss(model, hardness_mode="hard_negatives", hardness_strength=5.0)
     with pytest.raises(ConfigError, match="cos_sim or dot_score"):
         st.MultipleNegativesRankingLoss(model, similarity_fct=torch.cdist)
-    with pytest.raises(ConfigError, match="mini_batch_size"):
-        st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=100)
+    with pytest.raises(ConfigError, match="Use mini_batch_size instead"):
+        st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=100)([{"input_ids": torch.ones(2, 3)}] * 2)
     with pytest.raises(ShapeError, match="two columns"):
         st.MultipleNegativesRankingLoss(model)(sentences(1))
     with pytest.raises(ShapeError, match="same shape"):

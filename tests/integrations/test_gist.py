@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close, assert_no_worse
+from tests.integrations.matryoshka import shortened
 from tests.kernels.interpreted import INTERPRETED
 from torch import nn
 
@@ -282,6 +283,20 @@ def test_under_autocast():
     assert_close(value, want[0], 2e-2)
 
 
+def test_matryoshka_around_the_cached_loss():
+    model, guide, columns, sizes = Model(D, 0), Model(E, 1), texts(3), (D, D // 2)
+    plain, loss = st.GISTEmbedLoss(model, guide, 0.1), st.CachedGISTEmbedLoss(model, guide, 0.1, mini_batch_size=4)
+    with torch.no_grad():
+        guides = embedded(guide, columns)
+    whole = embedded(model, columns)
+    want = sum(plain.compute_loss_from_embeddings([c[:, :size] for c in whole], guides) for size in sizes) / 2
+    (want_grad,) = torch.autograd.grad(3 * want, model.words.weight)
+    loss.calculate_loss = shortened(loss.calculate_loss, sizes)
+    got, grad = step(loss, model, columns)
+    assert_close(got, want, 1e-12, "loss")
+    assert_close(grad, want_grad, 1e-11, "gradients")
+
+
 def test_no_matrix_is_built():
     from tests.integrations.test_open_clip_more import Largest
 
@@ -309,7 +324,12 @@ def test_signatures_are_theirs():
         assert list(parameters(thing).items()) == list(want.items())
     model, guide = Model(D, 0), Model(E, 1)
     config = st.CachedGISTEmbedLoss(model, guide, margin=0.1).get_config_dict()
-    assert config == {"guide": guide, "temperature": 0.01, "mini_batch_size": 32} | rest | {"margin": 0.1}
+    assert config == {
+        "guide": guide,
+        "temperature": 0.01,
+        "mini_batch_size": 32,
+        "mini_batch_num_tokens": None,
+    } | rest | {"margin": 0.1}
 
 
 class StaticEmbedding(nn.Module):
@@ -326,12 +346,8 @@ def test_refusals():
         st.GISTEmbedLoss(model, None)
     with pytest.raises(ConfigError, match="guide needs a tokenizer of transformers"):
         st.GISTEmbedLoss(model, nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="mini_batch_num_tokens"):
-        st.CachedGISTEmbedLoss(model, guide, mini_batch_num_tokens=8)
-    with pytest.raises(ConfigError, match="show_progress_bar"):
-        st.CachedGISTEmbedLoss(model, guide, show_progress_bar=True)
-    with pytest.raises(ConfigError, match="does not work around this CachedGISTEmbedLoss"):
-        _ = st.CachedGISTEmbedLoss(model, guide).calculate_loss
+    with pytest.raises(RangeError, match="mini_batch_num_tokens must be a positive integer or None, got 0"):
+        st.CachedGISTEmbedLoss(model, guide, mini_batch_num_tokens=0)
     rows = torch.randn(4, 3)
     with pytest.raises(ShapeError, match=r"each column, 2 of them, got 3"):
         st.GISTEmbedLoss(model, guide).compute_loss_from_embeddings([rows] * 2, [rows] * 3)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.compare import assert_close
 
-from tilewise.errors import ConfigError
 from tilewise.integrations import sentence_transformers as ours
 
 package = pytest.importorskip("sentence_transformers", minversion="6.2")
@@ -97,11 +96,23 @@ def test_guided_losses(encoder, wrapper, guide_length):
     assert_close(got[1], want[1], 1e-4, "gradients")
 
 
-def test_wrappers_around_the_cached_loss_are_refused(encoder):
-    """They change the output of the model between the two passes."""
+@pytest.mark.parametrize("wrapper", ["no wrapper", "MatryoshkaLoss"])
+@pytest.mark.parametrize("chunk", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 9, "show_progress_bar": True}])
+@pytest.mark.parametrize("name", ["CachedMultipleNegativesRankingLoss", "CachedGISTEmbedLoss"])
+def test_cached_losses_with_dropout(encoder, name, chunk, wrapper):
+    """Chunks of the same rows and without their padding, so that dropout draws the same numbers."""
+    guide = (copy.deepcopy(encoder).eval(),) if "GIST" in name else ()
+    batch = sentences(encoder, 3)
+    want, got = (
+        step(encoder, WRAPPERS[wrapper](encoder, getattr(package, name)(encoder, *guide, **chunk)), batch)
+        for package in (losses, ours)
+    )
+    assert_close(got[0], want[0], 1e-5, "loss")
+    assert_close(got[1], want[1], 1e-4, "gradients")
+
+
+def test_layers_around_the_cached_loss_are_refused(encoder):
     cached = ours.CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=3)
-    with pytest.raises(ConfigError, match="MatryoshkaLoss does not work around"):
-        losses.MatryoshkaLoss(encoder, cached, [16])
     with pytest.warns(UserWarning, match="not compatible"):
         losses.AdaptiveLayerLoss(encoder, cached)
 

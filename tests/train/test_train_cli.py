@@ -345,7 +345,7 @@ def test_a_live_bar_in_a_terminal():
 
     shown = io.StringIO()
     bar = RunProgress(Console(file=shown, force_terminal=True, width=140), steps=4, done=1)
-    bar.evaluated({"t2i_r10": 0.25})
+    bar.evaluated(10, 0.25)
     bar.step(2, {"loss": 1.5, "skipped": 3}, {"pairs_per_second": 1234.0, "memory_bytes": 2**30})
     bar.close()
     for words in ("loss 1.500", "recall@10 25.0%", "1,234 pairs/s", "1,024 MiB", "3 skipped"):

@@ -14,7 +14,7 @@ def test_step_and_time_are_whole_in_a_narrow_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, color_system=None)
     progress = RunProgress(console, steps=20000, done=0)
-    progress.evaluated({"t2i_r10": 0.579})
+    progress.evaluated(10, 0.579)
     facts = {"pairs_per_second": 12439.0, "memory_bytes": 5.5e9}
     progress.step(12345, {"loss": 5.152, "skipped": 0}, facts)
     progress.close()

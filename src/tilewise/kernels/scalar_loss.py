@@ -24,7 +24,9 @@ from tilewise.kernels.spec import (
 )
 
 ONE_SIDED = {"row_lse", "row_pos", "num_positives"}, {"row_softplus"}  # statistics of a softmax and a sigmoid loss
-NOT_ONE_SIDED = "one pass is for a softmax or sigmoid loss with one positive per row, and this loss needs more"
+NOT_ONE_SIDED = (
+    "here one pass is for one softmax over each row, or a sigmoid loss, with one positive per row; this loss is another"
+)
 
 
 def is_one_sided(spec: PairSpec) -> bool:

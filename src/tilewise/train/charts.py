@@ -56,7 +56,8 @@ def line_chart(title: str, lines: Sequence[Line], *, width: int = 460, height: i
     xs = [x for line in lines for x in line.xs]
     ys = [y for line in lines for y in line.ys]
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
-    y0 = 0.0 if 0 <= y0 < 0.5 * y1 else y0
+    y0 = 0.0 if 0 <= y0 < 0.5 * y1 or (percent and y0 == y1) else y0
+    x_ticks = ticks(x0, x1)
     y1, x1 = (y1 if y1 > y0 else y0 + 1), (x1 if x1 > x0 else x0 + 1)
 
     def px(x: float) -> float:
@@ -70,7 +71,7 @@ def line_chart(title: str, lines: Sequence[Line], *, width: int = 460, height: i
         label = f"{100 * tick:.3g}%" if percent else short(tick)
         parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{py(tick):.1f}" y2="{py(tick):.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{label}</text>')
-    for tick in ticks(x0, x1):
+    for tick in x_ticks:
         parts.append(f'<text x="{px(tick):.1f}" y="{height - 8}" text-anchor="middle">{short(tick)}</text>')
     offset = left
     for line, colour in zip(lines, COLOURS, strict=False):

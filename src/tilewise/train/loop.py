@@ -20,7 +20,7 @@ from tilewise.train.config import LoopConfig, RunConfig, check_same_run, settled
 from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
 from tilewise.train.diverged import DivergedError, likely_cause
-from tilewise.train.evaluate import Encoders, evaluate_retrieval
+from tilewise.train.evaluate import Encoders, evaluate_retrieval, telling_k
 from tilewise.train.memory import tensor_bytes
 from tilewise.train.models import TwoTowers, describe_model
 from tilewise.train.objective import Objective
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOTICES = 5  # damaged shards that are named; further ones are counted
-BEST_METRIC = "t2i_r10"
 AUTO_EPOCHS, LEAST_STEPS = 8, 200  # the length of a run if the settings leave it open
 SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
 
@@ -346,9 +345,11 @@ class Trainer:
                     ) from None
             assert log is not None
             log.write(self.step, "eval", state.metrics)
-            bar.evaluated(state.metrics)
-            if state.metrics[BEST_METRIC] >= state.best.get("value", -1.0):
-                state.best = {"step": float(self.step), "value": state.metrics[BEST_METRIC]}
+            k = telling_k(state.metrics)
+            recall = state.metrics[f"t2i_r{k}"]
+            bar.evaluated(k, recall)
+            if recall >= state.best.get("value", -1.0):
+                state.best = {"step": float(self.step), "value": recall}
         self.world.wait()
 
     def _continue(self) -> None:

@@ -22,9 +22,15 @@ def _plan() -> None:
     """Compute what fits into memory, before anything is trained."""
 
 
-Gpus = Annotated[int, typer.Option(help="number of devices; default: those of this machine", min=0, show_default=False)]
+Gpus = Annotated[
+    int,
+    typer.Option(
+        help="number of devices; default: those of this machine, or 16 if it has none", min=0, show_default=False
+    ),
+]
 Memory = Annotated[
-    str, typer.Option(help="memory of one device, such as 80GiB or 24GB; default: that of this machine's devices")
+    str,
+    typer.Option(help="memory of one device, such as 80GiB or 24GB; default: that of this machine's devices, or 80GiB"),
 ]
 Reserve = Annotated[float, typer.Option(help="GiB of each device that are left to libraries")]
 Workspace = Annotated[int, typer.Option(help="MiB of workspace of tilewise on each device")]

@@ -89,10 +89,9 @@ class RunProgress:
             self._said = time.monotonic()
             self.console.print(facts, highlight=False)
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
-        """Show the result of an evaluation."""
-        if "t2i_r10" in metrics:
-            self.recall = f"  recall@10 {100 * metrics['t2i_r10']:.1f}%"
+    def evaluated(self, k: int, recall: float) -> None:
+        """Show the result of an evaluation: text-to-image recall at k."""
+        self.recall = f"  recall@{k} {100 * recall:.1f}%"
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -12,7 +12,7 @@ from tilewise.train.charts import Line, bar_chart, line_chart
 from tilewise.train.checkpoint import latest_checkpoint, write_atomically
 from tilewise.train.config import RunConfig
 from tilewise.train.data import EvalPairs, SkipLog
-from tilewise.train.evaluate import KS, Encoders
+from tilewise.train.evaluate import KS, Encoders, telling_k
 from tilewise.train.evaluate_run import open_pairs
 from tilewise.train.load_run import load_run
 from tilewise.train.memory import MIB
@@ -150,8 +150,9 @@ def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequenc
     name = html.escape(Path(config.output.folder).name)
     cards = []
     if evals and evals[-1].get("t2i_chance10"):
-        recall, chance = evals[-1]["t2i_r10"], evals[-1]["t2i_chance10"]
-        cards.append((f"{100 * recall:.1f} %", f"text-to-image recall at 10, {recall / chance:.0f} times chance"))
+        k = telling_k(evals[-1])
+        recall, chance = evals[-1][f"t2i_r{k}"], evals[-1][f"t2i_chance{k}"]
+        cards.append((f"{100 * recall:.1f} %", f"text-to-image recall at {k}, {recall / chance:.0f} times chance"))
     if train:
         seconds = sum(line["seconds"] for line in train)
         pairs = sum(line["rows"] for line in train)
@@ -205,13 +206,13 @@ def _figure(hit: Hit) -> str:
 def _curves(train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
     if not train:
         return ""
-    steps = [line["step"] for line in train]
+    steps, k = [line["step"] for line in train], telling_k(evals[-1]) if evals else KS[-1]
     charts = [
         line_chart("Loss", [Line("loss", steps, [line["loss"] for line in train])]),
         line_chart(
-            "Held-out recall at 10",
+            f"Held-out recall at {k}",
             [
-                Line(name, [line["step"] for line in evals], [line[f"{key}_r10"] for line in evals])
+                Line(name, [line["step"] for line in evals], [line[f"{key}_r{k}"] for line in evals])
                 for key, name in (("t2i", "text to image"), ("i2t", "image to text"))
             ],
             percent=True,

@@ -9,15 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewise.cache import Encoder
+from tilewise.cache import Encoder, GradientCache
 from tilewise.cache.chunks import map_tensors
-from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.cache.settings import Progress
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 
 
 class CachedLoss(nn.Module):
     """A loss with a gradient cache around ``self.loss``. The settings of that loss are attributes of this one too."""
 
+    uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
     SETTINGS: ClassVar[tuple[str, ...]] = ()  # read from ``self.loss``, and assigned to it
+
+    def __init__(self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool) -> None:
+        super().__init__()
+        if mini_batch_num_tokens is not None and mini_batch_num_tokens <= 0:
+            raise RangeError(f"mini_batch_num_tokens must be a positive integer or None, got {mini_batch_num_tokens}")
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss, name) if name in self.SETTINGS else super().__getattr__(name)
@@ -27,6 +36,106 @@ class CachedLoss(nn.Module):
             setattr(self.loss, name, value)
         else:
             super().__setattr__(name, value)
+
+    def chunks(self) -> dict[str, Any]:
+        """The settings of a gradient cache: the size of its chunks, and a progress bar if one is wanted."""
+        tokens = self.mini_batch_num_tokens
+        size = self.mini_batch_size if tokens is None else lambda features: rows_by_tokens(features, tokens)
+        return {"chunk_size": size, "progress": progress_bar() if self.show_progress_bar else None}
+
+    def cached_loss(self, columns: list[dict[str, Any]], more: Any) -> Tensor:
+        """The loss of the columns of a batch. ``more`` is the second argument of ``calculate_loss``, joined."""
+        cache = GradientCache(encoder_of(self.model), self._loss_of_columns, **self.chunks())
+        loss: Tensor = cache.loss(*columns, more=more)
+        return loss
+
+    def calculate_loss(self, reps: list[list[Tensor]], more: Any = None, *, with_backward: bool = False) -> Tensor:
+        """The loss of the embeddings of each column, in chunks. `MatryoshkaLoss` replaces this method.
+
+        With ``with_backward``, also runs backward, and returns the loss without its graph.
+        """
+        loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(chunks) for chunks in reps], self.joined(more))
+        if with_backward:
+            loss.backward()
+            loss = loss.detach()
+        return loss
+
+    def joined(self, more: Any) -> Any:
+        """The second argument of ``calculate_loss`` as the loss takes it."""
+        return more
+
+    def in_one_chunk(self, more: Any) -> Any:
+        """The opposite of `joined`."""
+        return more
+
+    def _loss_of_columns(self, *embeddings: Tensor, more: Any) -> Tensor:
+        if "calculate_loss" not in self.__dict__:
+            loss: Tensor = self.loss.compute_loss_from_embeddings(list(embeddings), more)
+            return loss
+        # `MatryoshkaLoss` calls the original several times, each time with its backward.
+        more = self.in_one_chunk(more)
+        if not torch.is_grad_enabled():
+            return self.calculate_loss([[column] for column in embeddings], more)
+        leaves = [column.detach().requires_grad_() for column in embeddings]
+        total = self.calculate_loss([[leaf] for leaf in leaves], more, with_backward=True)
+        known = [
+            (column * leaf.grad).sum() for column, leaf in zip(embeddings, leaves, strict=True) if leaf.grad is not None
+        ]
+        return total + sum(term - term.detach() for term in known)  # the value of total, with these gradients
+
+
+def rows_by_tokens(features: dict[str, Any], tokens: int) -> list[int]:
+    """The number of rows of each chunk, with as many rows as ``tokens`` allow, padding not counted, and at least one.
+
+    >>> rows_by_tokens({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]])}, 3)
+    [2, 1, 1]
+    """
+    mask = features.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise ConfigError(
+            "mini_batch_num_tokens needs the number of tokens of each text, and the features have no attention_mask "
+            "with a row for each. Use mini_batch_size instead"
+        )
+    sizes: list[int] = []
+    total = 0
+    for count in mask.sum(1).tolist():
+        total += count
+        if sizes and total <= tokens:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            total = count
+    return sizes
+
+
+def without_padding(features: dict[str, Any]) -> dict[str, Any]:
+    """The features without the last columns, if they are padding in all rows."""
+    mask = features.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not (used := mask.bool().any(0).nonzero()).numel():
+        return features
+    width, end = mask.shape[1], int(used[-1]) + 1
+
+    def cut(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == width
+        return value[:, :end] if whole else value
+
+    return {name: cut(value) for name, value in features.items()}
+
+
+def progress_bar() -> Progress:
+    """A progress function of a gradient cache that shows a bar for each pass."""
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(chunk: int, chunks: int, phase: str) -> None:
+        if chunk == 0:
+            bars[phase] = tqdm(total=chunks, desc=f"{phase} mini-batches", leave=False)
+        bars[phase].update()
+        if chunk + 1 == chunks:
+            bars[phase].close()
+
+    return show
 
 
 def embed_columns(model: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
@@ -54,26 +163,8 @@ def inputs_of(features: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoder_of(model: nn.Module) -> Encoder:
-    """The model as an encoder of a gradient cache."""
-    return Encoder(lambda **features: model(features)["sentence_embedding"], (model,))
-
-
-def check_cached(mini_batch_num_tokens: int | None, show_progress_bar: bool) -> None:
-    """Refuse the arguments of cached losses that have no counterpart here."""
-    if mini_batch_num_tokens is not None:
-        raise ConfigError("mini_batch_num_tokens is not supported: chunks are counted in rows (mini_batch_size)")
-    if show_progress_bar:
-        raise ConfigError(
-            "show_progress_bar is not supported. Use tilewise.cache.GradientCache with a progress function"
-        )
-
-
-def no_matryoshka(plain: str) -> ConfigError:
-    """The error of a cached loss inside of `MatryoshkaLoss`; ``plain`` is the loss without a cache."""
-    return ConfigError(
-        f"MatryoshkaLoss does not work around this Cached{plain}. Use it around tilewise's {plain}, or use the cached "
-        "loss of sentence-transformers"
-    )
+    """The model as an encoder of a gradient cache. It gets chunks without padding, as in sentence-transformers."""
+    return Encoder(lambda **features: model(without_padding(features))["sentence_embedding"], (model,))
 
 
 def check_model(model: Any) -> nn.Module:

@@ -23,20 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.cache import GradientCache, cached_encode
+from tilewise.cache import cached_encode
 from tilewise.cache.chunks import map_tensors
 from tilewise.errors import ConfigError, ShapeError
 from tilewise.integrations._groups import world_group
 from tilewise.integrations.sentence_transformers.columns import (
     CachedLoss,
-    check_cached,
     check_columns,
     check_model,
     embed_columns,
     encoder_of,
     inputs_of,
     mean_over,
-    no_matryoshka,
 )
 from tilewise.losses.guide import Guide, guide_limit, guided_logsumexp
 from tilewise.losses.info_nce import info_nce
@@ -169,15 +167,15 @@ class CachedGISTEmbedLoss(CachedLoss):
 
     Args:
         mini_batch_size: rows per forward of a model.
-        mini_batch_num_tokens: refused unless None. Chunks are counted in rows.
-        show_progress_bar: refused unless False.
+        mini_batch_num_tokens: if given, a forward has as many rows as hold so many tokens, padding not counted, instead
+            of ``mini_batch_size``.
+        show_progress_bar: show a bar for each of the two passes.
 
     The other arguments are those of `GISTEmbedLoss`.
 
-    `MatryoshkaLoss` around this loss is refused: it changes the output of the model between the two passes.
+    `MatryoshkaLoss` may be around it.
     """
 
-    uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
     SETTINGS = (
         *("temperature", "margin_strategy", "margin", "contrast_anchors", "contrast_positives"),
         *("gather_across_devices", "must_retokenize"),
@@ -199,38 +197,36 @@ class CachedGISTEmbedLoss(CachedLoss):
         *,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        check_cached(mini_batch_num_tokens, show_progress_bar)
+        super().__init__(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         contrasts = (contrast_anchors, contrast_positives)
         self.loss = GISTEmbedLoss(
             *(model, guide, temperature, margin_strategy, margin, *contrasts, gather_across_devices), options=options
         )
         _refuse_static(model, "a gradient cache")
         self.model, self.guide = self.loss.model, self.loss.guide
-        self.mini_batch_size = mini_batch_size
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are not used."""
         columns = [inputs_of(features) for features in sentence_features]
-        size = self.mini_batch_size
         with torch.no_grad():
-            encoder = encoder_of(self.guide)
-            guides = [cached_encode(encoder, column, chunk_size=size) for column in self.loss.guide_inputs(columns)]
-        cache = GradientCache(encoder_of(self.model), self._loss_of_columns, chunk_size=size)
-        loss: Tensor = cache.loss(*columns, guide_embeddings=guides)
-        return loss
+            encoder, settings = encoder_of(self.guide), self.chunks()
+            guides = [cached_encode(encoder, column, **settings) for column in self.loss.guide_inputs(columns)]
+        return self.cached_loss(columns, guides)
 
-    @property
-    def calculate_loss(self) -> Any:
-        """Read by `MatryoshkaLoss`, which would replace it. Refused, because this loss does not call it."""
-        raise no_matryoshka("GISTEmbedLoss")
+    def joined(self, more: list[list[Tensor]]) -> list[Tensor]:
+        """The guide's embeddings of each column, from those of its chunks."""
+        return [torch.cat(chunks) for chunks in more]
 
-    def _loss_of_columns(self, *embeddings: Tensor, guide_embeddings: list[Tensor]) -> Tensor:
-        return self.loss.compute_loss_from_embeddings(list(embeddings), guide_embeddings)
+    def in_one_chunk(self, more: list[Tensor]) -> list[list[Tensor]]:
+        """The opposite of `joined`."""
+        return [[column] for column in more]
 
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
-        return self.loss.get_config_dict() | {"mini_batch_size": self.mini_batch_size}
+        return self.loss.get_config_dict() | {
+            "mini_batch_size": self.mini_batch_size,
+            "mini_batch_num_tokens": self.mini_batch_num_tokens,
+        }
 
 
 def _must_retokenize(model: Any, guide: Any) -> bool:

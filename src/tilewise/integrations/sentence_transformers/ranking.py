@@ -25,19 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.cache import GradientCache
 from tilewise.errors import ConfigError, DtypeError, RangeError
 from tilewise.integrations._groups import world_group
 from tilewise.integrations.sentence_transformers.columns import (
     CachedLoss,
-    check_cached,
     check_columns,
     check_model,
     embed_columns,
-    encoder_of,
     inputs_of,
     mean_over,
-    no_matryoshka,
 )
 from tilewise.losses.info_nce import info_nce
 from tilewise.options import TileOptions
@@ -183,15 +179,16 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
 
     Args:
         mini_batch_size: rows per forward of the model.
-        mini_batch_num_tokens: refused unless None. Chunks are counted in rows.
-        show_progress_bar: refused unless False.
+        mini_batch_num_tokens: if given, a forward has as many rows as hold so many tokens, padding not counted, instead
+            of ``mini_batch_size``.
+        show_progress_bar: show a bar for each of the two passes.
 
     The other arguments are those of `MultipleNegativesRankingLoss`.
 
-    `MatryoshkaLoss` around this loss is refused: it changes the output of the model between the two passes.
+    `MatryoshkaLoss` may be around it. Gradients of a ``scale`` that is a parameter are then added when the loss is
+    computed, as in sentence-transformers.
     """
 
-    uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
     SETTINGS = ("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids")
 
     def __init__(
@@ -211,8 +208,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         labels_as_ids: bool = False,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__()
-        check_cached(mini_batch_num_tokens, show_progress_bar)
+        super().__init__(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         self.model = check_model(model)
         self.loss = MultipleNegativesRankingLoss(
             model,
@@ -226,25 +222,17 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
             labels_as_ids=labels_as_ids,
             options=options,
         )
-        self.mini_batch_size = mini_batch_size
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
-        cache = GradientCache(encoder_of(self.model), self._loss_of_columns, chunk_size=self.mini_batch_size)
-        loss: Tensor = cache.loss(*(inputs_of(features) for features in sentence_features), labels=labels)
-        return loss
-
-    @property
-    def calculate_loss(self) -> Any:
-        """Read by `MatryoshkaLoss`, which would replace it. Refused, because this loss does not call it."""
-        raise no_matryoshka("MultipleNegativesRankingLoss")
-
-    def _loss_of_columns(self, *embeddings: Tensor, labels: Ids | None) -> Tensor:
-        return self.loss.compute_loss_from_embeddings(list(embeddings), labels)
+        return self.cached_loss([inputs_of(features) for features in sentence_features], labels)
 
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
-        return self.loss.get_config_dict() | {"mini_batch_size": self.mini_batch_size}
+        return self.loss.get_config_dict() | {
+            "mini_batch_size": self.mini_batch_size,
+            "mini_batch_num_tokens": self.mini_batch_num_tokens,
+        }
 
 
 def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
