@@ -48,6 +48,34 @@ def test_gradients_and_bound(n, d, m, dtype, seed):
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_large_scores_keep_the_bound_or_take_the_exact_path(dtype, size, seed):
+    """The error of each row of the hidden states' gradient, in units of |scale| max |c|."""
+    tolerance, draw = 1e-3, torch.Generator("cuda").manual_seed(seed)
+    hidden, classifier = (torch.randn(rows, 128, device="cuda", generator=draw) for rows in (512, 40_000))
+    hidden = hidden / (hidden @ classifier.T).amax(1, keepdim=True)
+    target = torch.randint(0, 40_000, (512,), device="cuda", generator=draw)
+    a, c = hidden.to(dtype), classifier.to(dtype)
+
+    def gradient(a, c, solve, **settings):
+        a = a.clone().requires_grad_()
+        solve(a, c, target, size, **settings).backward()
+        return a.grad.double() / (size * c.double().norm(dim=1).max())
+
+    def ours(a, c, target, size, **settings):
+        how = {"logit_scale": size, "reduction": "sum", "options": GPU.options(**settings)}
+        return tw.linear_cross_entropy(a, c, target, **how)
+
+    def dense(a, c, target, size):
+        return torch.nn.functional.cross_entropy(size * a @ c.T, target, reduction="sum")
+
+    got = gradient(a, c, ours, filter_tolerance=tolerance)
+    want, plain = gradient(a.double(), c.double(), dense), gradient(a, c, ours, gradients="backward")
+    assert (got - want).norm(dim=1).max() <= tolerance + 1.5 * (plain - want).norm(dim=1).max()
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 def test_bias_and_soft_cap(dtype, seed):
     filtering.check_filtered(GPU, dtype, 300, 72, 40_000, seed, bias=True)

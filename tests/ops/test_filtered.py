@@ -58,7 +58,7 @@ def test_the_bound(name, tolerance, dtype):
 
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_large_scores_keep_the_bound_or_take_the_exact_path(dtype, size):
     """Backward multiplies other shapes than forward. Where that rounding is not small, nothing is dropped."""
     tolerance, classifier, hidden = 1e-3, random(4096, 64, seed=1), random(256, 64, seed=2)

@@ -107,8 +107,8 @@ def test_an_error_in_the_work_gives_nan_and_is_raised_at_the_end(where):
 
     started = time.monotonic()
     with pytest.raises(MemoryError, match="no room"):
-        run_virtual(3, work)
-    assert time.monotonic() - started < 20  # far below the timeout of 60 s
+        run_virtual(3, work, timeout_s=600)
+    assert time.monotonic() - started < 300  # no rank waits until the timeout
     assert met == [[0, 2, 1], [1, 0], [2, 1, 0]]  # rank 1 stops computing but sends all blocks on
     assert all_nan == [True, None, True]
 
@@ -184,8 +184,8 @@ def test_other_ranks_do_not_wait_for_a_rank_that_has_ended(how, where):
 
     started = time.monotonic()
     with pytest.raises(Stop if how == "fails" else GroupError):
-        run_virtual(3, work, timeout_s=60)
-    assert time.monotonic() - started < 20
+        run_virtual(3, work, timeout_s=600)
+    assert time.monotonic() - started < 300  # no rank waits until the timeout
     assert any(f"rank 1 {'failed' if how == 'fails' else 'has finished'}" in str(error) for error in raised)
 
 

@@ -6,6 +6,7 @@ prints how many files of each kind were read, refused or read in part.
 """
 
 import contextlib
+import faulthandler
 import io
 import json
 import random
@@ -37,7 +38,8 @@ from tilewise.train.settings import to_dict, to_toml
 from tilewise.train.status import Status, read_status, write_status
 
 PAIRS = 4
-SLOWEST_S = 5.0
+SLOWEST_S = 5.0  # of processor time, for one file
+HANGS_S = 300.0  # then the process ends with the places of its threads
 TOKENS = (b"{", b"[", b'"', b"\xff", b"\0", b"-1", b"1e999", b"9" * 20, b"null", b"[" * 5000, b"NaN", b"\n")
 
 
@@ -225,7 +227,8 @@ def check(count: int, seed: int, folder: Path) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {kind: Counter() for kind in ("tar", "image", "table", "run")}
     for number in range(count):
         kind = ("tar", "image", "table", "run")[number % 4]
-        start = time.monotonic()
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        start = time.process_time()
         try:
             if kind == "tar":
                 (folder / "x.tar").write_bytes(mutate_tar(tar, rng))
@@ -246,7 +249,9 @@ def check(count: int, seed: int, folder: Path) -> dict[str, Counter[str]]:
                     file.write_bytes(before)
         except Exception as error:
             raise AssertionError(f"file {number} ({kind}) of seed {seed}: {type(error).__name__}: {error}") from error
-        taken = time.monotonic() - start
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        taken = time.process_time() - start
         assert taken < SLOWEST_S, f"file {number} ({kind}) of seed {seed} took {taken:.1f} s"
         found[kind][result] += 1
     return found

@@ -63,11 +63,9 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-        advice = (
-            ". Text that looks like a number or a date needs quotation marks, in a shell '\"...\"'"
-            if hint is str
-            else ""
-        )
+        advice = ""
+        if hint is str:
+            advice = ". Text that looks like a number, a date or true needs quotation marks, in a shell '\"...\"'"
         raise ConfigError(f"{name} is {kind}, got {value!r}{advice}")
     return value
 
