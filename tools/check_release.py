@@ -4,24 +4,31 @@
     python tools/check_release.py loop.steps=4     # a shorter demo; any settings of `tilewise demo`
 
 The trial takes the wheel alone, outside of the repository: it installs the train extra, measures what `import tilewise`
-adds to `import torch`, and runs `tilewise demo`. Any failure ends the program with a message.
+adds to `import torch`, and runs `tilewise demo`. Any failure ends the program with a message. Sizes and times are
+written to tests/results/release.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from test_matrix import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
+RESULTS = ROOT / "tests" / "results" / "release.json"
 LONGEST_IMPORT_S = 0.3
 IMPORT = """
 import json, time, torch
@@ -63,8 +70,8 @@ def check_contents(wheel: Path) -> None:
         sys.exit(f"The wheel and src differ: {sorted(inside ^ wanted)}")
 
 
-def try_wheel(wheel: Path, version: str, settings: list[str]) -> None:
-    """Install the wheel into an empty environment and use it there."""
+def try_wheel(wheel: Path, version: str, settings: list[str]) -> dict[str, object]:
+    """Install the wheel into an empty environment and use it there. Returns what was measured."""
     with tempfile.TemporaryDirectory(prefix="tilewise-release-") as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
@@ -79,10 +86,17 @@ def try_wheel(wheel: Path, version: str, settings: list[str]) -> None:
             sys.exit(f"Wanted version {version} from {folder}, got {best['version']} from {best['file']}.")
         if best["cpu_s"] > LONGEST_IMPORT_S:  # the processor's time does not depend on what else runs
             sys.exit(f"import tilewise takes longer than {LONGEST_IMPORT_S} s.")
+        start = time.monotonic()
         run(folder / "venv" / "bin" / "tilewise", "demo", *settings, cwd=empty)
+        return {
+            "import_wall_s": round(best["wall_s"], 3),
+            "import_cpu_s": round(best["cpu_s"], 3),
+            "demo": " ".join(["tilewise demo", *settings]),
+            "demo_s": round(time.monotonic() - start),
+        }
 
 
-def measure_import(python: Path, cwd: Path) -> dict[str, object]:
+def measure_import(python: Path, cwd: Path) -> dict[str, Any]:
     """What `import tilewise` costs in a new process that has torch already."""
     done = subprocess.run([python, "-c", IMPORT], cwd=cwd, env=clean(), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -92,9 +106,12 @@ def main() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     wheel, sdist = build()
     check_contents(wheel)
-    try_wheel(wheel, version, sys.argv[1:])
-    for path in (wheel, sdist):
-        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.2f} MB")
+    found: dict[str, object] = {"version": version, "system": f"{platform.system()} {platform.machine()}"}
+    found |= {"python": platform.python_version(), "commit": commit()} | try_wheel(wheel, version, sys.argv[1:])
+    for kind, path in (("wheel_mb", wheel), ("sdist_mb", sdist)):
+        found[kind] = round(path.stat().st_size / 1e6, 2)
+        print(f"{path.relative_to(ROOT)}: {found[kind]} MB")
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
