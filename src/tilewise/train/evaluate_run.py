@@ -55,7 +55,7 @@ def evaluate_run(
     if held_out is not None:
         with counted(console, "encoding held-out images") as watch:
             result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
-        console.print(recall_table(result["retrieval"]))
+        console.print(recall_table(result["retrieval"], f"recall on {pairs}" if pairs else "held-out recall"))
     if classes is not None:
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
@@ -77,9 +77,9 @@ def evaluate_run(
     return result
 
 
-def recall_table(metrics: dict[str, float]) -> Table:
+def recall_table(metrics: dict[str, float], title: str = "held-out recall") -> Table:
     """Return a table of recalls in both directions, compared with chance."""
-    table = Table(title="held-out recall, and how many times chance")
+    table = Table(title=f"{title}, and how many times chance")
     table.add_column("direction")
     for k in KS:
         table.add_column(f"recall at {k}", justify="right")
