@@ -296,3 +296,17 @@ def test_unsupported_derivatives_are_refused():
     value = cached_loss(a, [x.requires_grad_()], lambda z: z.square().mean(), chunk_size=2)
     with pytest.raises(GradientError, match=r"are added to \.grad"):
         torch.autograd.grad(value, [x])
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_function_gives_the_rows_of_each_chunk(offload):
+    torch.manual_seed(0)
+    linear, rows, seen = torch.nn.Linear(4, 3), torch.randn(7, 4), []
+    loss = lambda z: z.square().sum(1).logsumexp(0)  # noqa: E731
+    (want,) = torch.autograd.grad(loss(linear(rows)), linear.weight)
+    linear.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    cached_step(linear, [rows], loss, chunk_size=lambda batch: [1, 4, len(batch) - 5], offload=offload)
+    assert seen == [1, 4, 2] * 2
+    torch.testing.assert_close(linear.weight.grad, want)
+    with pytest.raises(ConfigError, match=r"rows of each chunk, 7 together, got \[3, 3\]"):
+        cached_step(linear, [rows], loss, chunk_size=lambda batch: [3, 3], offload=offload)

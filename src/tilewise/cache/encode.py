@@ -55,6 +55,7 @@ class EncoderInput:
     @classmethod
     def open(cls, index: int, encoder: Encoder, batch: Any, chunk_size: ChunkSize, offload: Any) -> EncoderInput:
         """Read the rows, chunks and devices of an input, and whether anything requires a gradient."""
+        given = batch
         if offload is not None and not isinstance(batch, BatchSource):
             batch = HostBatch(batch, offload)
         if isinstance(batch, BatchSource):
@@ -65,7 +66,7 @@ class EncoderInput:
             watched = leaves
         devices = random_devices(watched, encoder.modules, [device] if device is not None else [])
         learns = encoder.learns or any(leaf.requires_grad for leaf in leaves)
-        return cls(index, encoder, batch, row_ranges(rows, chunk_size, batch), devices, leaves, watched, learns)
+        return cls(index, encoder, batch, row_ranges(rows, chunk_size, given), devices, leaves, watched, learns)
 
     def first_pass(self) -> Iterator[Tree]:
         """Yield every chunk. The random state is recorded before loading and before encoding."""

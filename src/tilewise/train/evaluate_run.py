@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -55,7 +56,7 @@ def evaluate_run(
     if held_out is not None:
         with counted(console, "encoding held-out images") as watch:
             result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
-        console.print(recall_table(result["retrieval"], f"recall on {pairs}" if pairs else "held-out recall"))
+        console.print(recall_table(result["retrieval"], f"recall on {escape(pairs)}" if pairs else "held-out recall"))
     if classes is not None:
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
