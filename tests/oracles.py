@@ -136,11 +136,14 @@ def sparse_distillation_dense(
     for token in range(here[..., 0].numel()):  # one by one, without padding
         own = here.reshape(-1, ids.shape[-1])[token]
         q = t.reshape(-1, ids.shape[-1])[token][own].to(log_p.dtype).exp()
-        p = log_p.reshape(-1, log_p.shape[-1])[token].exp()[ids.reshape(-1, ids.shape[-1])[token][own]]
+        every, chosen = log_p.reshape(-1, log_p.shape[-1])[token].exp(), ids.reshape(-1, ids.shape[-1])[token][own]
+        p = every[chosen]
         if tail == "renormalize":
             q = q / q.sum()
         if tail == "bucket":
-            p, q = torch.cat([p, 1 - p.sum(0, keepdim=True)]), torch.cat([q, 1 - q.sum(0, keepdim=True)])
+            others = torch.ones_like(every, dtype=torch.bool).index_fill(0, chosen, False)
+            p = torch.cat([p, every[others].sum(0, keepdim=True)])
+            q = torch.cat([q, 1 - q.sum(0, keepdim=True)])
         kind = {"forward": q * (q.log() - p.log()), "reverse": p * (p.log() - q.log()), "cross_entropy": -q * p.log()}
         losses.append(kind[divergence].sum() if own.any() else p.sum() * 0.0)
     loss = torch.stack(losses).reshape(here.shape[:-1])

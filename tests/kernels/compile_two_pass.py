@@ -64,6 +64,10 @@ LOSSES = {
         | {"bias", "bias_part", "row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square"}
         | {"row_shift", "row_scale", "own"},
     ),
+    "all but the picked": (
+        *(of("ROWS"), of("ROWS", "BIAS_COLS"), of("BIAS", "SOFTCAP"), 0, True),
+        ROWS - {"grad_pos"} | {"bias", "bias_part", "row_shift", "row_scale", "picked"},
+    ),
     "tokens, saved": (
         *(of("ROWS", "ENTROPY", "SUM_SQ", "TOP"), of("ROWS", "ENTROPY", "SUM_SQ"), 0, ONE, True),
         ROWS
@@ -90,8 +94,10 @@ LOSSES = {
 TOKENS = "tokens, saved", "log-probability and entropy"
 SAVING = "cross entropy, saved", "cross entropy, if not filtered", *TOKENS  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "tokens, picked", "supcon", "info_nce with ids"
+WIDE += ("all but the picked",)
 QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
+ON_HOPPER += ("all but the picked",)
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 

@@ -40,7 +40,7 @@ POINTERS = dict.fromkeys(
     "*i32",
 )
 POINTERS |= dict.fromkeys(
-    ("row_key", "pick", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64"
+    ("row_key", "pick", "picked", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64"
 )
 STORED = ("x_desc", "y_desc")  # float32, whatever the features are
 FEATURES = {"a", "b", "e", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
-from tests.kernels.dense import dense_stats
+from tests.kernels.dense import dense_scores, dense_stats
 from tests.kernels.pair_maker import Maker
 from torch import Tensor
 
@@ -282,6 +282,29 @@ def picked_of_a_slice(make: Maker) -> Case:
     pick = make.integers(3 * m, 3 * n).reshape(n, 3)
     pair = dataclasses.replace(pair, pick=pick, row_key=None, row_shift=None, bias=None, col_start=20)
     return pair, dataclasses.replace(spec, positive="none", row_picked=True)
+
+
+@case
+def picks_left_out(make: Maker) -> Case:
+    """The log-sum-exp of the columns that a row does not pick. Some are picked twice, some are elsewhere."""
+    pair, spec = cross_entropy(make)
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    pick = make.integers(m + 9, 20 * n).reshape(n, 20) - 5 + 20
+    pick[::3, 4:] = pick[::3, :16] + 1
+    pick = torch.where(pick % 5 == 0, -1, pick).sort(dim=1).values
+    pair = dataclasses.replace(pair, pick=pick, row_key=None, row_scale=torch.exp2(make.vector(n)), col_start=20)
+    return pair, dataclasses.replace(spec, positive="none", row_picked=True, skip_picked=True)
+
+
+@case
+def picks_left_out_of_scores_1000(make: Maker) -> Case:
+    """Rows whose largest scores are all picked: the sums of what is left need other references."""
+    pair, spec = picks_left_out(make)
+    n, m = pair.a.shape[0], pair.b.shape[0]
+    pair = dataclasses.replace(pair, scale=make.number(200.0), row_scale=None, col_start=0)
+    x_nm = dense_scores(_double(pair), spec)[0]
+    pick = x_nm.topk(min(7, m - 1), dim=1).indices.sort(dim=1).values
+    return dataclasses.replace(pair, pick=pick), spec
 
 
 @case

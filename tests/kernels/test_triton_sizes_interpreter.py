@@ -43,6 +43,7 @@ MACRO = {
     "tokens_masked_and_twice": ("float32",),
     "tokens_of_many_temperatures": ("float32", "float16"),
     "picked_of_a_slice": ("float32",),
+    "picks_left_out": ("float32", "float16"),
 }
 
 

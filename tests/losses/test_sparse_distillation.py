@@ -119,20 +119,39 @@ def test_one_certain_class_is_cross_entropy():
         assert_close(ours(x, tail=tail, divergence="cross_entropy"), want, 1e-13)
 
 
-def test_a_student_that_is_sure_has_a_finite_bucket():
-    """All of the student's probability is in the ids: the rest is the smallest step of float32."""
-    hidden, head = torch.tensor([[200.0, 0.0]], requires_grad=True), torch.tensor([[1.0, 0.0], [0.9, 0.0], [0.0, 0.0]])
-    for divergence in DIVERGENCES:
-        loss = tw.linear_sparse_distillation_loss(
-            hidden,
-            head,
-            torch.tensor([[0, 1]]),
-            torch.tensor([[0.5, 0.3]]).log(),
-            tail="bucket",
-            divergence=divergence,
-        )
-        assert loss.isfinite()
-        assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("sure", [1.0, 20.0, 90.0])
+def test_the_rest_of_a_student_that_is_sure(divergence, sure):
+    """Its other classes have a probability of exp(-20) or exp(-90): 1 less a sum would be 0 in float32."""
+    x = problem(torch.float32)
+    hidden, head = x.hidden.detach()[0], torch.cat([x.head, torch.zeros_like(x.head[:, :1])], 1).detach()
+    ids, t = torch.tensor([[5, 2]]).expand(7, 2), torch.tensor([[0.5, 0.3]]).log().expand(7, 2)
+    hidden = torch.cat([hidden, torch.ones(7, 1)], 1).requires_grad_()
+    head[ids[0], -1] = sure
+    kind = {"divergence": divergence, "tail": "bucket"}
+    loss = tw.linear_sparse_distillation_loss(hidden, head, ids, t, **kind)
+    exact = hidden.detach().double().requires_grad_()
+    want = sparse_distillation_dense(exact, head.double(), ids, t.double(), **kind)
+    assert_close(loss, want, 2e-6)
+    assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(want, exact)[0], 5e-5)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_ids_of_all_classes_leave_nothing_for_the_bucket(divergence):
+    x = problem(classes=9)
+    t = torch.randn(4, 7, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(-1)
+    x.ids, x.t = torch.arange(9).expand(4, 7, 9), t
+    bucket, ignored = (ours(x, divergence=divergence, tail=tail) for tail in ("bucket", "ignore"))
+    assert_close(bucket, ignored, 1e-12)
+    for got, want in zip(*(torch.autograd.grad(loss, leaves(x)) for loss in (bucket, ignored)), strict=True):
+        assert_close(got, want, 1e-11)
+
+
+def test_a_nan_outside_of_the_ids_is_seen():
+    x = problem()
+    x.head = x.head.detach().clone()
+    x.head[(x.ids[0, 0].max() + 1) % x.head.shape[0]] = torch.nan
+    assert ours(x, tail="bucket").isnan()
 
 
 def test_probabilities_of_zero():

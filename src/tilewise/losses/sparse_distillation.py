@@ -58,7 +58,7 @@ def linear_sparse_distillation_loss(
 
         s = logits.log_softmax(-1).gather(-1, teacher_ids);  t = teacher_log_probs
         if tail == "renormalize": t = t.log_softmax(-1)
-        if tail == "bucket": s, t = (cat([x, log(1 - x.exp().sum(-1))]) for x in (s, t))
+        if tail == "bucket": s, t = (cat([x, log(1 - x.exp().sum(-1))]) for x in (s, t))  # the rest as one class
         forward = (t.exp() * (t - s)).sum(-1)        # KL(teacher || student)
         reverse = (s.exp() * (s - t)).sum(-1)        # KL(student || teacher)
         cross_entropy = -(t.exp() * s).sum(-1)
@@ -75,10 +75,10 @@ def linear_sparse_distillation_loss(
             gradient. Those of padding may be anything.
         divergence: see above. The gradient of "cross_entropy" is that of "forward".
         tail: what becomes of the teacher's other probability. "ignore" leaves it out. "renormalize" divides the K
-            probabilities by their sum. "bucket" compares it with the student's other probability, as one class; both
-            are at least the smallest step of the type (1.2e-7 for float32). The student's is 1 less the probability of
-            the ids, with an error of about 1e-6 in float32. Only with "bucket" does "reverse" see the student's
-            probability outside of the ids.
+            probabilities by their sum. "bucket" compares it with the student's other probability, as one class. The
+            student's is the sum over its other classes, exact however small it is. The teacher's is 1 less the sum of
+            its K probabilities, at least the smallest step of the type (1.2e-7 for float32). Only with "bucket" does
+            "reverse" see the student's probability outside of the ids. ``filter_tolerance`` has no effect on it.
         linear_bias: (V,).
         mask: (...) bool, True for tokens that count.
         reduction: "mean" is over the tokens that count, NaN if there are none. "none" returns 0 for the others.
@@ -109,11 +109,15 @@ def linear_sparse_distillation_loss(
     scale, bias, cap = tempered(degrees, scale, bias, cap)
     ids = check_token_ids("teacher_ids", teacher_ids, input, shift)
     t = check_token_values("teacher_log_probs", teacher_log_probs, input, shift).to(stat_dtype(a.dtype))
+    bucket = tail == "bucket"
     if t.shape != ids.shape:
         raise ShapeError(
             f"teacher_log_probs has one number for each id, got {tuple(teacher_log_probs.shape)} numbers and "
             f"{tuple(teacher_ids.shape)} ids. Pass K of both"
         )
+    if bucket:  # the ids that a log-sum-exp leaves out ascend
+        ids, order = ids.sort(dim=1)
+        t = t.gather(1, order)
     must_match = ""
     if name:
         settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
@@ -139,14 +143,26 @@ def linear_sparse_distillation_loss(
         scale,
         bias,
         keys=PairKeys(row_key=key, row_shift=row_shift, pick=torch.where(here, ids, -1), row_scale=row_scale),
-        spec=PairSpec(row_lse=True, row_picked=True, positive="one", softcap=cap, drop_rows=True, same_rows=bool(name)),
+        spec=PairSpec(
+            row_lse=True,
+            row_picked=True,
+            skip_picked=bucket,
+            positive="none" if bucket else "one",
+            softcap=cap,
+            drop_rows=True,
+            same_rows=bool(name),
+        ),
         options=options,
         group_name=name,
     )
     assert stats.row_lse is not None
     assert stats.row_picked is not None
-    s = torch.where(here & (ids >= classes), torch.nan, stats.row_picked - stats.row_lse[:, None])
-    loss_n = torch.where(counted, _divergence(s, t, here, counted, divergence, tail), 0.0)
+    x, lse = torch.where(here & (ids >= classes), torch.nan, stats.row_picked), stats.row_lse[:, None]
+    if bucket:  # one more class: all others of the student, if there are any, and what the teacher has left
+        x, rest = torch.cat([x, lse], 1), counted[:, None] & (lse != -torch.inf)
+        here, t = torch.cat([here, rest], 1), torch.cat([t, torch.where(rest, _log_rest(t), -torch.inf)], 1)
+        lse = torch.where(here | ~counted[:, None], x, -torch.inf).logsumexp(1, keepdim=True)
+    loss_n = torch.where(counted, _divergence(x - lse, t, here, counted, divergence, tail), 0.0)
     if reduction == "none":
         return loss_n.reshape(shape)
     return loss_n.sum() / counted.sum() if reduction == "mean" else loss_n.sum()
@@ -161,8 +177,6 @@ def _divergence(s: Tensor, t: Tensor, here: Tensor, counted: Tensor, divergence:
     if tail == "renormalize":
         total = t.logsumexp(1, keepdim=True)
         t = t - torch.where(total == -torch.inf, 0.0, total)
-    if tail == "bucket":
-        s, t = torch.cat([s, _log_rest(s)], 1), torch.cat([t, _log_rest(t)], 1)
     if divergence == "reverse":
         known = s > -torch.inf
         s = torch.where(known, s, 0.0)
@@ -172,10 +186,10 @@ def _divergence(s: Tensor, t: Tensor, here: Tensor, counted: Tensor, divergence:
     return torch.where(known, terms, 0.0).sum(1)
 
 
-def _log_rest(x: Tensor) -> Tensor:
-    """log(1 - sum_k exp(x_k)) of each row, (n, 1); the difference is at least the smallest step of the type."""
-    total = x.logsumexp(1, keepdim=True)
-    return torch.log(-torch.expm1(total.clamp(max=-torch.finfo(x.dtype).eps)))
+def _log_rest(t: Tensor) -> Tensor:
+    """log(1 - sum_k exp(t_k)) of each row, (n, 1); the difference is at least the smallest step of the type."""
+    total = t.logsumexp(1, keepdim=True)
+    return torch.log(-torch.expm1(total.clamp(max=-torch.finfo(t.dtype).eps)))
 
 
 def _present(ids: Tensor, mask: Tensor | None, input: Tensor, shift: int) -> tuple[Tensor, Tensor]:

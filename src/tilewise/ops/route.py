@@ -115,6 +115,8 @@ def _why_not_filtered(
         return "the tolerance is too small for float32"
     if spec.row_sum:
         return "a weighted sum of all scores (label smoothing, mean_logit) needs every entry"
+    if spec.skip_picked:
+        return "the log-sum-exp leaves out the picked columns, and the filter does not"
     if spec.row_sum_sq:
         return "the filter has no bound for the sum of squared probabilities (log_sum_sq_prob)"
     more = spec.mask_self or spec.symmetric or spec.local_keys or spec.same_rows or shape.has_skips

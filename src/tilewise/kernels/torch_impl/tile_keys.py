@@ -101,6 +101,12 @@ class TileKeys:
         found = x_rc.gather(1, place).double() - (shift if isinstance(shift, float) else shift[:, None])
         return torch.where(inside, found, 0.0)
 
+    def exclude_picks_(self, x_rc: Tensor, i: slice, j: slice) -> None:
+        """Set the scores of the picked columns to -inf, in place. Outside columns are clamped to the tile, and add 0."""
+        assert self.pair.pick is not None
+        place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
+        x_rc.scatter_add_(1, place, torch.where(inside, -torch.inf, 0.0).to(x_rc.dtype))
+
     def add_at_picks_(self, g_rc: Tensor, col_nk: Tensor, value_nk: Tensor, i: slice, j: slice) -> None:
         """Add value_ik at the column col_ik of row i, in place. The columns of a row are distinct, or negative."""
         place, inside = _inside(col_nk[i], j)

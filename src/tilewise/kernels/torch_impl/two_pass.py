@@ -118,6 +118,8 @@ class _RunningStats:
                 now.row_pos[j] += mirror
         if now.row_picked is not None:
             now.row_picked[i] += tiles.keys.picked_scores(x_rc, i, j)
+            if self.spec.skip_picked:
+                tiles.keys.exclude_picks_(x_rc, i, j)
         if now.row_sum is not None:
             assert self.pair.col_weight is not None
             # Not x @ weight: the order of its sums may depend on the row's place.
@@ -217,6 +219,8 @@ class _TileWeights:
         x_rc = tiles.scores(i, j)
         scratch = tiles.scratch(x_rc)
         slope = tiles.score_slope(x_rc, i)
+        if self.spec.skip_picked:
+            tiles.keys.exclude_picks_(x_rc, i, j)
         if self.softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
             g_rc = x_rc.sigmoid_()

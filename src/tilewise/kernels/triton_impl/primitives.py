@@ -18,6 +18,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 SMALLEST_SUM = tl.constexpr(2.0**-80)  # a score that underflows below it is at most 2**-38 of the sum
 LARGEST_SUM = tl.constexpr(2.0**120)
 NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
+SOME_PICKS = tl.constexpr(8)  # picked columns that `without_picks` reads at once
 LARGEST_SCORE = tl.constexpr(3.4028234663852886e38)  # the largest finite number of float32
 
 
@@ -167,6 +168,27 @@ def scored_tile(a_desc, b_desc, scale, bias, softcap, row_key, col_key, row_skip
     x = score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
                    SCORE, POSITIVE, shift, row_scale)  # fmt: skip
     return rows, cols, x
+
+
+@triton.jit
+def without_picks(x, rows, cols, n, first, first_col, picked, picks, C: tl.constexpr):
+    """The scores of a tile with -inf in the columns ``picked``, (n, picks) global indices that ascend in each row.
+
+    ``first_col`` is the tile's first column. The picks of a row in this tile are those from ``low`` to ``high``.
+    """
+    start, ok = first + first_col, rows < n
+    row_at = picked + rows.to(tl.int64) * picks
+    low, high = tl.zeros_like(rows), tl.zeros_like(rows)
+    for k in range(0, picks, SOME_PICKS):
+        at = k + tl.arange(0, SOME_PICKS)
+        here = ok[:, None] & (at < picks)[None, :]
+        col = tl.load(row_at[:, None] + at[None, :], mask=here, other=2**62)
+        low += tl.sum((col < start).to(tl.int32), 1)
+        high += tl.sum((col < start + C).to(tl.int32), 1)
+    for k in range(0, tl.max(high - low, 0)):
+        col = (tl.load(row_at + low + k, mask=low + k < high, other=-1) - first).to(tl.int32)
+        x = tl.where(col[:, None] == cols[None, :], float("-inf"), x)
+    return x
 
 
 @triton.jit

@@ -129,10 +129,11 @@ class Call:
         self.by_row = {name: vector(getattr(pair, name)) for name in ROW_VECTORS}
         self.by_col = {name: vector(getattr(pair, name)) for name in COL_VECTORS}
         self.pick = vector(pair.pick)
+        self.by_row["picked"] = self.pick if spec.skip_picked else None
         if spec.symmetric:
             self.by_col["col_shift"] = self.by_row["row_shift"]
         self.fixed: dict[str, Any] = {"scale": pair.scale, "softcap": spec.softcap, "D": self.a.shape[1]}
-        self.fixed |= {"a_stride": self.a.stride(0), "b_stride": self.b.stride(0)}
+        self.fixed |= {"a_stride": self.a.stride(0), "b_stride": self.b.stride(0), "picks": pair.shape.picks}
         self.fixed |= {"SCORE": self.score_bits, "POSITIVE": self.positive, "EXACT": self.exact}
         if shared is None:
             self.by_col["bias"] = vector(bias)

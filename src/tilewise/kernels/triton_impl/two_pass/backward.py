@@ -25,12 +25,18 @@ ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most 
 
 
 def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> tuple[Pair, Stats, GradStats]:
-    """Distinct picked columns of each row, their scores and summed gradients; a positive's go to that of ``row_pos``."""
+    """Distinct picked columns of each row, their scores and summed gradients; a positive's go to that of ``row_pos``.
+
+    With ``skip_picked`` they ascend in each row.
+    """
     if grad.row_picked is None:
         return pair, stats, grad
     assert pair.pick is not None
     assert stats.row_picked is not None
     pick, order, total = combined_picks(pair.pick, grad.row_picked)
+    if spec.skip_picked:  # repetitions became -1
+        pick, place = pick.sort(dim=1)
+        order, total = order.gather(1, place), total.gather(1, place)
     if spec.positive == "one":
         rows = torch.arange(pair.a.shape[0], device=pick.device) + pair.row_start
         same = pick == (rows if pair.row_key is None else pair.row_key)[:, None]
@@ -261,6 +267,8 @@ class Backward:
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if self.picked:
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor} | call.picks(i, **self.picked)
+            if self.spec.skip_picked:
+                shared["TERMS"] &= ~bit.ROWS.value
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if bias is not None:
             bias.add(j)

@@ -37,6 +37,7 @@ from tilewise.kernels.triton_impl.primitives import (
     scored_tile,
     store_tile,
     tile_place,
+    without_picks,
 )
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import shifts
 
@@ -93,9 +94,13 @@ def cap_slope(x, softcap):
     return tl.where(x == float("-inf"), 0.0, 1.0 - ratio * ratio)
 
 
-@kernel(optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "row_share", "col_share", "span", "bias_part"), dynamic=TILE_NUMBERS)
+@kernel(
+    optional=(*SCORE_KEYS, *OPTIONAL_TERMS, "picked", "row_share", "col_share", "span", "bias_part"),
+    dynamic=(*TILE_NUMBERS, "picks"),
+)
 def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                     row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight, row_scale,  # keys, shifts, weights
+                    picked, picks,  # columns to leave out
                     row_lse, col_lse, row_share, col_share, span,  # statistics
                     grad_row, grad_col, grad_pos, grad_pos_col, grad_sum, grad_entropy, grad_square, factor,  # their gradients
                     g_desc, bias_part,  # outputs
@@ -119,11 +124,13 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     t = 0.0
     if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
         t = tl.load(span + 1)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=picked is None):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t, row_scale)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
+        if picked is not None:
+            x = without_picks(x, rows, cols, n, first, tile_col * C, picked, picks, C)
         g = tl.where(x == x, 0.0, 0.0)  # where none of these terms follows
         if SOFTPLUS & TERMS:
             g = sigmoid(x) * (tl.load(grad_row + rows, mask=ok_rows, other=0.0) * f)[:, None]

@@ -45,6 +45,7 @@ from tilewise.kernels.triton_impl.primitives import (
     store_tile,
     tile_place,
     with_rank,
+    without_picks,
     without_rank,
 )
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import softplus_product, softplus_sum
@@ -105,16 +106,18 @@ def raised(high, total, x, axis: tl.constexpr):
         "col_shift",
         "col_weight",
         "row_scale",
+        "picked",
         "peaks",
         "only_if",
         "col_part",
         "e_desc",
         "reference",
     ),
-    dynamic=(*TILE_NUMBERS, "peak_count"),
+    dynamic=(*TILE_NUMBERS, "peak_count", "picks"),
 )
 def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                    row_key, col_key, row_skip, col_skip, row_shift, col_shift, col_weight, row_scale,  # keys, shifts, weights
+                   picked, picks,  # columns to leave out
                    peaks, peak_count, only_if,  # a sample of scores; a flag, see below
                    row_part, col_part, tops, e_desc, reference, needs_repair,  # outputs
                    n, m, first, ahead,
@@ -146,12 +149,14 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     BELOW: tl.constexpr = (peaks is not None) and not (ROW_SUM & STATS)  # scored_tile already subtracts top
     STRIP_GROUP: tl.constexpr = max(1, GROUP // STRIP)
     near = tl.zeros((32 if R >= 64 else R, C), tl.float32)
-    for step in tl.range(0, steps, flatten=True):
+    for step in tl.range(0, steps, flatten=picked is None):  # `without_picks` has loops of its own
         strip, tile_col = tile_place(tl.program_id(0) + step // STRIP * PROGRAMS, strips, col_tiles, STRIP_GROUP)
         tile_row = strip * STRIP + step % STRIP
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, top if BELOW else 0.0, row_scale)  # fmt: skip
         ok_rows, ok_cols = rows < n, cols < m
+        if picked is not None:
+            x = without_picks(x, rows, cols, n, first, tile_col * C, picked, picks, C)
         totals = row_part + tile_col * n
         at = totals  # parts of the next statistic
         if (ROWS + SOFTPLUS) & STATS:
@@ -230,9 +235,9 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(tops + tile_row * col_tiles + tile_col, top, mask=tile_row * R < n)
 
 
-@kernel(optional=(*SCORE_KEYS, "row_scale", "col_part"), dynamic=TILE_NUMBERS)
+@kernel(optional=(*SCORE_KEYS, "row_scale", "picked", "col_part"), dynamic=(*TILE_NUMBERS, "picks"))
 def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
-                  row_key, col_key, row_skip, col_skip, row_scale,  # keys, weights
+                  row_key, col_key, row_skip, col_skip, row_scale, picked, picks,  # keys, weights, columns to leave out
                   row_part, col_part, tops, needs_repair,  # in and out
                   n, m, first, ahead,
                   D: tl.constexpr, STATS: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
@@ -265,6 +270,8 @@ def repair_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             rows, _, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                         n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, 0.0, row_scale)  # fmt: skip
             ok_rows = rows < n
+            if picked is not None:
+                x = without_picks(x, rows, cols, n, first, tile_col * C, picked, picks, C)
             if SOFTPLUS & STATS:
                 y = x
                 if POSITIVE != 0:
