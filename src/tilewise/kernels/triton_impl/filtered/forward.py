@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -71,6 +71,14 @@ class FilterCall:
         return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
 
 
+class Probe(NamedTuple):
+    """What the device finds out before the plan."""
+
+    order: Tensor  # (m,) int32, the column at each place
+    place: Tensor  # (m,) int32, the place of each column
+    keep_all: Tensor  # (1,) int32: the exact case is faster, or the scores are rounded too coarsely for the filter
+
+
 class FilterForward(FilterCall):
     """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
 
@@ -87,20 +95,22 @@ class FilterForward(FilterCall):
         self.known |= {"usable": self.tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
         self.known |= {"most_entropy": math.log2(self.m)}
 
-    def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
+    def probe(self) -> Probe:
+        """What is found out first. A large call takes a sample of its rows; ignored rows in it are not counted."""
+        asked, exceeds = self._sample_size(), plans.rounding_exceeds(self.pair, self.tolerance)
+        if asked:
+            order, place, too_many = self._sample(asked)
+            return Probe(order, place, exceeds | too_many)
+        order = plans.order_columns(self.pair)
+        return Probe(order, places(order), exceeds)
+
+    def run(self, probe: Probe | None = None) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
 
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
-        pair, asked = self.pair, self._sample_size()
-        # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
-        self.keep_all = plans.rounding_exceeds(pair, self.tolerance)
-        if asked:
-            self.order, self.place, too_many = self._probe(asked)
-            self.keep_all |= too_many
-        else:
-            self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
-            self.place = places(self.order)  # (m,) int32, the place of each column
+        pair = self.pair
+        self.order, self.place, self.keep_all = probe or self.probe()
         stats = self._exact(self.keep_all)
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -154,7 +164,7 @@ class FilterForward(FilterCall):
             return 0
         return plans.sample_size(self.n, self.m, self.sample_dtype.itemsize, self.options)
 
-    def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
         """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many entries."""
         pair = self.pair
         assert pair.row_key is not None
