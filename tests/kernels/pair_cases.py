@@ -300,11 +300,11 @@ def picks_left_out(make: Maker) -> Case:
 def picks_left_out_of_scores_1000(make: Maker) -> Case:
     """Rows whose largest scores are all picked: the sums of what is left need other references."""
     pair, spec = picks_left_out(make)
-    n, m = pair.a.shape[0], pair.b.shape[0]
     pair = dataclasses.replace(pair, scale=make.number(200.0), row_scale=None, col_start=0)
     x_nm = dense_scores(_double(pair), spec)[0]
-    pick = x_nm.topk(min(7, m - 1), dim=1).indices.sort(dim=1).values
-    return dataclasses.replace(pair, pick=pick), spec
+    pick = x_nm.topk(min(7, x_nm.shape[1] - 1), dim=1).indices.sort(dim=1).values
+    pair = dataclasses.replace(pair, pick=pick, row_key=pick[:, 3].contiguous())
+    return pair, dataclasses.replace(spec, positive="one")
 
 
 @case

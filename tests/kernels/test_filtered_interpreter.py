@@ -261,7 +261,7 @@ def test_the_examples_of_the_host_side():
 @pytest.mark.parametrize("most", [16, 20, 64, 1000])
 def test_blocks_cover_every_pair_once(most):
     counts = [0, 7, 1, 0, 64, 65, 3, 0]
-    blocks = Blocks(counts, 16)
+    blocks = Blocks(torch.tensor(counts), 16)
     tiles, seen, number = [], [], 0
     for group in blocks.groups(70):
         tiles += range(group.start, group.stop)

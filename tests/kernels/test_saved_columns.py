@@ -108,22 +108,39 @@ PICKS_COMING = {  # gradients of the log-sum-exp, the positive and the picked co
 
 @pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "needs repair"])
 @pytest.mark.parametrize("kind", PICKS_COMING)
-def test_picked_columns(kind, spread):
+@pytest.mark.parametrize("skip", [False, True], ids=["", "left out"])
+def test_picked_columns(kind, spread, skip):
     """Some of them are saved columns and some are not, some are picked twice, and some are the positive."""
-    pair = pair_of(spread=spread)
+    pair, spec = pair_of(spread=spread), dataclasses.replace(PICKED, skip_picked=skip)
     pick = torch.randint(0, 400, (48, 7), generator=torch.Generator().manual_seed(4))
     pick[::2, 3], pick[:, 5], pick[1::3, 6] = pick[::2, 0], pair.row_key, -1
-    pair = dataclasses.replace(pair, pick=pick)
-    stats, held = BACKEND.forward_saving(pair, PICKED, OPTIONS)
+    pair = dataclasses.replace(pair, pick=pick.sort(dim=1).values if skip else pick)
+    stats, held = BACKEND.forward_saving(pair, spec, OPTIONS)
     assert held is not None
     assert bool(held.needs_repair > 0) == (spread > 500.0)
     plain = incoming_gradients(stats)
     row_lse, row_pos, picked = PICKS_COMING[kind](plain.row_lse, plain.row_pos, plain.row_picked)
     grad = dataclasses.replace(plain, row_lse=row_lse, row_pos=row_pos, row_picked=picked)
-    want = BACKEND.backward(pair, stats, grad, NEEDS, PICKED, OPTIONS)
-    got = BACKEND.backward(pair, stats, grad, NEEDS, PICKED, OPTIONS, saved=held)
+    want = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
     for name in ("a", "b"):
         assert_close(getattr(got, name), getattr(want, name), 2e-5 if spread > 500.0 else 5e-6, name)
+
+
+def test_rows_whose_every_column_is_picked():
+    """Their log-sum-exp is -inf. Only the gradients of the picked columns are left."""
+    pair = pair_of()
+    pick = torch.tensor([[3, 40, 300]]).expand(48, 3).contiguous()
+    bias = torch.full((pair.b.shape[0],), -torch.inf).index_fill_(0, pick[0], 0.5)
+    pair = dataclasses.replace(pair, pick=pick, bias=bias, row_key=pick[:, 1].contiguous())
+    spec = dataclasses.replace(PICKED, skip_picked=True)
+    stats, held = BACKEND.forward_saving(pair, spec, OPTIONS)
+    assert held is not None
+    assert (stats.row_lse == -torch.inf).all()
+    grad = GradStats(row_lse=torch.zeros(48), row_picked=torch.randn(48, 3, generator=torch.Generator().manual_seed(1)))
+    got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
+    assert_close(got.a, pair.scale * grad.row_picked @ pair.b[pick[0]], 5e-6)
+    assert_close(got.b[pick[0]], pair.scale * grad.row_picked.T @ pair.a, 5e-6)
 
 
 TOKENS = [("row_entropy",), ("row_sum_sq",), ("row_top",), ("row_entropy", "row_sum_sq", "row_top", "row_picked")]

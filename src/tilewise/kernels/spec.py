@@ -55,8 +55,8 @@ class PairSpec:
             ``softplus``.
         row_picked: the scores of K given columns of each row (``pick``, global indices): 0 for a column outside of
             the block. Excludes ``col_lse``, ``symmetric``, ``mask_self`` and ``softplus``.
-        skip_picked: ``row_lse`` leaves out the picked columns, which ascend in each row. Needs ``row_picked``, and
-            excludes positives, skip keys and all other statistics.
+        skip_picked: ``row_lse`` leaves out the picked columns, which ascend in each row. Needs ``row_picked``. A
+            positive must be one of them. Excludes skip keys and all other statistics.
         positive: whether a row has no positives, at most one (``row_key`` is its column's global index, by default
             the row's own; ``col_key`` is not used), or any number (equal keys).
         mask_self: a row and a column of equal global index are the same sample; their score is -inf.

@@ -147,7 +147,7 @@ def linear_sparse_distillation_loss(
             row_lse=True,
             row_picked=True,
             skip_picked=bucket,
-            positive="none" if bucket else "one",
+            positive="one",
             softcap=cap,
             drop_rows=True,
             same_rows=bool(name),

@@ -82,19 +82,19 @@ class KeptRows:
 class PendingRowCount(NamedTuple):
     """A count that the device may not have finished: what is launched now, it computes while the host waits."""
 
-    count: HostScalar  # of the ignored rows
+    ignored: HostScalar  # their number
     order: Tensor  # (n,), the rows that count first
     step: int  # see `count_rows`
 
     def wait(self) -> KeptRows | None:
         """The rows that stay; None when all do."""
         rows, step = self.order.shape[0], self.step
-        kept = max(-(-(rows - int(self.count())) // step), int(step > 1)) * step
+        kept = max(-(-(rows - int(self.ignored())) // step), int(step > 1)) * step
         return KeptRows(self.order[:kept], rows) if kept < rows else None
 
 
 def count_rows(key: Tensor, step: int) -> PendingRowCount | None:
-    """Count the rows whose key is not negative. To them come as many others as make their number a multiple of ``step``.
+    """Count the rows whose key is not negative. As many others stay as make their number a multiple of ``step``.
 
     None when all rows stay and the host knows it. With a step above 1 at least ``step`` rows stay.
     """

@@ -113,7 +113,7 @@ def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
     return Found(backend.forward(pair, spec, options), backend=backend)
 
 
-def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, probe: object | None, *, eager: bool) -> Found:
+def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, probe: object, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
     spec, options, _, needs = call.settings[:4]
     plan: FilterPlan | None

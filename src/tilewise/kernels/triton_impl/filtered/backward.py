@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -39,12 +38,13 @@ class FilterBackward(FilterCall):
         # All that does not depend on the number of entries is launched or prepared before the host waits.
         self._start()
         self._kernels()
-        *counts, keep_all = found.tensor().tolist()
-        if keep_all or sum(counts) > self.most_pairs:
+        known = found.tensor()
+        blocks = Blocks(known[:-1], self.sizes.rows)
+        if known[-1] or blocks.pairs > self.most_pairs:
             return None
         if self.saved is not None:
             self.saved.buffer = None
-        self._pairs(Blocks(counts, self.sizes.rows))
+        self._pairs(blocks)
         return self._finish()
 
     def _start(self) -> None:
@@ -109,7 +109,7 @@ class FilterBackward(FilterCall):
     def _pairs(self, blocks: Blocks) -> None:
         """The gradients of the kept entries, group by group."""
         pair, budget = self.pair, self.options.workspace_bytes
-        most_g = max(*blocks.counts, budget // 8 // (self.width * pair.a.element_size()))
+        most_g = max(blocks.largest, budget // 8 // (self.width * pair.a.element_size()))
         most_u = max(self.sizes.rows, budget // 2 // (4 * self.d)) if self.need_a else max(1, blocks.pairs)
         g = pair.a.new_empty((max(1, min(most_g, blocks.pairs)), self.width)) if self.need_b else None
         u = pair.scale.new_empty((max(1, min(most_u, blocks.pairs)), self.d)) if self.need_a else None
@@ -152,7 +152,7 @@ class FilterBackward(FilterCall):
 class Blocks:
     """Kept entries, tile by tile, divided into blocks of at most ``step`` rows; plain numbers on the host.
 
-    >>> blocks = Blocks([3, 0, 5, 1], 4)
+    >>> blocks = Blocks(torch.tensor([3, 0, 5, 1]), 4)
     >>> blocks.pairs
     9
     >>> [(t.start, t.stop) for t in blocks.groups(5)]
@@ -161,10 +161,11 @@ class Blocks:
     [(0, 2, 0, 7), (2, 4, 7, 9)]
     """
 
-    def __init__(self, counts: list[int], step: int) -> None:
-        self.counts, self.step = counts, step
-        self.starts = [0, *itertools.accumulate(counts)]
-        self.firsts = [0, *itertools.accumulate(cdiv(count, step) for count in counts)]
+    def __init__(self, counts: Tensor, step: int) -> None:
+        """The device idles meanwhile, so tensors are summed and not lists: ``counts`` is one, on the host."""
+        self.step, self.counts, self.largest = step, counts.tolist(), int(counts.max())
+        self.starts: list[int] = [0, *counts.cumsum(0).tolist()]
+        self.firsts: list[int] = [0, *((counts + (step - 1)) // step).cumsum(0).tolist()]
         self.pairs = self.starts[-1]
 
     def groups(self, most: int) -> Iterator[slice]:
@@ -180,15 +181,20 @@ class Blocks:
         """Blocks of these tiles with at most ``most`` entries together (at least a block's), and those entries."""
         block = first_block = self.firsts[tiles.start]
         pair = first_pair = self.starts[tiles.start]
-        for count in self.counts[tiles]:
-            left = count
-            while left:
-                room = most - (pair - first_pair)
-                fit = left if left <= room else room // self.step * self.step
-                if fit == 0:
-                    yield slice(first_block, block), slice(first_pair, pair)
-                    first_block, first_pair = block, pair
-                    continue
-                block, pair, left = block + cdiv(fit, self.step), pair + fit, left - fit
+        tile = tiles.start
+        while tile < tiles.stop:
+            # As many whole tiles as there is room for, then a part of the next one.
+            after = min(bisect.bisect_right(self.starts, first_pair + most) - 1, tiles.stop)
+            if after > tile:
+                tile, block, pair = after, self.firsts[after], self.starts[after]
+                continue
+            left, room = self.starts[tile + 1] - pair, most - (pair - first_pair)
+            fit = min(left, room // self.step * self.step)
+            if fit == 0:
+                yield slice(first_block, block), slice(first_pair, pair)
+                first_block, first_pair = block, pair
+                continue
+            block, pair = block + cdiv(fit, self.step), pair + fit
+            tile += fit == left
         if pair > first_pair:
             yield slice(first_block, block), slice(first_pair, pair)

@@ -27,22 +27,29 @@ ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most 
 def folded_picks(pair: Pair, stats: Stats, grad: GradStats, spec: PairSpec) -> tuple[Pair, Stats, GradStats]:
     """Distinct picked columns of each row, their scores and summed gradients; a positive's go to that of ``row_pos``.
 
-    With ``skip_picked`` they ascend in each row.
+    With ``skip_picked`` a positive stays among them, and they ascend in each row.
     """
+    if grad.row_picked is None and spec.skip_picked and grad.row_pos is not None:
+        assert stats.row_picked is not None
+        grad = dataclasses.replace(grad, row_picked=torch.zeros_like(stats.row_picked))
     if grad.row_picked is None:
         return pair, stats, grad
     assert pair.pick is not None
     assert stats.row_picked is not None
     pick, order, total = combined_picks(pair.pick, grad.row_picked)
-    if spec.skip_picked:  # repetitions became -1
-        pick, place = pick.sort(dim=1)
-        order, total = order.gather(1, place), total.gather(1, place)
     if spec.positive == "one":
         rows = torch.arange(pair.a.shape[0], device=pick.device) + pair.row_start
         same = pick == (rows if pair.row_key is None else pair.row_key)[:, None]
-        more = torch.where(same, total, 0.0).sum(1)
-        grad = dataclasses.replace(grad, row_pos=more if grad.row_pos is None else grad.row_pos + more)
-        pick, total = torch.where(same, -1, pick), torch.where(same, 0.0, total)
+        if spec.skip_picked:
+            more = 0.0 if grad.row_pos is None else torch.where(same, grad.row_pos[:, None], 0.0)
+            grad, total = dataclasses.replace(grad, row_pos=None), total + more
+        else:
+            more = torch.where(same, total, 0.0).sum(1)
+            grad = dataclasses.replace(grad, row_pos=more if grad.row_pos is None else grad.row_pos + more)
+            pick, total = torch.where(same, -1, pick), torch.where(same, 0.0, total)
+    if spec.skip_picked:  # repetitions became -1
+        pick, place = pick.sort(dim=1)
+        order, total = order.gather(1, place), total.gather(1, place)
     stats = dataclasses.replace(stats, row_picked=stats.row_picked.gather(1, order))
     return dataclasses.replace(pair, pick=pick), stats, dataclasses.replace(grad, row_picked=total)
 
@@ -261,8 +268,9 @@ class Backward:
             more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
             for wide in (False, True) if self.span is not None else (True,):
                 call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
-        # On the diagonal it is known which macro-tiles have positives.
-        if call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j)):
+        # On the diagonal it is known which macro-tiles have positives. Those among skipped picks follow with the picks.
+        one = call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j))
+        if one and not self.spec.skip_picked:
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
         if self.picked:

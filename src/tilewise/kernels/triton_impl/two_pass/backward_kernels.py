@@ -124,7 +124,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     t = 0.0
     if (ROWS & TERMS) and (COLS & TERMS) and not WIDE:
         t = tl.load(span + 1)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=picked is None):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_row, tile_col = tile_place(tile, row_tiles, col_tiles, GROUP)
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,
                                     n, m, first, ahead, D, SCORE, POSITIVE, R, C, K, EXACT, t, row_scale)  # fmt: skip

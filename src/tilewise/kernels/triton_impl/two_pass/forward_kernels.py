@@ -149,7 +149,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     BELOW: tl.constexpr = (peaks is not None) and not (ROW_SUM & STATS)  # scored_tile already subtracts top
     STRIP_GROUP: tl.constexpr = max(1, GROUP // STRIP)
     near = tl.zeros((32 if R >= 64 else R, C), tl.float32)
-    for step in tl.range(0, steps, flatten=picked is None):  # `without_picks` has loops of its own
+    for step in tl.range(0, steps, flatten=True):
         strip, tile_col = tile_place(tl.program_id(0) + step // STRIP * PROGRAMS, strips, col_tiles, STRIP_GROUP)
         tile_row = strip * STRIP + step % STRIP
         rows, cols, x = scored_tile(a_desc, b_desc, s, bias, softcap, row_key, col_key, row_skip, col_skip, tile_row, tile_col,

@@ -228,8 +228,8 @@ class SavedColumns:
 
 def _suits(pair: Pair, spec: PairSpec) -> bool:
     """Whether backward can compute G from exponentials: the call has no statistics, keys or factors but these."""
-    known = {name: getattr(spec, name) for name in ("row_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows")}
-    if spec != PairSpec(row_lse=True, positive="one", **known):
+    names = "row_picked", "skip_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows"
+    if spec != PairSpec(row_lse=True, positive="one", **{name: getattr(spec, name) for name in names}):
         return False
     return pair.row_scale is None and pair.row_skip is None and pair.row_shift is None
 
@@ -299,7 +299,7 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """each_i = f_i = g_i exp(t - lse_i) and scaled_i = f_i a_i; 1 and a_i if ``needs_repair`` is set.
 
-    A row without scores (lse_i = -inf) has f_i = 0.
+    A row without scores (lse_i = -inf) has f_i = 1: all its exponentials are 0.
 
     The positive's entry is often the largest of its row in E, and most of the row's gradient. In E it is rounded to the
     type of the features. If the positive is among the m saved columns, f_i is changed by at most that rounding, so that
@@ -310,22 +310,23 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
     outer = outer_factor(factor)
     level, _, coming = side(row_lse, None, grad_row, rows, ok, outer)
     lift = tl.exp2((estimated_top(peaks, peak_count) + BELOW_PEAK) - level)
-    f = coming * lift
+    worth = tl.zeros((BLOCK,), tl.float32)
     if grad_pos is not None:
         worth = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer
-        most = tl.abs(worth)
-        if grad_picked is not None:  # those of a positive are part of grad_pos
-            for k in range(0, picks):
-                value = tl.load(grad_picked + rows.to(tl.int64) * picks + k, mask=ok, other=0.0)
-                most = tl.maximum(most, tl.abs(value * outer))
-        least = most * SMALLEST_SHARE
-        f = tl.where(tl.abs(coming) < least, least, coming) * lift
+    most = tl.abs(worth)
+    if grad_picked is not None:  # without those of a positive that are part of grad_pos
+        for k in range(0, picks):
+            value = tl.load(grad_picked + rows.to(tl.int64) * picks + k, mask=ok, other=0.0)
+            most = tl.maximum(most, tl.abs(value * outer))
+    least = most * SMALLEST_SHARE
+    f = tl.where(tl.abs(coming) < least, least, coming) * lift
+    if grad_pos is not None:
         value = coming * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + worth
         entry = (value / f).to(a.dtype.element_ty).to(tl.float32)
         there = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE) >= 0
         fits = value / tl.where(entry == 0.0, 1.0, entry)
         f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
-    f = tl.where(tl.load(needs_repair) < 1.0, f, 1.0)
+    f = tl.where((tl.load(needs_repair) < 1.0) & (level < float("inf")), f, 1.0)
     tl.store(each + rows, f, mask=ok)
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
