@@ -102,7 +102,7 @@ class TileKeys:
         return torch.where(inside, found, 0.0)
 
     def exclude_picks_(self, x_rc: Tensor, i: slice, j: slice) -> None:
-        """Set the scores of the picked columns to -inf, in place. A column outside is clamped to the tile and adds 0."""
+        """Set the scores of the picked columns to -inf, in place. Columns outside are clamped to the tile and add 0."""
         assert self.pair.pick is not None
         place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
         x_rc.scatter_add_(1, place, torch.where(inside, -torch.inf, 0.0).to(x_rc.dtype))
