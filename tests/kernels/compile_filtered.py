@@ -8,6 +8,7 @@ from tests.kernels.compiling import cards, compiled, compiled_tiles, row_for, sh
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.filtered import backward_kernels as backward
 from tilewise.kernels.triton_impl.filtered import forward_kernels as forward
+from tilewise.kernels.triton_impl.filtered import rounding_kernels as rounding
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 
 BIAS_AND_CAP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True))
@@ -66,6 +67,8 @@ def small_kernels(width, d):
     """(kernel, constants, warps, stages) of the others."""
     gather = {"R": min(32, width), "K": min(256, triton.next_power_of_2(d))}
     return [
+        (rounding.norm_kernel, gather | {"R": 8}, 4, 2),
+        (rounding.exceeds_kernel, {"BLOCK": 4096}, 8, 2),
         (forward.gather_kernel, gather, 4, 2),
         (forward.probe_kernel, {"S": 128, "R": 32}, 4, 2),
         (forward.choose_kernel, {"HALVINGS": 12, "R": 1, "T": 1024}, 4, 2),  # of a sample

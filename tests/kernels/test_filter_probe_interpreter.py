@@ -372,3 +372,32 @@ def test_the_device_probes_while_the_host_waits_for_the_rows(monkeypatch):
     assert_close(loss.detach(), exact.detach(), 1e-6)
     for got, want in zip(*(torch.autograd.grad(one, leaves) for one in (loss, exact)), strict=True):
         assert_close(got, want, 3e-2)
+
+
+@TYPES
+@pytest.mark.parametrize("n, m, d", [(70, 331, 24), (9, 400, 300)])
+@pytest.mark.parametrize("what", ["scale", "a row", "an ignored row", "a column", "bias", "infinite bias", "nothing"])
+def test_scores_that_are_rounded_too_coarsely(n, m, d, what, dtype):
+    """As the torch backend finds it, just below the limit and just above."""
+    found = []
+    for factor in (0.9, 1.1):
+        pair, _ = make_pair(dtype, n, m, d, zero=dtype == torch.float32)
+        pair.row_key[3] = -1
+        pair.bias[7:] = 0.0
+        size = pair.a[pair.row_key >= 0].float().norm(dim=1).amax() * pair.b.float().norm(dim=1).amax()
+        limit = plans.ROUNDING_SHARE * 1e-2 / torch.finfo(torch.float32).eps
+        scale = torch.full_like(pair.scale, 0.9 * limit / size)
+        if what == "scale":
+            scale *= factor / 0.9
+        row = {"a row": 2, "an ignored row": 3}.get(what)
+        if row is not None:
+            pair.a[row] = pair.a[pair.row_key >= 0][pair.a[pair.row_key >= 0].float().norm(dim=1).argmax()] * factor / 0.9
+        if what == "a column":
+            pair.b[5] = pair.b[pair.b.float().norm(dim=1).argmax()] * factor / 0.9
+        if "bias" in what:
+            pair.bias[9] = -torch.inf if what == "infinite bias" else (factor - 0.9) * limit
+        pair = dataclasses.replace(pair, scale=scale)
+        exceeds = FilterForward(pair, SPEC, OPTIONS)._rounding_exceeds()
+        assert exceeds.tolist() == plans.rounding_exceeds(pair, 1e-2).tolist()
+        found += exceeds.tolist()
+    assert found == [0, what in ("scale", "a row", "a column", "bias")]

@@ -17,6 +17,7 @@ from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
+from tilewise.kernels.triton_impl.filtered.rounding_kernels import exceeds_kernel, norm_kernel
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
@@ -28,6 +29,7 @@ from tilewise.options import TileOptions
 GATHER_ROWS, GATHER_FEATURES = 32, 256
 CHOOSE_ROWS, CHOOSE_TILES = 32, 64
 PROBE_ROWS, PROBE_TILES = 32, 1024
+NORM_ROWS, NORM_FEATURES, NORM_BLOCK = 8, 256, 4096
 WORTH_PROBING = 2**38  # multiply-adds of one product; below, launching both ways costs more than is saved
 
 
@@ -97,12 +99,24 @@ class FilterForward(FilterCall):
 
     def probe(self) -> Probe:
         """What is found out first. A large call takes a sample of its rows; ignored rows in it are not counted."""
-        asked, exceeds = self._sample_size(), plans.rounding_exceeds(self.pair, self.tolerance)
+        asked, exceeds = self._sample_size(), self._rounding_exceeds()
         if asked:
             order, place, too_many = self._sample(asked)
             return Probe(order, place, exceeds | too_many)
         order = plans.order_columns(self.pair)
         return Probe(order, places(order), exceeds)
+
+    def _rounding_exceeds(self) -> Tensor:
+        """`filter_plan.rounding_exceeds`, with less work on the host."""
+        pair, features = self.pair, min(NORM_FEATURES, triton.next_power_of_2(self.d))
+        row_programs = cdiv(self.n, NORM_ROWS)
+        programs = row_programs + cdiv(self.m, NORM_ROWS)
+        squares, exceeds = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
+        self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
+        values = {"squares": squares, "exceeds": exceeds, "row_programs": row_programs, "programs": programs}
+        most = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
+        self.prepare(exceeds_kernel, warps=8, most=most, BLOCK=NORM_BLOCK, **values).launch(1)
+        return exceeds
 
     def run(self, probe: Probe | None = None) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
