@@ -391,7 +391,8 @@ def test_scores_that_are_rounded_too_coarsely(n, m, d, what, dtype):
             scale *= factor / 0.9
         row = {"a row": 2, "an ignored row": 3}.get(what)
         if row is not None:
-            pair.a[row] = pair.a[pair.row_key >= 0][pair.a[pair.row_key >= 0].float().norm(dim=1).argmax()] * factor / 0.9
+            counted = pair.a[pair.row_key >= 0]
+            pair.a[row] = counted[counted.float().norm(dim=1).argmax()] * factor / 0.9
         if what == "a column":
             pair.b[5] = pair.b[pair.b.float().norm(dim=1).argmax()] * factor / 0.9
         if "bias" in what:
