@@ -23,7 +23,6 @@ from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
-from tilewise.ops.rows import PendingRowCount
 from tilewise.options import TileOptions
 
 pytestmark = INTERPRETED
@@ -86,7 +85,7 @@ def test_the_probe_follows_the_rule_for_all_rows(n, m, d, ignored, softcap, dtyp
     spec = dataclasses.replace(SPEC, softcap=softcap)
     forward = FilterForward(pair, spec, OPTIONS)
     assert forward._sample_size() == 16
-    order, place, keep_all = forward._sample(16)
+    order, place, keep_all = forward._probe(16)
     ((kept, pairs, share),) = asked
     assert keep_all == plain(kept, pairs, share)
     index = torch.arange(n)[plans.sample_of(n, 16)]
@@ -120,7 +119,7 @@ def test_the_probe_of_tokens_and_of_rounding_follows_the_rule(entropy, tolerance
     )
     asked, plain = [], plans.too_many
     monkeypatch.setattr(plans, "too_many", lambda *args: asked.append(args) or plain(*args))
-    order, _, _ = FilterForward(pair, spec, options)._sample(16)
+    order, _, _ = FilterForward(pair, spec, options)._probe(16)
     index = torch.arange(70)[plans.sample_of(70, 16)][1:]
     valid = pair.row_key[index] >= 0
     kept, want = asked[0][0][:, valid], rule(pair, spec, order, index, options)[:, valid]
@@ -348,30 +347,6 @@ def test_host_scalars_lie_on_the_host_whatever_the_default_device(monkeypatch):
     with torch.device("meta"):
         copy = HostScalar(number)
     assert copy() == 1
-
-
-def test_the_device_probes_while_the_host_waits_for_the_rows(monkeypatch):
-    """The probe has all rows, the plan those that count."""
-    events = []
-
-    def noted(owner, name, size):
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: events.append((name, size(*args))) or plain(*args))
-
-    noted(TritonFilter, "probe", lambda _, pair, *rest: pair.a.shape[0])
-    noted(PendingRowCount, "wait", lambda _: 0)
-    noted(TritonFilter, "forward_saving", lambda _, pair, *rest: pair.a.shape[0])
-    pair, _ = make_pair(torch.float32)
-    target = torch.where(torch.arange(len(pair.a)) % 3 == 0, -100, pair.row_key)
-    kept = int((target >= 0).sum())
-    leaves = pair.a.requires_grad_(), pair.b.requires_grad_()
-    settings = {"logit_scale": pair.scale, "linear_bias": pair.bias}
-    loss = tw.linear_cross_entropy(*leaves, target, options=OPTIONS, **settings)
-    assert events == [("probe", len(pair.a)), ("wait", 0), ("forward_saving", kept)]
-    exact = tw.linear_cross_entropy(*leaves, target, options=EXACT, **settings)
-    assert_close(loss.detach(), exact.detach(), 1e-6)
-    for got, want in zip(*(torch.autograd.grad(one, leaves) for one in (loss, exact)), strict=True):
-        assert_close(got, want, 3e-2)
 
 
 @TYPES

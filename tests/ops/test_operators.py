@@ -197,10 +197,10 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
     """As on a GPU: those that count, in order, then some that do not."""
     key = torch.arange(10)
     key[torch.randperm(10)[:ignored]] = -1
-    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.count_rows(key, 4).wait()
-    alone = drop_rows.count_rows(key, 1)
+    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.kept_rows(key, 4)
+    alone = drop_rows.kept_rows(key, 1)
     assert (alone is None) == (ignored == 0), "all of them"
-    assert alone is None or torch.equal(alone.wait().index, exact)
+    assert alone is None or torch.equal(alone.index, exact)
     if -(-len(exact) // 4) * 4 >= 10:
         assert filled is None
         return
@@ -212,8 +212,8 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
 def test_filled_tiles_change_no_loss(monkeypatch):
     made = loss_cases.problem("cross_entropy_everything")
     want, want_grads = loss_cases.solve(made.ours, made.leaves)
-    count = drop_rows.count_rows
-    monkeypatch.setattr(drop_rows, "count_rows", lambda key, step: count(key, 16))
+    kept = drop_rows.kept_rows
+    monkeypatch.setattr(drop_rows, "kept_rows", lambda key, step: kept(key, 16))
     loss, grads = loss_cases.solve(made.ours, made.leaves)
     assert_close(loss, want, 1e-14)
     for leaf, value in want_grads.items():
@@ -221,8 +221,8 @@ def test_filled_tiles_change_no_loss(monkeypatch):
 
 
 def test_backward_takes_the_rows_that_forward_found(monkeypatch):
-    found, count = [], KeptRows.count
-    monkeypatch.setattr(KeptRows, "count", staticmethod(lambda *args: found.append(1) or count(*args)))
+    found, find = [], KeptRows.find
+    monkeypatch.setattr(KeptRows, "find", staticmethod(lambda *args: found.append(1) or find(*args)))
     hidden = torch.randn(4, 3, requires_grad=True)
     target = torch.tensor([1, -100, 2, 0])
     options = TileOptions(gradients="backward")

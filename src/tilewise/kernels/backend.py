@@ -55,19 +55,11 @@ class OnePass(Protocol):
 class Filtered(Protocol):
     """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`."""
 
-    def probe(self, pair: Pair, spec: PairSpec, options: TileOptions) -> object | None:
-        """What is found out before the plan, for `forward`; None if `forward` does so itself.
-
-        It is called before the ignored rows are dropped, and must not wait for the device.
-        """
-
-    def forward(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
-    ) -> tuple[Stats, FilterPlan]:
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics, all of them exact, and the plan for backward."""
 
     def forward_saving(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
+        self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, object | None]:
         """`forward`, and the saved object of `Backend.forward_saving`, in case backward computes every pair."""
 

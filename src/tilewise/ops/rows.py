@@ -7,7 +7,7 @@ the products take much longer than that. Otherwise the rows stay, with weight ze
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,15 +43,9 @@ class KeptRows:
     @staticmethod
     def find(pair: Pair, spec: PairSpec) -> KeptRows | None:
         """Which rows stay, or None when all do or the host may not look. Where it looks, it waits for the device."""
-        pending = KeptRows.count(pair, spec)
-        return None if pending is None else pending.wait()
-
-    @staticmethod
-    def count(pair: Pair, spec: PairSpec) -> PendingRowCount | None:
-        """Let the device count the rows that stay; None when all do or the host may not look."""
         if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
             return None
-        return count_rows(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES)
+        return kept_rows(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES)
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""
@@ -79,27 +73,16 @@ class KeptRows:
         return value.new_zeros((self.rows, *value.shape[1:])).index_copy_(0, self.index, value)
 
 
-class PendingRowCount(NamedTuple):
-    """A count that the device may not have finished: what is launched now, it computes while the host waits."""
+def kept_rows(key: Tensor, step: int) -> KeptRows | None:
+    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``.
 
-    ignored: HostScalar  # their number
-    order: Tensor  # (n,), the rows that count first
-    step: int  # see `count_rows`
-
-    def wait(self) -> KeptRows | None:
-        """The rows that stay; None when all do."""
-        rows, step = self.order.shape[0], self.step
-        kept = max(-(-(rows - int(self.ignored())) // step), int(step > 1)) * step
-        return KeptRows(self.order[:kept], rows) if kept < rows else None
-
-
-def count_rows(key: Tensor, step: int) -> PendingRowCount | None:
-    """Count the rows whose key is not negative. As many others stay as make their number a multiple of ``step``.
-
-    None when all rows stay and the host knows it. With a step above 1 at least ``step`` rows stay.
+    None when all rows stay. With a step above 1 at least ``step`` rows stay.
     """
-    ignored = key < 0
+    ignored, rows = key < 0, key.shape[0]
     count = HostScalar(ignored.sum(dtype=torch.int32))
     if step == 1 and not count():
         return None
-    return PendingRowCount(count, ignored.view(torch.uint8).argsort(stable=True), step)
+    # Launched before the host waits for the count: the device sorts while the host continues.
+    order = ignored.view(torch.uint8).argsort(stable=True)
+    kept = max(-(-(rows - int(count())) // step), int(step > 1)) * step
+    return KeptRows(order[:kept], rows) if kept < rows else None

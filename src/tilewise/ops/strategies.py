@@ -76,18 +76,14 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
     """Statistics by `two_pass` or `filtered`; ``pair`` is that of the call."""
     spec, options, group_name, needs = call.settings[:4]
     with without_autocast(pair.a):
-        pending, probe = KeptRows.count(pair, spec), None
-        if way.strategy == "filtered":
-            assert way.backend.filtered is not None
-            probe = way.backend.filtered.probe(pair, spec, options)
-        rows = None if pending is None else pending.wait()
+        rows = KeptRows.find(pair, spec)
         fewer = pair if rows is None else rows.of_pair(pair)
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
             found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.must_match))
         elif way.strategy == "filtered":
-            found = _filtered(call, pair, fewer, rows, probe, eager=eager)
+            found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
             backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
             found = _two_pass(backend, fewer, call, save=eager)
@@ -113,7 +109,7 @@ def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
     return Found(backend.forward(pair, spec, options), backend=backend)
 
 
-def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, probe: object, *, eager: bool) -> Found:
+def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
     spec, options, _, needs = call.settings[:4]
     plan: FilterPlan | None
@@ -125,9 +121,9 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, probe:
         chosen = way.backend.filtered
         assert chosen is not None
         if eager and _may_save(needs, spec):
-            stats, plan, saved = chosen.forward_saving(fewer, spec, options, probe)
+            stats, plan, saved = chosen.forward_saving(fewer, spec, options)
         else:
-            (stats, plan), saved = chosen.forward(fewer, spec, options, probe), None
+            (stats, plan), saved = chosen.forward(fewer, spec, options), None
         if rows is not None:
             mass = plan.mass.new_zeros((plan.mass.shape[0], pair.a.shape[0])).index_copy_(1, rows.index, plan.mass)
             surprise = plan.surprise

@@ -40,12 +40,7 @@ WORTH_PROBING = 2**28  # multiply-adds of one product; for fewer, a sample costs
 class TorchFilter:
     """The capability `filtered` of the torch backend."""
 
-    def probe(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
-        """Nothing: `forward` takes its sample from the rows that count."""
-
-    def forward(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
-    ) -> tuple[Stats, FilterPlan]:
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """The statistics of all pairs, and the plan of what backward drops."""
         with matmul_precision(options.precision), torch.no_grad():
             if plans.rounding_exceeds(pair, plans.tolerance_of(options, pair.a.dtype)):
@@ -55,9 +50,7 @@ class TorchFilter:
                 return two_pass.forward(pair, spec, options), plans.keep_everything(pair, spec, order)
             return _Forward(pair, spec, options, order).run()
 
-    def forward_saving(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
-    ) -> tuple[Stats, FilterPlan, None]:
+    def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan, None]:
         """`forward`. The third result is always None."""
         return *self.forward(pair, spec, options), None
 

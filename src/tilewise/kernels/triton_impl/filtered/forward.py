@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -73,14 +73,6 @@ class FilterCall:
         return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
 
 
-class Probe(NamedTuple):
-    """What the device finds out before the plan."""
-
-    order: Tensor  # (m,) int32, the column at each place
-    place: Tensor  # (m,) int32, the place of each column
-    keep_all: Tensor  # (1,) int32: the exact case is faster, or the scores are rounded too coarsely for the filter
-
-
 class FilterForward(FilterCall):
     """One pass over the columns in their new order, for as many rows at a time as their masses fit the workspace."""
 
@@ -97,15 +89,6 @@ class FilterForward(FilterCall):
         self.known |= {"usable": self.tolerance * plans.MARGIN, "HALVINGS": plans.HALVINGS, "ROUNDING": self.rounding}
         self.known |= {"most_entropy": math.log2(self.m)}
 
-    def probe(self) -> Probe:
-        """What is found out first. A large call takes a sample of its rows; ignored rows in it are not counted."""
-        asked, exceeds = self._sample_size(), self._rounding_exceeds()
-        if asked:
-            order, place, too_many = self._sample(asked)
-            return Probe(order, place, exceeds | too_many)
-        order = plans.order_columns(self.pair)
-        return Probe(order, places(order), exceeds)
-
     def _rounding_exceeds(self) -> Tensor:
         """`filter_plan.rounding_exceeds`, with less work on the host."""
         pair, features = self.pair, min(NORM_FEATURES, triton.next_power_of_2(self.d))
@@ -113,18 +96,25 @@ class FilterForward(FilterCall):
         programs = row_programs + cdiv(self.m, NORM_ROWS)
         squares, exceeds = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
         self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
-        values = {"squares": squares, "exceeds": exceeds, "row_programs": row_programs, "programs": programs}
+        values: dict[str, Any] = {"squares": squares, "exceeds": exceeds, "row_programs": row_programs, "programs": programs}
         most = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
         self.prepare(exceeds_kernel, warps=8, most=most, BLOCK=NORM_BLOCK, **values).launch(1)
         return exceeds
 
-    def run(self, probe: Probe | None = None) -> tuple[Stats, FilterPlan, SavedColumns | None]:
+    def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
 
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
-        pair = self.pair
-        self.order, self.place, self.keep_all = probe or self.probe()
+        pair, asked = self.pair, self._sample_size()
+        # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
+        self.keep_all = self._rounding_exceeds()
+        if asked:
+            self.order, self.place, too_many = self._probe(asked)
+            self.keep_all |= too_many
+        else:
+            self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
+            self.place = places(self.order)  # (m,) int32, the place of each column
         stats = self._exact(self.keep_all)
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
@@ -178,7 +168,7 @@ class FilterForward(FilterCall):
             return 0
         return plans.sample_size(self.n, self.m, self.sample_dtype.itemsize, self.options)
 
-    def _sample(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _probe(self, asked: int) -> tuple[Tensor, Tensor, Tensor]:
         """The order of the columns, their places, and whether a sample of ``asked`` rows keeps too many entries."""
         pair = self.pair
         assert pair.row_key is not None

@@ -17,7 +17,7 @@ import torch
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
-from tilewise.kernels.triton_impl.filtered.forward import FilterForward, Probe
+from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.launch.call import on_device
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
@@ -26,26 +26,17 @@ from tilewise.options import TileOptions
 class TritonFilter:
     """The capability `filtered` of the Triton backend."""
 
-    def probe(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Probe:
-        """The order of the columns, and which case is faster. The device finds it out while the host waits for a count."""
-        with on_device(pair.a), torch.no_grad():
-            return FilterForward(pair, spec, options).probe()
-
-    def forward(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
-    ) -> tuple[Stats, FilterPlan]:
+    def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
         """Statistics of all pairs, and which of them backward may drop."""
-        assert probe is None or isinstance(probe, Probe)
         with on_device(pair.a), torch.no_grad():
-            return FilterForward(pair, spec, options).run(probe)[:2]
+            return FilterForward(pair, spec, options).run()[:2]
 
     def forward_saving(
-        self, pair: Pair, spec: PairSpec, options: TileOptions, probe: object | None = None
+        self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """The same, and the saved exponentials of the exact case."""
-        assert probe is None or isinstance(probe, Probe)
         with on_device(pair.a), torch.no_grad():
-            return FilterForward(pair, spec, options, save=True).run(probe)
+            return FilterForward(pair, spec, options, save=True).run()
 
     def backward(
         self,
