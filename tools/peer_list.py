@@ -13,6 +13,8 @@ ON_CPU = (
 # scikit-learn and what it needs; numpy is installed already.
 SKLEARN = ("scikit-learn", "scipy", "joblib", "threadpoolctl", "tqdm", "cloudpickle", "narwhals")
 
+OPEN_CLIP = "89fb801f1e6087880e951fc8354b8a2077b79c6d"
+
 # TRL's tests of July 2026, the newest copy that was at hand. They run with the installed TRL, which has a fused head.
 TRL = "f2cd57710ae345ea6428ae95363267fcf38a3dc8"
 TRAINING = "(test_train or test_evaluate) and not vlm and not vllm and not liger"
@@ -30,8 +32,9 @@ class Peer:
 
     name: str  # of the adapter and of the folder below --sources, unless `adapter` is given
     source: str
-    commit: str
-    tests: tuple[str, ...]  # files, or file::class
+    commit: str  # "": the installed package
+    tests: tuple[str, ...] = ()  # files, or file::class
+    ours: str = ""  # a test of this project that drives the peer's code with both losses, instead of `tests`
     adapter: str = ""
     select: str = ""  # only tests whose names match this expression of pytest
     content: tuple[str, ...] = ()  # files and folders that the tests need, beside themselves
@@ -96,7 +99,7 @@ PEERS = [
     Peer(
         name="open_clip",
         source="https://github.com/mlfoundations/open_clip",
-        commit="89fb801f1e6087880e951fc8354b8a2077b79c6d",
+        commit=OPEN_CLIP,
         tests=("tests/test_siglip_chunked_loss.py",),
         reasons={
             r"reference_forward\[True-": "negative_only is private to OpenCLIP's exchange between ranks, and refused"
@@ -104,7 +107,40 @@ PEERS = [
         left_out={
             "tests/test_loss.py": "tests how the peer gathers features; here they are never gathered",
             "tests/test_factory_task.py": "tests which class the peer's factory returns",
-            "DistillClipLoss": "no test of its values; tests of the task around it use a dummy; see tests/integrations",
+            "DistillClipLoss": "no test of its values; tests of the task around it use a dummy; see open_clip_trainer",
+        },
+    ),
+    Peer(
+        name="open_clip_trainer",
+        adapter="open_clip",
+        source="https://github.com/mlfoundations/open_clip",
+        commit=OPEN_CLIP,
+        ours="tools/peer_tests/test_open_clip_trainer.py",
+        content=("src",),
+        packages=("timm", "ftfy", "wcwidth"),
+        reasons={
+            r"global loss-legacy.*logged train": (
+                "the older loop logs the loss of rank 0, the global one in the peer and this rank's share here; "
+                "the weights agree"
+            ),
+        },
+        left_out={
+            "torchvision": "replaced by a stand-in; it would read images",
+            "GenLipLoss": "no loss over pairs",
+            "DistillClipLoss, accumulated": "OpenCLIP does not support it",
+            "two ranks without gather_with_grad": "the peer drops a part of the gradient; documented",
+        },
+    ),
+    Peer(
+        name="transformers",
+        source="https://github.com/huggingface/transformers",
+        commit="",
+        ours="tools/peer_tests/test_families.py",
+        reasons={
+            r"musicgen.*several output embeddings": "several heads; refused",
+            r"prophetnet.*LazyLogitsError": "transposes its logits and takes their log_softmax; refused",
+            r"mobilebert.*ConfigError.*did not call": "computes its logits without calling its head; refused",
+            r"fsmt.*ConfigError.*the head is a Embedding": "its head is an embedding; refused",
         },
     ),
     Peer(

@@ -4,11 +4,14 @@
     python tools/peers.py --peer lightly                 # one of them; repeat for several
     python tools/peers.py --sources FOLDER               # FOLDER/<peer> is a clone; nothing is downloaded
     python tools/peers.py --device cuda                  # tests that need a GPU run on it instead of on the CPU
+    python tools/peers.py --peer transformers            # every model family of the installed transformers
 
 An adapter (`tools/peer_adapters`) replaces the peer's loss before a test file imports it. A test file is otherwise
 changed only by the text substitutions of its entry in `tools/peer_list.py`, for instance "cuda" to "cpu". Counts are
 written to tests/results/peers.json. Every failure needs a reason in that list; one without a reason makes this program
 fail. Failures are repeated with the peer's own losses where they are at hand.
+
+Where a peer has no test of its own, one of `tools/peer_tests` runs its code with both losses and compares them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -47,8 +51,13 @@ def fetched(peer: Peer, sources: Path | None) -> Path:
     return folder
 
 
-def unpack(peer: Peer, clone: Path, into: Path, device: str) -> None:
+def unpack(peer: Peer, sources: Path | None, into: Path, device: str) -> None:
     """The files at the commit, with the adapter's import and the substitutions in the test files."""
+    if peer.ours:
+        shutil.copy(ROOT / peer.ours, into)
+    if not peer.commit:
+        return
+    clone = fetched(peer, sources)
     names = sorted({test.split("::")[0] for test in peer.tests})
     command = ["git", "-C", str(clone), "archive", peer.commit, *names, *peer.content]
     data = subprocess.run(command, check=True, capture_output=True).stdout
@@ -87,16 +96,17 @@ def run_tests(peer: Peer, folder: Path, site: Path | None, device: str, timeout:
         "--rootdir",
         str(folder),
     ]
-    # As a plugin, the adapter is also there for the peer's conftest. Processes that a test starts import the test file.
+    if not peer.ours:
+        # As a plugin, the adapter is also there for the peer's conftest. Processes that a test starts import the file.
+        command += ["-p", f"tools.peer_adapters.{peer.place}"]
     command += [
-        "-p",
-        f"tools.peer_adapters.{peer.place}",
         "--tb=short",
         f"--junitxml={report}",
         "-k",
         peer.select,
-        *peer.tests,
+        *([Path(peer.ours).name] if peer.ours else peer.tests),
     ]
+    print(f"{peer.name}: running; progress in {folder / 'log.txt'}", flush=True)
     with (folder / "log.txt").open("a") as log:
         subprocess.run(command, cwd=folder, env=environment, timeout=timeout, check=False, stdout=log, stderr=log)
     if not report.exists():
@@ -130,11 +140,13 @@ def counted(peer: Peer, report: Path, own: set[str], device: str) -> tuple[dict[
     total: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
-    unknown = []
+    unknown, passed = [], []
     for name, outcome, message in outcomes(report):
         needs = explained(peer.not_run, message) if outcome == "failed" else None
         outcome = "skipped" if needs else outcome
         total[outcome] += 1
+        if outcome == "passed":
+            passed.append(name.partition("[")[2].removesuffix("]"))
         if outcome == "skipped":
             skipped[needs or message] += 1
         if outcome == "failed":
@@ -147,8 +159,8 @@ def counted(peer: Peer, report: Path, own: set[str], device: str) -> tuple[dict[
     entry = {
         "peer": peer.name,
         "source": peer.source,
-        "commit": peer.commit,
-        "tests": list(peer.tests),
+        "commit": peer.commit or f"{peer.name} {version(peer.name)}, installed",
+        "tests": [peer.ours] if peer.ours else list(peer.tests),
         "selected": peer.select,
         "changed": dict(peer.substitutions + (peer.on_cpu if device == "cpu" else ())),
         "device": device,
@@ -160,6 +172,8 @@ def counted(peer: Peer, report: Path, own: set[str], device: str) -> tuple[dict[
         "skipped": dict(skipped),
         "not run": peer.left_out,
     }
+    if peer.ours:
+        entry["passed cases"] = passed
     return entry, unknown
 
 
@@ -197,9 +211,8 @@ def main() -> int:
     site = arguments.site or installed(chosen)
     entries, unknown = [], []
     for peer in chosen:
-        clone = fetched(peer, arguments.sources)
         with tempfile.TemporaryDirectory() as place:
-            unpack(peer, clone, Path(place), arguments.device)
+            unpack(peer, arguments.sources, Path(place), arguments.device)
             report = run_tests(peer, Path(place), site.resolve(), arguments.device, arguments.timeout)
             own = set()
             if peer.has_own and any(outcome == "failed" for _, outcome, _ in outcomes(report)):

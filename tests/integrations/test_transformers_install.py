@@ -103,6 +103,10 @@ def test_models_without_head_or_labels_are_refused():
     with pytest.raises(ConfigError, match="no output embedding"):
         use_linear_cross_entropy(LlamaModel(LlamaConfig(**SMALL)))
     model = made()
+    model.get_output_embeddings = lambda: nn.ModuleList([nn.Linear(D, V), nn.Linear(D, V)])  # as in Musicgen
+    with pytest.raises(ConfigError, match=r"several output embeddings \(heads\), 2"):
+        use_linear_cross_entropy(model, verify=False)
+    model = made()
     use_linear_cross_entropy(model)
     with pytest.raises(ConfigError, match="already"):
         use_linear_cross_entropy(model)

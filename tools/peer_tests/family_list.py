@@ -19,7 +19,8 @@ INDEXER |= {"indexer_compress_ratio": 4}
 LOCAL = {"attn_layers": ["local"] * 2, "local_attn_chunk_length": 4, "axial_pos_embds": False}
 LOCAL |= {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# By family, or kind and family: settings whose default is None, depends on the number of layers, or cannot be made small by its name alone.
+# By family, or kind and family: settings whose default is None, depends on the number of layers, or cannot be made
+# small by its name alone.
 SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": FULL,

@@ -19,6 +19,11 @@ def head_of(model: nn.Module) -> nn.Module:
     head = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Module):
         raise ConfigError(f"{type(model).__name__} has no output embedding (head). Use a ...ForCausalLM model")
+    if isinstance(head, nn.ModuleList):
+        raise ConfigError(
+            f"{type(model).__name__} has several output embeddings (heads), {len(head)}. Supported is one. Call "
+            "tilewise.linear_cross_entropy for each head in a training loop of yours"
+        )
     return head
 
 
