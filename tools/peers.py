@@ -76,7 +76,8 @@ def unpack(peer: Peer, sources: Path | None, into: Path, device: str) -> None:
 def run_tests(peer: Peer, folder: Path, site: Path | None, device: str, timeout: float, own: bool = False) -> Path:
     """Run pytest in the unpacked folder; returns its report. ``own``: what failed before, with the peer's losses."""
     report = folder / ("own.xml" if own else "report.xml")
-    paths = [folder, ROOT / "src", ROOT, *([site] if site else [])]
+    # An installed peer runs with what is installed: transformers would find the timm that OpenCLIP needs.
+    paths = [folder, ROOT / "src", ROOT, *([site] if site and peer.commit else [])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TORCHDYNAMO_DISABLE": "1",  # peers compile their references, which needs a C++ compiler and takes long

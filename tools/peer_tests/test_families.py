@@ -38,7 +38,7 @@ KINDS = {
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 CASES = [(kind, name) for kind, names in KINDS.items() for name in names]
-SECONDS, BYTES = 60, 8 * 2**30
+SECONDS, BYTES = 120, 8 * 2**30
 HEAD_BIASES = ("lm_head.bias", "final_logits_bias", "decoder.bias", "predictions.bias")
 
 
