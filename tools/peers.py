@@ -209,6 +209,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one peer")
     arguments = parser.parse_args()
     chosen = [peer for peer in PEERS if not arguments.peer or peer.name in arguments.peer]
+    if arguments.device != "cpu":
+        chosen = [peer for peer in chosen if not peer.ours]  # they run on the CPU
     site = arguments.site or installed(chosen)
     entries, unknown = [], []
     for peer in chosen:
