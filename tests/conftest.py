@@ -51,7 +51,7 @@ def pytest_sessionstart():
 
 @pytest.fixture
 def cpp_compiler():
-    """torch.compile writes C++ for a CPU, which needs a compiler and Python's headers. Nothing else here does."""
+    """torch.compile writes C++ for a CPU, which needs a compiler and Python's headers."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler {compiler} on this machine (Debian package: g++)")
