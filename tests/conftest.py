@@ -2,6 +2,10 @@
 
 import importlib.util
 import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; test processes run side by side
 
@@ -43,6 +47,16 @@ def pytest_sessionstart():
         from tests.kernels.quick_interpreter import keep_masks_boolean
 
         keep_masks_boolean()
+
+
+@pytest.fixture
+def cpp_compiler():
+    """torch.compile writes C++ for a CPU, which needs a compiler and Python's headers."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler {compiler} on this machine (Debian package: g++)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("no headers of Python on this machine (Debian package: python3-dev)")
 
 
 @pytest.fixture

@@ -116,18 +116,18 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if changed else "")
 
 
-def save(entry: dict[str, object]) -> None:
-    """Put an entry into the results, in the place of the one for the same pair."""
+def save(entry: dict[str, object], results: Path = RESULTS, command: str = "python tools/test_matrix.py") -> None:
+    """Put an entry into the results, in the place of the one for the same pair (and command, where it has one)."""
 
     def key(one: dict[str, object]) -> tuple[object, ...]:
         python = re.match(r"\d+\.\d+", str(one["python"]))
-        return str(one["torch"]), python and python[0], one["system"], one["machine"]
+        return str(one["torch"]), python and python[0], one["system"], one["machine"], one.get("command", "")
 
-    entries = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    entries = json.loads(results.read_text())["runs"] if results.exists() else []
     entries = [one for one in entries if key(one) != key(entry)] + [entry]
-    RESULTS.parent.mkdir(exist_ok=True)
+    results.parent.mkdir(exist_ok=True)
     runs = sorted(entries, key=lambda one: [str(part) for part in key(one)])
-    RESULTS.write_text(json.dumps({"command": "python tools/test_matrix.py", "runs": runs}, indent=1) + "\n")
+    results.write_text(json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -217,6 +217,7 @@ def test_compile_sees_new_sizes():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpp_compiler")
 def test_compile_with_inductor():
     torch._dynamo.reset()
     made = problem("clip", torch.float32)

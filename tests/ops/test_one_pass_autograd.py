@@ -224,6 +224,7 @@ def test_compile_sees_new_options(dynamic):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpp_compiler")
 def test_compile_with_inductor():
     torch._dynamo.reset()
     made = problem("cross_entropy_bias", torch.float32)

@@ -160,11 +160,14 @@ def encode(settings: Settings) -> str:
 
     It starts with the version: torch caches compiled graphs on disk, with the sizes of what an operator saves. Another
     version may save something else.
+
+    A float is written with all its digits, without "!r": from Python 3.13 on torch.compile cannot trace that for the
+    symbols of dynamic=True.
     """
     spec = ",".join([_text(getattr(settings.spec, name), kind) for name, kind in SPEC_FIELDS])
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
-    numbers = f"{needs};{float(settings.share)!r}"
+    numbers = f"{needs};{float(settings.share)}"
     return f"{__version__};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
 
 
@@ -186,14 +189,14 @@ def _shown(value: Any) -> str:
         return "tensor"
     if isinstance(value, int):
         return f"{int(value)}"
-    return f"{float(value)!r}" if isinstance(value, float) else f"{value}"
+    return f"{float(value)}" if isinstance(value, float) else f"{value}"
 
 
 def _text(value: Any, kind: str) -> str:
     if kind == "bool" or kind == "int" or (kind == "WorkspaceMib" and not isinstance(value, str)):
         return f"{int(value)}"
     number = kind == "float" or (kind == "FilterTolerance" and value != "rounding")
-    return f"{float(value)!r}" if number else f"{value}"
+    return f"{float(value)}" if number else f"{value}"
 
 
 def _value(text: str, kind: str) -> Any:
