@@ -96,7 +96,12 @@ class FilterForward(FilterCall):
         programs = row_programs + cdiv(self.m, NORM_ROWS)
         squares, exceeds = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
         self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
-        values: dict[str, Any] = {"squares": squares, "exceeds": exceeds, "row_programs": row_programs, "programs": programs}
+        values: dict[str, Any] = {
+            "squares": squares,
+            "exceeds": exceeds,
+            "row_programs": row_programs,
+            "programs": programs,
+        }
         most = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
         self.prepare(exceeds_kernel, warps=8, most=most, BLOCK=NORM_BLOCK, **values).launch(1)
         return exceeds
