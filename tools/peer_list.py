@@ -170,7 +170,7 @@ PEERS = [
         packages=SKLEARN,
         reasons={"LossesWithoutLabels": "pairs that a miner selects are refused"},
         left_out={
-            "tests/losses/test_cross_batch_memory.py": "many losses; tests/integrations/test_metric_learning.py compares ours",
+            "tests/losses/test_cross_batch_memory.py": "many losses; see tests/integrations/test_metric_learning.py",
         },
     ),
     Peer(
