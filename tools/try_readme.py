@@ -4,10 +4,10 @@
     python3.14 tools/try_readme.py --folder ../trial     # keep the clone and the logs there
     python3.13 tools/try_readme.py --only "make test" --note "on a busy machine"
 
-The clone has the last commit, and the environment in it is made with the Python that runs this program. Pip reads no
-file of settings and no extra index; what else it needs (a certificate, for instance) goes into variables such as
-PIP_CERT. Versions, times and counts of tests are written to tests/results/public_packages.json, one entry for each
-Python, platform and command. The entries of others stay.
+Uncommitted changes are not in the clone. The environment in it is made with the Python that runs this program. Pip
+reads no file of settings and no extra index; what else it needs (a certificate, for instance) goes into variables such
+as PIP_CERT. Versions, times and counts of tests are written to tests/results/public_packages.json, one entry for each
+Python, torch, platform and command. Other entries stay.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def main() -> None:
     known = commands()
     parser = argparse.ArgumentParser(description="Run the commands of the README in a fresh clone.")
     parser.add_argument("--only", choices=known, help=f"one command (default: {' and '.join(known)}, in one clone)")
-    parser.add_argument("--folder", type=Path, help="where the clone and the logs go, and stay (default: nowhere)")
+    parser.add_argument(
+        "--folder", type=Path, help="a new folder for the clone and the logs (default: a temporary one)"
+    )
     parser.add_argument("--note", help="what a reader of the record must know, for instance other load on the machine")
     options = parser.parse_args()
     failed, note = False, {"note": options.note} if options.note else {}

@@ -147,11 +147,16 @@ def test_ids_of_all_classes_leave_nothing_for_the_bucket(divergence):
         assert_close(got, want, 1e-11)
 
 
-def test_a_nan_outside_of_the_ids_is_seen():
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_nan_is_seen(divergence, tail):
+    """In the hidden states, and in a class outside of the ids."""
     x = problem()
+    y = SimpleNamespace(**{**vars(x), "hidden": torch.full_like(x.hidden, torch.nan)})
+    assert ours(y, divergence=divergence, tail=tail).isnan()
     x.head = x.head.detach().clone()
     x.head[(x.ids[0, 0].max() + 1) % x.head.shape[0]] = torch.nan
-    assert ours(x, tail="bucket").isnan()
+    assert ours(x, divergence=divergence, tail=tail).isnan()
 
 
 def test_probabilities_of_zero():

@@ -1,8 +1,9 @@
 """Record and restore the random state of all devices in use.
 
-The second pass of a chunk must draw the same dropout masks as the first. So the state is recorded before each chunk of
-the first pass and restored before the same chunk of the second pass. After the second pass the state is the same as
-before it, so later random numbers are those of an uncached step.
+A gradient cache encodes each chunk of a batch twice, first without a graph and then with one, and both passes must draw
+the same dropout masks. So the state is recorded before each chunk of the first pass and restored before the same chunk
+of the second pass. After the second pass the state is the same as before it, so later random numbers are those of a
+step without a cache over the same chunks.
 
 The state includes torch's generators of the CPU and of the devices in use, Python's ``random``, and NumPy's global
 generator if NumPy is loaded (some audio and vision models use it).

@@ -74,11 +74,11 @@ def linear_sparse_distillation_loss(
         teacher_log_probs: (..., K), natural logarithms of the teacher's probabilities, at the same temperature. Without
             gradient. Those of padding may be anything.
         divergence: see above. The gradient of "cross_entropy" is that of "forward".
-        tail: what becomes of the teacher's other probability. "ignore" leaves it out. "renormalize" divides the K
-            probabilities by their sum. "bucket" compares it with the student's other probability, as one class. The
-            student's is the sum over its other classes, exact however small it is. The teacher's is 1 less the sum of
-            its K probabilities, at least the smallest step of the type (1.2e-7 for float32). Only with "bucket" does
-            "reverse" see the student's probability outside of the ids. ``filter_tolerance`` has no effect on it.
+        tail: what becomes of the teacher's probability outside of the K ids. "ignore" leaves it out. "renormalize"
+            divides the K probabilities by their sum. "bucket" compares it with the student's other probability, as one
+            class. The student's is the sum over its other classes, accurate however small it is. The teacher's is 1
+            less the sum of its K probabilities, at least machine epsilon (1.2e-7 for float32). Only with "bucket" does
+            "reverse" see the student's probability outside of the ids; ``filter_tolerance`` has no effect there.
         linear_bias: (V,).
         mask: (...) bool, True for tokens that count.
         reduction: "mean" is over the tokens that count, NaN if there are none. "none" returns 0 for the others.
@@ -115,7 +115,7 @@ def linear_sparse_distillation_loss(
             f"teacher_log_probs has one number for each id, got {tuple(teacher_log_probs.shape)} numbers and "
             f"{tuple(teacher_ids.shape)} ids. Pass K of both"
         )
-    if bucket:  # the ids that a log-sum-exp leaves out ascend
+    if bucket:  # `skip_picked` wants ascending ids
         ids, order = ids.sort(dim=1)
         t = t.gather(1, order)
     must_match = ""
@@ -130,9 +130,9 @@ def linear_sparse_distillation_loss(
     _check_distinct(ids, here)
     t = torch.where(here, t, -torch.inf)
     _check_log_probs(t)
-    # The likeliest id of a token stands for its target: its score is the shift, and -1 ignores the token.
+    # The likeliest id of a token stands for its target. Its score is the row's shift; a key of -1 ignores the token.
     key = torch.where(counted, ids.gather(1, t.argmax(1, keepdim=True))[:, 0], -1)
-    key = torch.where(counted & (key < 0), ids.amax(1), key)  # all probabilities are 0, and padding comes first
+    key = torch.where(counted & (key < 0), ids.amax(1), key)  # all are -inf, and the first one is padding
     row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
     row_scale = row_scale_of(degrees, counted) if isinstance(degrees, Tensor) else None
     if row_shift is not None and row_scale is not None:
@@ -161,6 +161,7 @@ def linear_sparse_distillation_loss(
     if bucket:  # one more class: all others of the student, if there are any, and what the teacher has left
         x, rest = torch.cat([x, lse], 1), counted[:, None] & (lse != -torch.inf)
         here, t = torch.cat([here, rest], 1), torch.cat([t, torch.where(rest, _log_rest(t), -torch.inf)], 1)
+        # Rows that do not count keep their finite values: a row of -inf alone would have NaN gradients.
         lse = torch.where(here | ~counted[:, None], x, -torch.inf).logsumexp(1, keepdim=True)
     loss_n = torch.where(counted, _divergence(x - lse, t, here, counted, divergence, tail), 0.0)
     if reduction == "none":
@@ -178,16 +179,16 @@ def _divergence(s: Tensor, t: Tensor, here: Tensor, counted: Tensor, divergence:
         total = t.logsumexp(1, keepdim=True)
         t = t - torch.where(total == -torch.inf, 0.0, total)
     if divergence == "reverse":
-        known = s > -torch.inf
+        known = s != -torch.inf  # NaN stays
         s = torch.where(known, s, 0.0)
         return torch.where(known, s.exp() * (s - t), 0.0).sum(1)
-    known, q = t > -torch.inf, t.exp()
+    known, q = t != -torch.inf, t.exp()
     terms = q * (t - s) if divergence == "forward" else -q * s
     return torch.where(known, terms, 0.0).sum(1)
 
 
 def _log_rest(t: Tensor) -> Tensor:
-    """log(1 - sum_k exp(t_k)) of each row, (n, 1); the difference is at least the smallest step of the type."""
+    """log(1 - sum_k exp(t_k)) of each row, (n, 1); the difference is at least machine epsilon."""
     total = t.logsumexp(1, keepdim=True)
     return torch.log(-torch.expm1(total.clamp(max=-torch.finfo(t.dtype).eps)))
 
@@ -215,7 +216,7 @@ def _check_distinct(ids: Tensor, here: Tensor) -> None:
 
 
 def _check_log_probs(t: Tensor) -> None:
-    """Check that the probabilities of each token sum to at most 1. Only on a CPU: a check would synchronize a GPU."""
+    """Check that each token's probabilities sum to at most LARGEST_TOTAL. Only on a CPU: it would synchronize a GPU."""
     if not _check.can_read(t) or not t.numel():
         return
     total = t.double().exp().sum(1).max().item()

@@ -15,7 +15,8 @@ from tilewise.kernels.triton_impl.bits import BIAS, DIAGONAL, MANY, MASK_SELF, O
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALLEST_SUM = tl.constexpr(2.0**-80)  # a score that underflows below it is at most 2**-38 of the sum
+# Exponentials below 2**-126 become 0. Those of a tile's 256 columns are together less than 2**-38 of such a sum.
+SMALLEST_SUM = tl.constexpr(2.0**-80)
 LARGEST_SUM = tl.constexpr(2.0**120)
 NO_SHARE = tl.constexpr(-300.0)  # 2**NO_SHARE is 0
 SOME_PICKS = tl.constexpr(8)  # picked columns that `without_picks` reads at once
@@ -193,7 +194,10 @@ def without_picks(x, rows, cols, n, first, first_col, picked, picks, C: tl.const
 
 @triton.jit
 def near_sums(e):
-    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper these rows are 8 and 64 apart."""
+    """Sums over those rows of a tile that one thread holds: (32, C). On Hopper these rows are 8 and 64 apart.
+
+    A tile of fewer than 64 rows is returned as it is.
+    """
     R: tl.constexpr = e.shape[0]
     C: tl.constexpr = e.shape[1]
     if R >= 64:

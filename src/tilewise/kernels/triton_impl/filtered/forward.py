@@ -102,8 +102,8 @@ class FilterForward(FilterCall):
             "row_programs": row_programs,
             "programs": programs,
         }
-        most = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
-        self.prepare(exceeds_kernel, warps=8, most=most, BLOCK=NORM_BLOCK, **values).launch(1)
+        limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
+        self.prepare(exceeds_kernel, warps=8, limit=limit, BLOCK=NORM_BLOCK, **values).launch(1)
         return exceeds
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:

@@ -1,4 +1,8 @@
-"""Whether scores may be rounded too coarsely for the filter: `filter_plan.rounding_exceeds` in two launches."""
+"""`filter_plan.rounding_exceeds` on the device: whether the rounding of scores may be too large for a tolerance.
+
+If so, the exact passes run instead of the filter. Strides are in units of 16 bytes, UNIT numbers each, so that the
+compiler knows the alignment of rows.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +12,7 @@ from tilewise.kernels.triton_impl.launch.prepared import kernel
 
 @triton.jit
 def largest_square(features, units, at, ok, D: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr):
-    """The largest squared norm of those features ``at`` that are ``ok``."""
+    """The largest squared norm of the rows ``at`` of ``features``, of those that are ``ok``."""
     total = tl.zeros((at.shape[0], K), tl.float32)
     for start in range(0, D, K):
         k = start + tl.arange(0, K)
@@ -21,7 +25,10 @@ def largest_square(features, units, at, ok, D: tl.constexpr, UNIT: tl.constexpr,
 @kernel(dynamic=("n", "m", "a_units", "b_units"))
 def norm_kernel(a, b, row_key, squares, n, m, a_units, b_units,
                 D: tl.constexpr, UNIT: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    """squares[program] = the largest squared norm of R rows that count; in the programs after those, of R columns."""
+    """squares[program] = the largest squared norm of R vectors.
+
+    The first cdiv(n, R) programs have rows of a, without ignored ones, and the others rows of b.
+    """
     program, row_programs = tl.program_id(0), tl.cdiv(n, R)
     if program < row_programs:
         at = program * R + tl.arange(0, R)
@@ -34,7 +41,7 @@ def norm_kernel(a, b, row_key, squares, n, m, a_units, b_units,
 
 
 @triton.jit
-def largest(numbers, first, stop, BLOCK: tl.constexpr):
+def largest_between(numbers, first, stop, BLOCK: tl.constexpr):
     """The largest of the numbers from ``first`` to ``stop``, at least 0."""
     high = tl.zeros((BLOCK,), tl.float32)
     for start in range(first, stop, BLOCK):
@@ -43,10 +50,11 @@ def largest(numbers, first, stop, BLOCK: tl.constexpr):
     return tl.max(high, 0)
 
 
-@kernel(optional=("bias",), dynamic=("m", "row_programs", "programs", "most"))
-def exceeds_kernel(squares, scale, bias, exceeds, m, row_programs, programs, most, BLOCK: tl.constexpr):
-    """exceeds = 1 if |scale| max |a_i| max |b_j| + max |bias_j| is above ``most``, else 0. An infinite bias does not count."""
-    rows, cols = largest(squares, 0, row_programs, BLOCK), largest(squares, row_programs, programs, BLOCK)
+@kernel(optional=("bias",), dynamic=("m", "row_programs", "programs", "limit"))
+def exceeds_kernel(squares, scale, bias, exceeds, m, row_programs, programs, limit, BLOCK: tl.constexpr):
+    """exceeds = 1 if |scale| max |a_i| max |b_j| + max |bias_j| is above ``limit``, else 0. An infinite bias does not count."""
+    rows = largest_between(squares, 0, row_programs, BLOCK)
+    cols = largest_between(squares, row_programs, programs, BLOCK)
     size = tl.abs(tl.load(scale)) * tl.sqrt(rows) * tl.sqrt(cols)
     if bias is not None:
         high = tl.zeros((BLOCK,), tl.float32)
@@ -55,4 +63,4 @@ def exceeds_kernel(squares, scale, bias, exceeds, m, row_programs, programs, mos
             value = tl.abs(tl.load(bias + at, mask=at < m, other=0.0))
             high = tl.maximum(high, tl.where(value == float("inf"), 0.0, value))
         size += tl.max(high, 0)
-    tl.store(exceeds, (size > most).to(tl.int32))
+    tl.store(exceeds, (size > limit).to(tl.int32))
