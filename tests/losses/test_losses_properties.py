@@ -337,6 +337,17 @@ def test_nan_in_a_feature_is_nan_in_the_loss(name):
     assert grads[leaf].isnan().any()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_features_that_are_all_nan_are_nan_in_the_loss(name):
+    made = problem(name)
+    first = next(iter(made.leaves))
+    for leaf in (leaf for leaf, value in made.leaves.items() if value.dim() >= 2):
+        spoiled = made.leaves | {leaf: torch.full_like(made.leaves[leaf], torch.nan).requires_grad_()}
+        loss, want = (solve(function, spoiled)[0] for function in (made.ours, made.dense))
+        assert loss.isnan() == want.isnan(), leaf
+        assert want.isnan() or leaf != first
+
+
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_guide_keeps_duplicates_of_the_positive(dtype, strategy):
