@@ -17,7 +17,7 @@ from tilewise.errors import ConfigError, GroupError
 
 @dataclass(frozen=True)
 class World:
-    """This process and the number of all processes.
+    """Rank, device and group of this process, and the number of all processes.
 
     Args:
         rank, size: rank of this process, and number of processes.
@@ -63,12 +63,13 @@ class World:
     def close(self) -> None:
         """Leave the process group."""
         if self.group is not None and dist.is_initialized():
-            gc.collect()  # DDP objects in reference cycles keep the group alive, and its threads abort the exit
+            # DDP objects in reference cycles keep the group alive. Its threads would abort the program at its exit.
+            gc.collect()
             dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of a setting. "auto" uses CUDA if it is available."""
+    """Return the device that the setting names. "auto" is CUDA if it is available, otherwise the CPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"the device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
@@ -79,7 +80,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def join_world(device_name: str) -> World:
-    """Join the ranks that ``torchrun`` describes in the environment. Without it, use a single process."""
+    """Join the ranks that ``torchrun`` describes in the environment. Without it, or with one rank, no group is made."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return World(0, 1, choose_device(device_name))

@@ -31,7 +31,7 @@ def with_rank(x):
 
 @triton.jit
 def without_rank(best, value):
-    """``value``, computed from the largest score ``best`` of `with_rank`, with inf and NaN where the scores have them."""
+    """``value``, or inf or NaN if that is the largest score; ``best`` is the largest of the scores of `with_rank`."""
     return tl.where(best == float("inf"), float("nan"), tl.where(best == LARGEST_SCORE, float("inf"), value))
 
 
@@ -79,9 +79,9 @@ def tanh(x):
 
 @triton.jit
 def own_column(rows, n, m, row_key, first, ahead, SCORE: tl.constexpr, POSITIVE: tl.constexpr):
-    """The column of each row's only positive in this macro-tile, whose columns start at ``first``; -1 if elsewhere.
+    """The column of each row's only positive in this macro-tile, whose columns start at ``first``; -1 if it lies outside.
 
-    ``ahead`` is the rows' global start less the columns'.
+    ``ahead`` is the global index of row 0 less that of column 0, so row i and column i + ahead are the same sample.
     """
     if DIAGONAL == POSITIVE:
         key = rows.to(tl.int64) + ahead
@@ -126,9 +126,9 @@ def row_scales(row_scale, rows, ok):
 @triton.jit
 def score_tile(acc, rows, cols, n, m, scale, bias, softcap, row_skip, col_skip, row_key, col_key, first, ahead,
                SCORE: tl.constexpr, POSITIVE: tl.constexpr, shift=0.0, row_scale=None):  # fmt: skip
-    """Scores less ``shift``, in units of log2; -inf in columns past the end and for excluded pairs."""
+    """Scores less ``shift``, one number, both in units of log2; -inf in columns past the end and for excluded pairs."""
     inside = cols < m
-    # A column past the end gets an offset of -inf. It is added to the product, so no score needs a selection.
+    # A column past the end gets an offset of -inf. It is added to the product, so no `tl.where` over the tile is needed.
     if BIAS & SCORE:
         offset = tl.load(bias + cols, mask=inside, other=float("-inf"))
     elif ONE_BIAS & SCORE:
@@ -217,7 +217,7 @@ def store_tile(desc, row, col, tile):
     if C == W:
         desc.store([row, col], tile)
     else:
-        # Each thread holds some columns of both halves.
+        # Each thread holds some columns of both halves, so splitting moves nothing between threads.
         left, right = tl.split(tl.permute(tl.reshape(tile, (R, 2, C // 2)), (0, 2, 1)))
         store_tile(desc, row, col, left)
         store_tile(desc, row, col + C // 2, right)

@@ -5,7 +5,7 @@ descriptors every time: 20 us for forty arguments, of which the driver takes 8 u
 and only addresses change. In a training step most addresses equal those of the step before.
 
 This depends on how one version of Triton passes arguments. With another version, or for a kernel that needs scratch
-memory, `DriverLaunch.of` returns None, and the caller launches in the public way.
+memory, or in the interpreter, `DriverLaunch.of` returns None, and the caller launches in the public way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def is_known_version() -> bool:
 
 
 class Where(NamedTuple):
-    """The place of a tensor in a slot, a piece of memory whose address differs from call to call."""
+    """The place of a tensor in a slot: an input or a scratch tensor of a recorded call (see `replay`).
+
+    The address of a slot differs from call to call.
+    """
 
     slot: int
     offset: int  # bytes
@@ -49,24 +52,26 @@ class DriverLaunch:
     def __init__(self, compiled: Any, programs: int, args: Sequence[Any], wheres: dict[int, Where]) -> None:
         launcher = compiled.run
         self.launch, described = launcher.launch, {}
-        if inspect.isfunction(self.launch):  # unpacks descriptors, then launches
+        # For kernels with tensor descriptors, Triton (triton/backends/nvidia/driver.py) wraps the launcher in a function
+        # that unpacks them at each launch. The launcher itself is a variable of that function.
+        if inspect.isfunction(self.launch):
             inside = inspect.getclosurevars(self.launch).nonlocals
             places, needs = sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"]
             self.launch, described = inside["launcher"], dict(zip(places, needs or [None] * len(places), strict=True))
         self.before = programs, 1, 1
-        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-        self.after = compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None
+        flags, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
+        no_profiler = (None, None, None)  # a description of the launch, and hooks before and after it
+        self.after = compiled.function, *flags, *no_scratch, compiled.packed_metadata, *no_profiler
         self.args: list[Any] = []
-        self.open: list[
-            tuple[int, Where, Any]
-        ] = []  # addresses to fill in: argument, place, how a descriptor is encoded
+        # Addresses to fill in: argument, place, how a descriptor is encoded
+        self.open: list[tuple[int, Where, Any]] = []
         for place, arg in enumerate(args):
             if place in wheres:
                 self.open.append((len(self.args), wheres[place], described.get(place)))
             self.args.append(arg)
             if place in described:
                 sizes = *wheres[place].shape, *wheres[place].stride
-                # A card without descriptors takes an address, and the sizes twice, with the padding between them.
+                # A card without descriptors takes an address, shape, strides, a flag for the padding, shape, strides.
                 self.args += sizes if described[place] is not None else [*sizes, False, *sizes]
         self.sources = [(where.slot, where.offset) for _, where, _ in self.open]
         self.ready: tuple[list[int], list[Any]] | None = None  # the addresses of the last launch, and its arguments
