@@ -14,6 +14,7 @@ from tilewise.train.checkpoint import latest_checkpoint, save_checkpoint, step_n
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
+from tilewise.train.models.saved import _NoRandomWeights
 from tilewise.train.run_folder import RunFolder
 
 COLOURS = ("red", "green", "blue")
@@ -89,6 +90,17 @@ def test_a_run_that_never_saved_takes_its_settings_again(tmp_path):
     train(settings(data, tmp_path / "run", "model.name=vit-bert-tiny", "loop.steps=1"))
     assert json.loads((run.model / "tilewise.json").read_text())["kind"] == "vit-bert"
     assert invoke("evaluate", tmp_path / "run").exit_code == 0
+
+
+def test_a_model_that_is_only_used_has_zeros_instead_of_random_weights():
+    """`trunc_normal_` redraws what lies outside of its limits. With uninitialized memory it might never end."""
+    with _NoRandomWeights():
+        init = torch.nn.init
+        for draw in (init.normal_, init.uniform_, init.kaiming_uniform_, torch.Tensor.normal_):
+            assert not draw(torch.full((3, 3), 100.0)).any()
+        weight = torch.nn.Parameter(torch.full((3, 3), 100.0))
+        assert torch.nn.init.trunc_normal_(weight, std=0.02) is weight
+        assert not weight.any()
 
 
 def test_a_run_of_an_earlier_version_is_written_down_when_it_continues(started, tmp_path):

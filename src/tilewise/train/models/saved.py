@@ -154,12 +154,17 @@ def build_described(folder: Path, *, for_training: bool = True) -> TwoTowers:
 
 
 class _NoRandomWeights(TorchFunctionMode):
-    """Modules built in this context keep uninitialized memory instead of random weights."""
+    """Modules built in this context have zeros instead of random weights.
+
+    Not uninitialized memory: `trunc_normal_` draws again as long as a number lies outside of its limits.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):  # of Tensor or torch.nn.init
-            return args[0] if args else kwargs["tensor"]
+            tensor = args[0] if args else kwargs["tensor"]
+            tensor.detach().zero_()
+            return tensor
         return func(*args, **kwargs)
 
 
