@@ -62,7 +62,7 @@ def dense_stats(pair: Pair, spec: PairSpec) -> Stats:
     has_pos = spec.positive != "none" and not spec.softplus
     top = F.pad(x_nm, (0, int(x_nm.shape[1] == 0)), value=-torch.inf).max(1) if spec.row_top else None
     return Stats(
-        row_lse=torch.logsumexp(_left(x_nm, pair, spec) - row_shift, 1) if spec.row_lse else None,
+        row_lse=torch.logsumexp(left_scores(x_nm, pair, spec) - row_shift, 1) if spec.row_lse else None,
         row_pos=row_pos if has_pos else None,
         num_positives=positive.sum(1).to(x_nm.dtype) if has_pos else None,
         row_softplus=-F.logsigmoid(-signed).sum(1) if spec.softplus else None,
@@ -108,7 +108,7 @@ def _picked(x_nm: Tensor, pair: Pair) -> Tensor:
     return torch.where(inside, x_nm.gather(1, place.clamp(0, x_nm.shape[1] - 1)), 0.0)
 
 
-def _left(x_nm: Tensor, pair: Pair, spec: PairSpec) -> Tensor:
+def left_scores(x_nm: Tensor, pair: Pair, spec: PairSpec) -> Tensor:
     """The scores, with ``skip_picked`` -inf in the picked columns."""
     if not spec.skip_picked:
         return x_nm
