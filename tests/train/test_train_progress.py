@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from tests.train.test_train_portable import settings, write_colours
 
-from tilewise.train import loop
+from tilewise.train import loop, messages
 from tilewise.train import progress as module
 from tilewise.train.progress import RunProgress
 
@@ -41,8 +41,8 @@ def test_an_evaluation_is_seen_to_go_on(monkeypatch):
 
 
 def test_a_run_that_waits_for_files_is_told_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "SLOW_DATA_S", -1.0)
-    monkeypatch.setattr(loop, "SLOW_DATA_SHARE", -1.0)
+    monkeypatch.setattr(messages, "SLOW_DATA_S", -1.0)
+    monkeypatch.setattr(messages, "SLOW_DATA_SHARE", -1.0)
     shown = io.StringIO()
     config = settings(write_colours(tmp_path / "data"), tmp_path / "run", "model.name=clip-tiny", "loop.steps=1")
     loop.train(config, Console(file=shown))

@@ -22,6 +22,7 @@ from tilewise.train.distributed import World, join_world
 from tilewise.train.diverged import DivergedError, likely_cause
 from tilewise.train.evaluate import Encoders, evaluate_retrieval, telling_k
 from tilewise.train.memory import tensor_bytes
+from tilewise.train.messages import Messages
 from tilewise.train.models import TwoTowers, describe_model
 from tilewise.train.objective import Objective
 from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
@@ -38,9 +39,7 @@ from tilewise.train.trackers import check_trackers, open_trackers
 if TYPE_CHECKING:
     from rich.console import Console
 
-NOTICES = 5  # damaged shards that are named; further ones are counted
 AUTO_EPOCHS, LEAST_STEPS = 8, 200  # the length of a run if the settings leave it open
-SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ class Trainer:
         config = settled(config)
         check_trackers(config)
         self.world, self.console = world, console if world.is_first else None
+        self.messages = Messages(self.console)
         self.signal_number = 0
         self.saved_step = 0  # the step of the last checkpoint that was written or loaded
         self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
@@ -89,7 +89,7 @@ class Trainer:
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
-        self._say_notices("training pairs", self.skips)
+        self.messages.notices("training pairs", self.skips)
         self.config = config = self._fit_batch(config, len(source))
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
@@ -97,9 +97,7 @@ class Trainer:
         )  # fmt: skip
         held_out = SkipLog()
         self.pairs = self._held_out(held_out) if world.is_first else None
-        if held_out.total:
-            self._say(f"held-out pairs: {held_out.summary()}. First: {held_out.examples[0]}")
-            self._say_notices("held-out pairs", held_out)
+        self.messages.skipped("held-out pairs", held_out)
         self.steps = self._length(config.loop)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -112,7 +110,9 @@ class Trainer:
         size = max(2, self.world.size, min(config.loop.batch_size, pairs))
         if size >= config.loop.batch_size:
             return config
-        self._say(f"there are {pairs:,} training pairs, so a batch has {size:,} instead of {config.loop.batch_size:,}")
+        self.messages.say(
+            f"there are {pairs:,} training pairs, so a batch has {size:,} instead of {config.loop.batch_size:,}"
+        )
         return replace(config, loop=replace(config.loop, batch_size=size))
 
     def _build_model(self, config: RunConfig) -> TwoTowers:
@@ -151,7 +151,11 @@ class Trainer:
         """Train until the last step, a signal or an error. An error does not affect the last good checkpoint."""
         with ExitStack() as held:
             self._take_folder(held)
-            self._introduce()
+            held_out = None if self.pairs is None else len(self.pairs.images)
+            self.messages.sizes(
+                self.model, self.world, self.state.pairs, held_out, self.steps, self.stream.steps_per_epoch
+            )
+            self.messages.warnings(self.model, self.config)
             self._continue()
             if self.world.is_first:
                 self._write_down()
@@ -159,47 +163,12 @@ class Trainer:
                 self._train(log, stop, bar)
             if self.pairs is not None:
                 self.pairs.images.give_up_when(None)
-            if self.skips.total:
-                first = "".join(f". First: {example}" for example in self.skips.examples[:1])
-                self._say(f"training pairs: {self.skips.summary()}{first}")
-                self._say_notices("training pairs", self.skips)
-            self._judge_data()
+            self.messages.skipped("training pairs", self.skips)
+            self.messages.judge_data(self.seconds, self.waited, self.config.data)
             self.world.wait()
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, self.signal_number, dict(self.state.metrics)
             )
-
-    def _judge_data(self) -> None:
-        """Print a hint if the run has spent much of its time waiting for images."""
-        if self.seconds > SLOW_DATA_S and self.waited > SLOW_DATA_SHARE * self.seconds:
-            workers = self.config.data.workers
-            advice = "" if self.config.data.source == "icons" else f". Raise data.workers above {workers}"
-            self._say(f"{100 * self.waited / self.seconds:.0f} % of the time was spent waiting for images{advice}")
-
-    def _introduce(self) -> None:
-        """Print the sizes of the run before the first step."""
-        weights = sum(p.numel() for p in self.model.parameters())
-        ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
-        held_out = f"{len(self.pairs.images):,}" if self.pairs is not None else "no"
-        self._say(
-            f"{self.state.pairs:,} pairs, {held_out} held-out images; {weights:,} weights on "
-            f"{self.world.device}{ranks}; {self.steps:,} steps, {self.stream.steps_per_epoch:,} an epoch"
-        )
-        if mismatch := self._name_mismatch():
-            self._say(f"warning: {mismatch}")
-        if self.config.data.id_column and not self.config.loss.mask_same_id:
-            self._say(
-                f"warning: data.id_column={self.config.data.id_column!r} is set, but loss.mask_same_id is false, so "
-                "pairs with the same id are negatives of one another. To mask them, set loss.mask_same_id=true"
-            )
-
-    def _name_mismatch(self) -> str:
-        """Return how the name of the model differs from its weights, or an empty string."""
-        if self.model.kind == "icon":
-            return ""
-        from tilewise.train.models.pretrained import name_mismatch
-
-        return name_mismatch(self.config.model, self.model.configs)
 
     def _take_folder(self, held: ExitStack) -> None:
         """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""
@@ -218,7 +187,7 @@ class Trainer:
     def _write_down(self) -> None:
         """Write the settings, and a description of the model that does not need its initial weights."""
         self.folder.save_config(self.config)
-        self._say(f"all settings, defaults too: {self.folder.config_file}")
+        self.messages.say(f"all settings, defaults too: {self.folder.config_file}")
         if not (self.step and self.folder.model.is_dir()):
             describe_model(self.model, self.folder.model)
 
@@ -259,7 +228,9 @@ class Trainer:
     def _give_up_reading(self, stop: StopRequest) -> None:
         """End a run that was asked to stop while a read of the data blocks: save after the last whole step."""
         self.signal_number = stop.signal_number
-        self._say(f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it")
+        self.messages.say(
+            f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it"
+        )
         if self.step and self.saved_step != self.step:
             self._save()
 
@@ -356,9 +327,9 @@ class Trainer:
         """Load the newest whole checkpoint on every rank."""
         checkpoint, problems = latest_checkpoint(self.folder.checkpoints)
         for problem in problems:
-            self._say(f"ignored a damaged checkpoint: {problem}")
+            self.messages.say(f"ignored a damaged checkpoint: {problem}")
         if checkpoint is not None and checkpoint.state["format"] == 1:
-            self._say(
+            self.messages.say(
                 f"{checkpoint.path} was written by an earlier version, without a checksum of its state.json. "
                 "Damage in that file may go unnoticed. New checkpoints have one"
             )
@@ -378,7 +349,7 @@ class Trainer:
         before = planned_steps(self.state.plan)
         self.state.plan = change_length(self.state.plan, self.step, self.steps, self.config.optim)
         changed = f" ({before} before; learning rate: {self.config.optim.extend})" if before != self.steps else ""
-        self._say(f"continuing after step {self.step} of {self.steps}{changed}")
+        self.messages.say(f"continuing after step {self.step} of {self.steps}{changed}")
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state
@@ -403,7 +374,7 @@ class Trainer:
         trackers = open_trackers(self.config, self.folder.path, self.step)
         log = MetricsLog(self.folder, self.step, trackers)
         if log.damaged:
-            self._say(
+            self.messages.say(
                 f"{self.folder.metrics_file}: {len(log.damaged)} damaged lines were removed, the first was line "
                 f"{log.damaged[0]}. Weights and checkpoints are not affected"
             )
@@ -419,18 +390,6 @@ class Trainer:
             yield bar
         finally:
             bar.close()
-
-    def _say_notices(self, what: str, skips: SkipLog) -> None:
-        """Print the sentences of a log that were not printed yet, at most `NOTICES` of them."""
-        new, skips.notices = skips.notices, []
-        for sentence in new[:NOTICES]:
-            self._say(f"{what}: {sentence}")
-        if len(new) > NOTICES:
-            self._say(f"{what}: more shards are damaged: {len(new) - NOTICES} or more")
-
-    def _say(self, text: str) -> None:
-        if self.console is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # paths stay whole
 
 
 def train(config: RunConfig, console: Console | None = None) -> RunResult:
