@@ -25,13 +25,14 @@ PROGRAM = """
 import json, sys, time, warnings
 warnings.simplefilter("error", ResourceWarning)
 import torch
+torch_s = time.process_time()
 before, threads, state = set(sys.modules), torch.get_num_threads(), torch.get_float32_matmul_precision()
 rng, default = torch.get_rng_state(), torch.get_default_dtype()
 start, cpu = time.perf_counter(), time.process_time()
 import tilewise
 wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
 print(json.dumps({
-    "wall_s": wall_s, "cpu_s": cpu_s, "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "wall_s": wall_s, "cpu_s": cpu_s, "torch_s": torch_s, "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
     "tilewise": sorted(name for name in sys.modules if name.startswith("tilewise.")),
     "untouched": threads == torch.get_num_threads() and state == torch.get_float32_matmul_precision()
         and torch.equal(rng, torch.get_rng_state()) and default == torch.get_default_dtype(),
@@ -49,9 +50,9 @@ def imported():
     return min(runs, key=lambda run: run["cpu_s"])
 
 
-def test_importing_costs_at_most_a_third_of_a_second_beyond_torch(imported):
-    # Processor time: a busy machine makes us wait, but not work.
-    assert imported["cpu_s"] <= 0.3, imported
+def test_importing_takes_at_most_a_sixth_of_what_torch_takes(imported):
+    # Processor time beside that of torch: neither a busy nor a slow machine changes the answer.
+    assert imported["cpu_s"] <= imported["torch_s"] / 6, imported
 
 
 def test_importing_brings_no_optional_package(imported):

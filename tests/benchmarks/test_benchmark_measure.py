@@ -63,7 +63,7 @@ def test_time_is_the_median_of_the_turns():
     timing = measure.time_in_turns(
         {"sleeper": lambda: time.sleep(waits.pop() if waits else 0.01)}, CPU, repeats=9, budget_s=0.3
     )["sleeper"]
-    assert 9 <= timing.median_ms < 60
+    assert 9 <= timing.median_ms < 150  # sleeps of 10 ms and one of 200 ms, on a busy machine
     assert timing.low_ms <= timing.median_ms <= timing.high_ms
 
 

@@ -350,7 +350,7 @@ def test_what_the_time_does_not_allow_is_named(cache, tmp_path, monkeypatch):
     assert 2 <= report["tuning"]["steps"] < 200
     names = [one["name"] for one in report["figure_4"]["runs"]] + report["figure_4"]["no_time_for"]
     assert sorted(names) == sorted(variant.name for variant in lm_figures.VARIANTS)
-    assert report["seconds"] < 60
+    assert report["seconds"] < 300
     path.unlink()
     lm_figures.main(["--small", "--out", str(path), *more, "--max-seconds", "0.01"])  # what was started is written
     report = json.loads(path.read_text())

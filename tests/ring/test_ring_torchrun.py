@@ -15,7 +15,7 @@ def test_torchrun():
         [*command, str(Path(__file__).with_name("torchrun_job.py"))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import lzma
 import time
 import zipfile
 from collections import Counter
@@ -116,10 +117,22 @@ def test_the_file_is_the_one_that_the_manifest_describes(icons):
     assert manifest["count"] == len(icons)
 
 
-def test_loading_takes_less_than_a_second_of_one_core():
-    began = time.process_time()
-    load_icons()
-    assert time.process_time() - began < 1.0
+def test_loading_takes_little_longer_than_unpacking():
+    """Processor time, the least of three turns, beside the plain work: the limit holds on a slow machine too."""
+
+    def unpack():
+        with zipfile.ZipFile(HOME / "icons.zip") as file:
+            table, images = (lzma.decompress(file.read(name)) for name in ("table.xz", "images.xz"))
+        return json.loads(table), hashlib.sha256(images).digest()
+
+    def seconds(work):
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    plain, ours = (min(turns) for turns in zip(*((seconds(unpack), seconds(load_icons)) for _ in range(3)), strict=True))
+    print(f"load_icons {ours:.2f} s, unpacking {plain:.2f} s")
+    assert ours < 2 * plain
 
 
 def test_select_and_texts(icons):

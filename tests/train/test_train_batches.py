@@ -233,7 +233,7 @@ def test_a_run_that_stops_does_not_decode_another_batch_first(tmp_path, monkeypa
     monkeypatch.setattr(source, "read", slowly)
     batches = stream(source, 20, prefetch=1).batches(Position(), 0, 9)
     next(batches)
-    assert second.wait(60)
+    assert second.wait(600)
     batches.close()
     assert len(seen) < 35, "the second batch was made to its end"
     assert not [thread for thread in threading.enumerate() if thread.name == "tilewise-batches"]

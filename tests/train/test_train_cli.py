@@ -129,7 +129,7 @@ def test_the_report_opens_in_a_browser_without_errors(run, tmp_path):
         "--enable-logging=stderr", "--log-level=0", f"--user-data-dir={tmp_path / 'profile'}",
         "--window-size=1100,2400", f"--screenshot={tmp_path / 'page.png'}", f"file://{(run / 'report.html').resolve()}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert console == []
     with Image.open(tmp_path / "page.png") as shot:
@@ -257,7 +257,7 @@ def test_a_small_model_starts_without_large_packages(run, tmp_path, command):
         "export": [str(tmp_path / "model")],
     }
     program = PROGRAM.format(arguments=[command, str(run), *more[command]])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
     code, modules = json.loads(done.stdout.splitlines()[-1])
     assert code == 0
     assert "torch" in modules

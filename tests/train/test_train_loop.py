@@ -296,12 +296,12 @@ def start(folder, *overrides):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def finish(process, limit=200):
+def finish(process, limit=900):
     output, _ = process.communicate(timeout=limit)
     return process.returncode, output
 
 
-def wait_for_step(folder, process, step, limit=120):
+def wait_for_step(folder, process, step, limit=900):
     end = time.monotonic() + limit
     while time.monotonic() < end and process.poll() is None:
         if any(line["step"] >= step for line in RunFolder(folder).read_metrics()):

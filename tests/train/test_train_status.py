@@ -146,7 +146,7 @@ def test_a_signal_before_the_first_step_ends_in_a_sentence(tmp_path, number):
             break
     time.sleep(0.1)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert said == (
         f"tilewise: stopped by {number.name} while no step was running; what was saved is whole. "
         "The same command starts again\n"
@@ -210,7 +210,7 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )  # fmt: skip
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < end and len(RunFolder(run).read_metrics()) < 3:
         time.sleep(0.2)
     assert status_of(run)[0] == 3
@@ -219,7 +219,7 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     else:  # the second rank, which does not write
         ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(ranks.split()[-1]), signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output  # always 1, so only the folder has the status
     code, said = status_of(run)
     assert (code, said.split(" after")[0]) == (75, "stopped by signal 15"), output
