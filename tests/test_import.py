@@ -32,7 +32,8 @@ start, cpu = time.perf_counter(), time.process_time()
 import tilewise
 wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
 print(json.dumps({
-    "wall_s": wall_s, "cpu_s": cpu_s, "torch_s": torch_s, "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "wall_s": wall_s, "cpu_s": cpu_s, "torch_s": torch_s,
+    "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
     "tilewise": sorted(name for name in sys.modules if name.startswith("tilewise.")),
     "untouched": threads == torch.get_num_threads() and state == torch.get_float32_matmul_precision()
         and torch.equal(rng, torch.get_rng_state()) and default == torch.get_default_dtype(),

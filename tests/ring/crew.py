@@ -56,7 +56,7 @@ def _serve(rank: int, world: int, path: str, timeout_s: float, pipe: Any) -> Non
 class Crew:
     """``world`` processes in one gloo group, with a sub-group of the first 1, 2, ... of them."""
 
-    def __init__(self, world: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, world: int, *, timeout_s: float = 300.0) -> None:
         context = forked()
         self.folder = tempfile.TemporaryDirectory()
         self.world, self.ranks = world, []
@@ -68,7 +68,7 @@ class Crew:
             there.close()
             self.ranks.append((process, here))
         for _, pipe in self.ranks:
-            assert pipe.poll(120)
+            assert pipe.poll(600)
             assert pipe.recv_bytes() == b"ready"
 
     def start(self, job: Job, *args: Any, world: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Crew:
         for _, pipe in self.ranks[:size]:
             pipe.send_bytes(pickle.dumps((job, size, args)))
 
-    def collect(self, rank: int, limit_s: float = 120.0) -> Any:
+    def collect(self, rank: int, limit_s: float = 600.0) -> Any:
         """The result or the failure of a rank."""
         process, pipe = self.ranks[rank]
         assert pipe.poll(limit_s), f"rank {rank} did not answer within {limit_s} s"

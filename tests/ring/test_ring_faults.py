@@ -124,7 +124,7 @@ def test_ranks_that_disagree_all_learn_who_differs_and_the_group_lives_on(crew: 
         assert isinstance(result, Failed), "every rank must raise"
         assert result.kind == "GroupError", result.trace
         assert SAYS[how] in result.message
-        assert result.seconds < 30  # far below the timeout of 60 s
+        assert result.seconds < 100  # far below the timeout of 300 s
     after = crew.run(still_works, world=3)
     assert len(set(after)) == 1
 
@@ -191,7 +191,7 @@ def test_a_rank_that_skips_a_failed_batch_is_detected(crew: Crew):  # noqa: F811
     for result in crew.outcomes(skip_a_step, world=3):
         assert isinstance(result, Failed)
         assert "call: mean of a loss on ranks 0, 2 but forward of a loss on rank 1. " in result.message
-        assert result.seconds < 30
+        assert result.seconds < 100
     assert len(set(crew.run(still_works, world=3))) == 1
 
 
