@@ -198,7 +198,7 @@ def _record_event(parts: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
-def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: float = 60.0) -> list[T]:
+def run_virtual(world: int, work: Callable[[VirtualGroup], T], *, timeout_s: float = 300.0) -> list[T]:
     """Run ``work(group)`` on ``world`` virtual ranks and return the result of each.
 
     Ranks run under the caller's gradient mode and autocast. The backward of each rank runs in the thread of that rank,
