@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,25 +45,31 @@ class Counted:
         return self.inner.refuses(device)
 
 
-class Slow(Counted):
-    """A link on which every hop takes ``seconds`` after it is posted."""
+class Clock:
+    """A clock that only moves when something is said to take time."""
 
-    def __init__(self, inner: Any, seconds: float) -> None:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class Slow(Counted):
+    """A link on which every hop takes ``seconds`` of the clock after it is posted."""
+
+    def __init__(self, inner: Any, clock: Clock, seconds: float) -> None:
         super().__init__(inner)
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
 
     def shift(self, send: Sequence[Tensor], receive: Sequence[Tensor]) -> Pending:
-        posted = time.monotonic()
-        return _Late(super().shift(send, receive), posted + self.seconds if send else posted)
+        return _Late(super().shift(send, receive), self.clock, self.clock.now + (self.seconds if send else 0.0))
 
 
 class _Late:
-    def __init__(self, inner: Pending, earliest: float) -> None:
-        self.inner, self.earliest = inner, earliest
+    def __init__(self, inner: Pending, clock: Clock, earliest: float) -> None:
+        self.inner, self.clock, self.earliest = inner, clock, earliest
 
     def wait(self) -> None:
         self.inner.wait()
-        time.sleep(max(self.earliest - time.monotonic(), 0.0))
+        self.clock.now = max(self.clock.now, self.earliest)
 
 
 class Named:
