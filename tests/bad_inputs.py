@@ -540,6 +540,31 @@ BAD = {
         ConfigError,
         ("symmetric=True", "all queries", "in_batch=True"),
     ),
+    "hardness, negative": (
+        lambda: tw.info_nce(A, B, hardness=-1.0),
+        RangeError,
+        ("hardness", "-1.0", "Pass 0 for none"),
+    ),
+    "hardness, a tensor": (
+        lambda: tw.info_nce(A, B, hardness=torch.ones(6)),
+        DtypeError,
+        ("hardness is a number", "Tensor", "Pass a float"),
+    ),
+    "hardness_mode, unknown": (
+        lambda: tw.info_nce(A, B, hardness=1.0, hardness_mode="hard"),
+        ConfigError,
+        ("no hardness_mode 'hard'", "choose one of", "hard_negatives"),
+    ),
+    "hardness of no negatives": (
+        lambda: tw.info_nce(A, B, hardness=1.0, hardness_mode="hard_negatives"),
+        ConfigError,
+        ("needs negative_keys", "None", "in_batch_negatives"),
+    ),
+    "hardness of keys that are no negatives": (
+        lambda: tw.info_nce(A, B, A, in_batch=False, hardness=1.0, hardness_mode="in_batch_negatives"),
+        ConfigError,
+        ("needs in_batch=True", "False", "hard_negatives"),
+    ),
     # words and options
     "reduction": (
         lambda: tw.clip_loss(A, B, 1.0, reduction="avg"),

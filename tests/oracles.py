@@ -50,31 +50,40 @@ def info_nce_dense(
     query_ids=None,
     key_ids=None,
     negative_mask=None,
+    hardness=0.0,
+    hardness_mode="all_negatives",
     reduction="mean",
 ):
     n = len(query)
     eye = torch.eye(n, dtype=torch.bool, device=query.device)
     own = (query * key).sum(1, keepdim=True) / temperature
-    batch = query @ key.T / temperature
+    plain = query @ key.T
+    columns = (plain / temperature).T
+    in_batch_hardness = 0.0 if hardness_mode == "hard_negatives" else hardness
+    hard_hardness = 0.0 if hardness_mode == "in_batch_negatives" else hardness
+    batch = plain / temperature + in_batch_hardness * plain.detach().masked_fill(eye, 0.0)
     if query_ids is not None:
-        batch = batch.masked_fill((query_ids[:, None] == key_ids[None, :n]) & ~eye, -torch.inf)
+        same = (query_ids[:, None] == key_ids[None, :n]) & ~eye
+        batch, columns = batch.masked_fill(same, -torch.inf), columns.masked_fill(same.T, -torch.inf)
     parts = [batch] if in_batch else [own]
     if negatives is not None and negatives.dim() == 2:
-        more = query @ negatives.T / temperature
+        more = query @ negatives.T
+        more = more / temperature + hard_hardness * more.detach()
         if query_ids is not None and len(key_ids) > n:
             more = more.masked_fill(query_ids[:, None] == key_ids[None, n:], -torch.inf)
         if negative_mask is not None:
             more = more.masked_fill(~negative_mask[None, :], -torch.inf)
         parts.append(more)
     elif negatives is not None:
-        more = torch.einsum("nd,nkd->nk", query, negatives) / temperature
+        more = torch.einsum("nd,nkd->nk", query, negatives)
+        more = more / temperature + hard_hardness * more.detach()
         if negative_mask is not None:
             more = more.masked_fill(~negative_mask, -torch.inf)
         parts.append(more)
     answer = torch.arange(n, device=query.device) if in_batch else torch.zeros(n, dtype=torch.long, device=query.device)
     loss = F.cross_entropy(torch.cat(parts, 1), answer, reduction="none")
     if symmetric:
-        loss = (loss + F.cross_entropy(batch.T, torch.arange(n, device=query.device), reduction="none")) / 2
+        loss = (loss + F.cross_entropy(columns, torch.arange(n, device=query.device), reduction="none")) / 2
     return reduced(loss, reduction)
 
 

@@ -85,13 +85,16 @@ def info_nce_settings(chance: random.Random) -> dict[str, Any]:
         "symmetric": in_batch and chance.random() < 0.5,
         "masked": negatives != "none" and chance.random() < 0.5,
         "ids": in_batch and chance.random() < 0.5,
+        "hardness": chance.choice([0.0, 0.0, 1.0, 9.0]),
     }
 
 
-def make_info_nce(make: Maker, negatives: str, in_batch: bool, symmetric: bool, masked: bool, ids: bool) -> Problem:
+def make_info_nce(
+    make: Maker, negatives: str, in_batch: bool, symmetric: bool, masked: bool, ids: bool, hardness: float
+) -> Problem:
     """The problem of these settings."""
     shape = {"none": None, "shared": (make.n // 2 + 3,), "own": (make.n, 3)}[negatives]
-    fixed: dict[str, Any] = {"in_batch": in_batch, "symmetric": symmetric}
+    fixed: dict[str, Any] = {"in_batch": in_batch, "symmetric": symmetric, "hardness": hardness}
     if masked and shape is not None:
         fixed["negative_mask"] = make.flags(*shape)
     if ids:

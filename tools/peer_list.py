@@ -195,7 +195,6 @@ PEERS = [
                 "sets private attributes of the peer's class and reads the stored scores; see tests/integrations here"
             ),
             "embed_minibatch": "replaces a private method of the peer's cache; see tests/cache here",
-            "hardness_mode": "hardness_mode is refused",
             "under_autocast": "wants a bfloat16 loss, and ours is float32",
             "static_embedding_behind": "refused as well, with another message",
             "stay_assignable": "reads `temperature`, which is 1 / scale here, and a module as similarity is refused",

@@ -53,9 +53,9 @@ def views(towers, rows, world, rank):
     return loss(towers.layers[0](rows[0]), towers.layers[0](rows[1]))
 
 
-def ranking(directions, partition_mode="joint"):
+def ranking(directions, partition_mode="joint", **more):
     def run(towers, rows, world, rank):
-        settings = {"directions": directions, "partition_mode": partition_mode, "gather_across_devices": True}
+        settings = {"directions": directions, "partition_mode": partition_mode, "gather_across_devices": True, **more}
         loss = st.MultipleNegativesRankingLoss(nn.Identity(), towers.scale, **settings)
         columns = [layer(part) for layer, part in zip(towers.layers, rows, strict=True)]
         return loss.compute_loss_from_embeddings(columns)
@@ -98,6 +98,10 @@ CASES = {
     "ranking": ranking(("query_to_doc",)),
     "ranking, both directions": ranking(("query_to_doc", "doc_to_query"), "per_direction"),
     "ranking, all four directions": ranking(FOUR),
+    "ranking, hardness": ranking(FOUR, hardness_mode="in_batch_negatives", hardness_strength=3.0),
+    "ranking, hardness of hard negatives": ranking(
+        ("query_to_doc",), hardness_mode="hard_negatives", hardness_strength=3.0
+    ),
 }
 
 

@@ -18,7 +18,9 @@ from tilewise.integrations import sentence_transformers as st
 FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
-def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines, ids=None):
+def ranking_dense(
+    columns, scale, directions, partition_mode, similarity=cosines, ids=None, hardness_mode=None, hardness_strength=0.0
+):
     query, *docs = columns
     n, own = len(query), torch.eye(len(query), dtype=torch.bool)
     same = own if ids is None else ids[:, None] == ids[None, :]
@@ -36,6 +38,12 @@ def ranking_dense(columns, scale, directions, partition_mode, similarity=cosines
         "doc_to_query": scale * similarity(docs[0], query),
         "doc_to_doc": scale * similarity(docs[0], torch.cat(docs)),
     }
+    own_hard = torch.cat([torch.zeros_like(own), *[own] * (len(docs) - 1)], 1)
+    others = ~own.repeat(1, len(docs))
+    raised = {"hard_negatives": own_hard, "in_batch_negatives": others, "all_negatives": own_hard | others}
+    if hardness_mode is not None:
+        close = hardness_strength * similarity(query, torch.cat(docs)).detach()
+        terms["query_to_doc"] = terms["query_to_doc"] + close.masked_fill(~raised[hardness_mode], 0.0)
     terms = {name: scores.masked_fill(masks[name], -torch.inf) for name, scores in terms.items()}
     scores = [terms[name] for name in directions]
     answer = scores[0][torch.arange(n), torch.arange(n)]
@@ -88,6 +96,35 @@ def test_ranking(count, directions, partition_mode):
     want = ranking_dense(columns, scale, directions, partition_mode)
     assert_same(loss(batch, None), want, [model.table.weight, scale])
     assert "sentence_embedding" in batch[0], "the model must get the caller's dictionary, as in sentence-transformers"
+
+
+@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives", "all_negatives"])
+@pytest.mark.parametrize("count, directions, partition_mode", RANKING)
+def test_ranking_with_hardness(count, directions, partition_mode, mode):
+    model, batch, scale = Bag(), sentences(count), nn.Parameter(scalar(7.0).detach())
+    ids = torch.randint(-3, 9, (N,))
+    settings = {"directions": directions, "partition_mode": partition_mode}
+    hard = {"hardness_mode": mode, "hardness_strength": 4.0}
+
+    def dense(**more):
+        columns = [model(dict(features))["sentence_embedding"] for features in batch]
+        return ranking_dense(columns, scale, directions, partition_mode, **more)
+
+    for labels in (None, ids):
+        loss = st.MultipleNegativesRankingLoss(model, scale, **settings, **hard, labels_as_ids=labels is not None)
+        assert_same(loss(batch, labels), dense(ids=labels, **hard), [model.table.weight, scale])
+    if count > 2 or mode != "hard_negatives":
+        assert (dense(**hard) - dense()).abs() > 1e-3, "the hardness must matter here"
+    cached = st.CachedMultipleNegativesRankingLoss(model, scale, mini_batch_size=7, **settings, **hard)
+    got = cached(batch, None)
+    got.backward()
+    want, leaves = dense(**hard), (model.table.weight, scale)
+    assert_close(got, want, EXACT)
+    for leaf, grad in zip(leaves, torch.autograd.grad(want, leaves), strict=True):
+        assert_close(leaf.grad, grad, EXACT)
+    assert cached.hardness_mode == cached.get_config_dict()["hardness_mode"] == mode
+    cached.hardness_strength = 0.0
+    assert_close(cached(batch, None), dense(), EXACT)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -246,8 +283,10 @@ def test_ranking_refuses():
         st.MultipleNegativesRankingLoss(model, directions=FOUR, partition_mode="per_direction")
     with pytest.raises(ConfigError, match="Add 'doc_to_query'"):
         st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "doc_to_doc"))
-    with pytest.raises(ConfigError, match="hardness_mode"):
-        st.MultipleNegativesRankingLoss(model, hardness_mode="hard_negatives", hardness_strength=5.0)
+    with pytest.raises(ConfigError, match="no hardness_mode 'hard'; choose one of"):
+        st.MultipleNegativesRankingLoss(model, hardness_mode="hard", hardness_strength=5.0)
+    with pytest.raises(RangeError, match="hardness must be 0 or a positive number, got -1"):
+        st.MultipleNegativesRankingLoss(model, hardness_mode="all_negatives", hardness_strength=-1.0)
     with pytest.raises(ConfigError, match="cos_sim or dot_score"):
         st.MultipleNegativesRankingLoss(model, similarity_fct=torch.cdist)
     with pytest.raises(ConfigError, match="Use mini_batch_size instead"):

@@ -227,6 +227,34 @@ def info_nce_only_own_negatives(make: Maker) -> Problem:
     return _info_nce(make, make.unit(make.n, 4), in_batch=False)
 
 
+@case
+def info_nce_hardness(make: Maker) -> Problem:
+    """Close keys of other queries count more."""
+    return _info_nce(make, hardness=9.0)
+
+
+@case
+def info_nce_hardness_ids(make: Maker) -> Problem:
+    ids = make.integers(make.n // 2, make.n)
+    return _info_nce(make, hardness=5.0, symmetric=True, query_ids=ids, key_ids=ids)
+
+
+@case
+def info_nce_hardness_shared(make: Maker) -> Problem:
+    count = make.n // 2 + 3
+    return _info_nce(make, make.unit(count), hardness=5.0, negative_mask=make.flags(count), symmetric=True)
+
+
+@case
+def info_nce_hardness_of_own_negatives(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="hard_negatives")
+
+
+@case
+def info_nce_hardness_in_batch(make: Maker) -> Problem:
+    return _info_nce(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="in_batch_negatives")
+
+
 def _guided(make: Maker, negatives: int = 0, symmetric: bool = False, **settings: Any) -> Problem:
     """Negatives that a second model finds too close are left out; its positives are close, but not the closest.
 

@@ -54,7 +54,8 @@ def test_half_types_lose_no_more_than_dense(name, dtype):
         assert_no_worse(grads[leaf], dense_grads[leaf], want_grads[leaf], leaf)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Hardness is a constant without a gradient by definition, so finite differences see another function.
+@pytest.mark.parametrize("name", [name for name in CASES if "hardness" not in name])
 def test_gradcheck(name):
     made = problem(name, n=6, d=3)
     upstream = upstream_like(made.ours(SimpleNamespace(**made.leaves), reduction="none"))

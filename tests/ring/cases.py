@@ -99,6 +99,10 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "info_nce-own-only": lambda x, **how: tw.info_nce(
         x["a"], x["b"], x["own"], temperature=1 / x["scale"], in_batch=False, **how
     ),
+    "info_nce-hardness": lambda x, **how: _shared(x, hardness=4.0, symmetric=True, **how),
+    "info_nce-hardness-own": lambda x, **how: tw.info_nce(
+        x["a"], x["b"], x["own"], temperature=1 / x["scale"], hardness=4.0, query_ids=x["ids"], **how
+    ),
     "info_nce-guided": lambda x, **how: tw.info_nce(
         x["a"],
         x["b"],

@@ -42,6 +42,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     ),
     "siglip_loss": lambda x, odd, group: tw.siglip_loss(x, x, 1.0, -1.0 - odd, group=group),
     "info_nce": lambda x, odd, group: tw.info_nce(x, x, temperature=(0.1, 0.2)[odd], group=group),
+    "hardness": lambda x, odd, group: tw.info_nce(x, x, hardness=(3.0, 5.0)[odd], group=group),
     "own negatives": lambda x, odd, group: tw.info_nce(
         x, x, x[:, None], in_batch=False, reduction=("mean", "none")[odd], group=group
     ),
@@ -103,6 +104,7 @@ SAYS = {
     "nt_xent": "loss: reduction=sum on ranks 0, 2 but reduction=none on rank 1",
     "supcon_loss": "loss: reduction=sum on ranks 0, 2 but reduction=none on rank 1",
     "siglip_loss": "loss: logit_bias=-1.0 on ranks 0, 2 but logit_bias=-2.0 on rank 1",
+    "hardness": "loss: hardness=3.0 on ranks 0, 2 but hardness=5.0 on rank 1",
     "info_nce": "loss: temperature=0.1 on ranks 0, 2 but temperature=0.2 on rank 1",
     "own negatives": "loss: reduction=mean on ranks 0, 2 but reduction=none on rank 1",
     "kind of negatives": "loss: negatives=none on ranks 0, 2 but negatives=own on rank 1",

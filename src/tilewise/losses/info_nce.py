@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
+from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp, raised
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -35,6 +37,8 @@ def info_nce(
     key_ids: Tensor | None = None,
     negative_mask: Tensor | None = None,
     guide: Guide | None = None,
+    hardness: float = 0.0,
+    hardness_mode: HardnessMode = "all_negatives",
     reduction: _check.Reduction = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -63,6 +67,10 @@ def info_nce(
             change neither the loss nor its gradient.
         guide: embeddings of another model for the same texts. A negative that the guide finds closer to the query than
             the query's own key, up to a margin, is left out: it is probably a false negative. See `Guide`.
+        hardness: raises the logit of a negative by ``hardness`` times its inner product with the query, without a
+            gradient of its own: close negatives count more. 0 for none.
+        hardness_mode: which negatives it raises: "all_negatives", "in_batch_negatives" (keys of other queries) or
+            "hard_negatives" (``negative_keys``). Never those of the direction from key to query.
         reduction: "none" returns (n,).
         group: a process group over whose ranks queries, keys and shared negatives are sharded. A "mean" or "sum" is
             scaled for DDP, which averages gradients over the ranks; see docs/concepts/ring.md.
@@ -91,6 +99,7 @@ def info_nce(
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
     shift = positive_shift(a, b, scale)
     guided = check_guide(guide, a, negatives)
+    harder = check_hardness(hardness, hardness_mode, in_batch=in_batch, negatives=negatives is not None)
     must_match = ""
     if group_name:
         kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
@@ -102,31 +111,37 @@ def info_nce(
             negatives=kind,
             masked=masked,
             symmetric=symmetric,
+            hardness=hardness,
+            hardness_mode=hardness_mode,
         )
         if not in_batch and kind == "own":
             # Called only for its cross-rank check. There are no scores with other ranks, so nothing later checks the
             # calls.
             shard_of_columns(b, must_match, group_name)
 
-    if in_batch:
-        more = {} if guided is None else guided.keys()
-        keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
-        spec = PairSpec(row_lse=True, col_lse=symmetric, positive="one")
-        if guided is not None:  # the limits are those of rows, so columns need a call of their own
-            spec = GUIDED
-        if reduction != "none" and negatives is None and not group_name and not (guided and symmetric):
-            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
-        stats = pair_stats(
-            a, b, scale, keys=keys, spec=spec, options=options, group_name=group_name, must_match=must_match
-        )
+    how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
+    one_way = guided is not None or harder.in_batch > 0  # the scores of rows are not those of columns
+    more = {} if guided is None else guided.keys()
+    keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
+    spec = PairSpec(row_lse=True, positive="one") if guided is None else GUIDED
+    if not in_batch or harder.in_batch:
+        pos = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
+        lse = pos
+        if in_batch:  # a column for each key but the own, which is not raised
+            others = replace(spec, positive="none", mask_self=True)
+            raised_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
+            lse = torch.logaddexp(pos, raised_lse)
+    else:
+        both = replace(spec, col_lse=symmetric and not one_way)
+        if reduction != "none" and negatives is None and not group_name and not (one_way and symmetric):
+            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=both, options=options)
+        stats = pair_stats(a, b, scale, keys=keys, spec=both, **how)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
-    else:
-        pos = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
-        lse = pos
     if negatives is not None and negatives.dim() == 3:
-        x_nk = _shifted(scale * own_scores(a, negatives, negative_mask), shift)
+        own_nk = own_scores(a, negatives, negative_mask)
+        x_nk = raised(_shifted(scale * own_nk, shift), own_nk, harder.hard)
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
@@ -137,16 +152,18 @@ def info_nce(
             lse,
             _shared_lse(
                 *(a, negatives, scale, shift, query_id, negative_id, negative_mask, guided),
-                *(options, group_name, must_match),
+                hardness=harder.hard,
+                **how,
             ),
         )
     loss_n = lse - pos  # both relative to `shift`
-    if symmetric:
-        col_lse = stats.col_lse
-        if guided is not None:
-            keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **guided.keys(swap=True))
-            how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
-            col_lse = pair_stats(b, a, scale, keys=keys, spec=GUIDED, **how).row_lse
+    if symmetric and not one_way:
+        assert stats.col_lse is not None
+        loss_n = (loss_n + stats.col_lse - pos) / 2
+    elif symmetric:
+        more = {} if guided is None else guided.keys(swap=True)
+        keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
+        col_lse = pair_stats(b, a, scale, keys=keys, spec=spec, **how).row_lse
         assert col_lse is not None
         loss_n = (loss_n + col_lse - pos) / 2
     return reduce_rows(loss_n, reduction, group_name)
@@ -161,9 +178,7 @@ def _shared_lse(
     negative_id: Tensor | None,
     mask: Tensor | None,
     guided: CheckedGuide | None,
-    options: TileOptions,
-    group_name: str,
-    must_match: str,
+    **how: Any,
 ) -> Tensor:
     """Log-sum-exp of each query against the shared negatives: (n,)."""
     bias = None
@@ -172,24 +187,10 @@ def _shared_lse(
         negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
         bias = torch.zeros(mask.shape, dtype=scale.dtype, device=a.device).masked_fill(~mask, -torch.inf)
     skip = query_id if negative_id is not None else None
-    stats = pair_stats(
-        a,
-        negatives,
-        scale,
-        bias,
-        keys=PairKeys(
-            row_skip=skip,
-            col_skip=negative_id,
-            row_shift=shift,
-            **({} if guided is None else guided.negative_keys()),
-        ),
-        spec=PairSpec(row_lse=True, guide="none" if guided is None else "mask"),
-        options=options,
-        group_name=group_name,
-        must_match=must_match,
-    )
-    assert stats.row_lse is not None
-    return stats.row_lse
+    more = {} if guided is None else guided.negative_keys()
+    keys = PairKeys(row_skip=skip, col_skip=negative_id, row_shift=shift, **more)
+    spec = PairSpec(row_lse=True, guide="none" if guided is None else "mask")
+    return hard_logsumexp(a, negatives, scale, bias, keys=keys, spec=spec, **how)
 
 
 def _shifted(x_nk: Tensor, shift: Tensor | None) -> Tensor:
@@ -266,6 +267,8 @@ class InfoNCELoss(nn.Module):
         temperature: float | Tensor = 0.07,
         in_batch: bool = True,
         symmetric: bool = False,
+        hardness: float = 0.0,
+        hardness_mode: HardnessMode = "all_negatives",
         reduction: _check.Reduction = "mean",
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
@@ -275,6 +278,8 @@ class InfoNCELoss(nn.Module):
         self.settings: dict[str, Any] = {
             "in_batch": in_batch,
             "symmetric": symmetric,
+            "hardness": hardness,
+            "hardness_mode": hardness_mode,
             "reduction": reduction,
             "group": group,
             "options": options,

@@ -4,11 +4,11 @@
 + from tilewise.integrations.sentence_transformers import CachedMultipleNegativesRankingLoss
 """
 
+from tilewise.integrations.sentence_transformers.columns import hash_ids
 from tilewise.integrations.sentence_transformers.gist import CachedGISTEmbedLoss, GISTEmbedLoss
 from tilewise.integrations.sentence_transformers.ranking import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
-    hash_ids,
 )
 
 __all__ = [

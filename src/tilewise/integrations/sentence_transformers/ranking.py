@@ -10,13 +10,17 @@ queries and d_i their documents. The softmax of row i contains these scores:
 
 The target is the score of (q_i, d_i). "joint" uses one softmax over all chosen directions. "per_direction" averages one
 softmax per direction.
+
+Hardness raises scores of query_to_doc by a multiple of their similarity, without a gradient of its own, for these:
+
+    in_batch_negatives   documents and hard negatives of other queries
+    hard_negatives       the query's own hard negatives
+    all_negatives        both
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -25,16 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError
+from tilewise.errors import ConfigError, RangeError
 from tilewise.integrations._groups import world_group
 from tilewise.integrations.sentence_transformers.columns import (
     CachedLoss,
     check_columns,
     check_model,
     embed_columns,
+    hash_ids,
     inputs_of,
     mean_over,
 )
+from tilewise.losses.hardness import Hardness, HardnessMode, check_hardness, others_logsumexp
 from tilewise.losses.info_nce import info_nce
 from tilewise.options import TileOptions
 
@@ -57,7 +63,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         gather_across_devices: compare with documents and queries of all ranks. Each rank returns its share of the
             global mean, so that DDP's averaging gives the gradient of the global mean, for any split of the rows.
         directions, partition_mode: see the module docstring. "doc_to_doc" without "doc_to_query" is refused.
-        hardness_mode, hardness_strength: a strength of 0 has no effect. Any other strength is refused.
+        hardness_mode, hardness_strength: see the module docstring. The strength is the multiple; 0 has no effect.
+            "hard_negatives" has no effect on a batch without hard negatives.
         labels_as_ids: use the labels as ids of the rows, to mask false negatives: rows with equal ids have the same
             document and are not negatives of each other. Their hard negatives stay negatives, except in "doc_to_doc".
             Ids are integers or strings; see `hash_ids`. Ids are compared over all ranks.
@@ -77,7 +84,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         gather_across_devices: bool = False,
         directions: tuple[Direction, ...] = ("query_to_doc",),
         partition_mode: Literal["joint", "per_direction"] = "joint",
-        hardness_mode: str | None = None,
+        hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
         *,
         labels_as_ids: bool = False,
@@ -90,16 +97,13 @@ class MultipleNegativesRankingLoss(nn.Module):
             raise RangeError(f"scale must be positive, got {scale}")
         _check_directions(directions, partition_mode)
         _similarity(similarity_fct)
-        if hardness_mode is not None and hardness_strength != 0.0:
-            raise ConfigError(
-                f"hardness_mode={hardness_mode!r} weights negatives by their own scores, which is not supported. "
-                "Omit it, or use the loss of sentence-transformers"
-            )
+        check_hardness(hardness_strength, hardness_mode or "all_negatives", in_batch=True, negatives=True)
         self.model = model
         self.scale = scale
         self.similarity_fct: Any = similarity_fct
         self.gather_across_devices = gather_across_devices
         self.directions, self.partition_mode = tuple(directions), partition_mode
+        self.hardness_mode, self.hardness_strength = hardness_mode, hardness_strength
         self.labels_as_ids, self.options = labels_as_ids, options
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
@@ -115,16 +119,58 @@ class MultipleNegativesRankingLoss(nn.Module):
             embeddings = [F.normalize(column, dim=1) for column in embeddings]
         query, doc, *hard = embeddings
         group = world_group() if self.gather_across_devices else None
-        both = "doc_to_query" in self.directions
+        both, apart = "doc_to_query" in self.directions, self.partition_mode == "per_direction"
         settings: dict[str, Any] = {"temperature": 1.0 / self.scale, "group": group, "options": self.options}
-        if self.partition_mode == "per_direction" or self.directions == ("query_to_doc",):
+        harder = self._hardness(hard=bool(hard))
+        if any(harder):
+            loss_n = self._hardened_loss(query, doc, hard, ids, harder, settings)
+        elif apart or self.directions == ("query_to_doc",):
             negatives = torch.cat(hard) if hard else None
             return info_nce(query, doc, negatives, symmetric=both, query_ids=ids, **settings)
-        loss_n = info_nce(query, doc, reduction="none", **self._query_negatives(query, hard, ids), **settings)
+        else:
+            loss_n = info_nce(query, doc, reduction="none", **self._query_negatives(query, hard, ids), **settings)
         if both:
             doc_loss_n = info_nce(doc, query, reduction="none", **self._doc_negatives(doc, hard, ids), **settings)
-            loss_n = torch.logaddexp(loss_n, doc_loss_n)  # one softmax: both are measured from the score of the target
+            # In one softmax both are sums that are measured from the score of the target.
+            loss_n = (loss_n + doc_loss_n) / 2 if apart else torch.logaddexp(loss_n, doc_loss_n)
         return mean_over(group, loss_n)
+
+    def _hardness(self, *, hard: bool) -> Hardness:
+        mode = self.hardness_mode
+        if mode is None or (mode == "hard_negatives" and not hard):
+            return Hardness()
+        return check_hardness(self.hardness_strength, mode, in_batch=True, negatives=True)
+
+    def _hardened_loss(
+        self,
+        query: Tensor,
+        doc: Tensor,
+        hard: list[Tensor],
+        ids: Tensor | None,
+        harder: Hardness,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """The loss of each row over the directions that begin with its query: (n,).
+
+        A query's own hard negatives and those of other queries have different hardness, so they are separate sums.
+        """
+        strength: dict[str, Any] = {"hardness": self.hardness_strength, "hardness_mode": self.hardness_mode}
+        own = torch.stack(hard, 1) if hard else None
+        loss_n = info_nce(query, doc, own, query_ids=ids, reduction="none", **strength, **settings)
+        others: list[tuple[Tensor, float, Tensor | None]] = [(column, harder.in_batch, None) for column in hard]
+        if "query_to_query" in self.directions:
+            others.append((query, 0.0, ids))
+        if others:
+            query, doc, *columns = (_check.autocast(x) for x in (query, doc, *(column for column, *_ in others)))
+            scale = _check.check_temperature(settings["temperature"], query)
+            pos_n = scale * (query.to(scale.dtype) * doc.to(scale.dtype)).sum(1)
+            shift = pos_n.detach()  # scores relative to the target's, as those of `info_nce`
+            how: dict[str, Any] = {"row_shift": shift, "options": self.options}
+            how["group_name"] = _check.group_name(settings["group"])
+            for column, (_, hardness, column_ids) in zip(columns, others, strict=True):
+                lse_n = others_logsumexp(query, column, scale, hardness=hardness, ids=column_ids, **how)
+                loss_n = torch.logaddexp(loss_n, lse_n - (pos_n - shift))
+        return loss_n
 
     def _ids(self, labels: Ids | None, rows: Tensor) -> Tensor:
         if labels is None:
@@ -167,6 +213,8 @@ class MultipleNegativesRankingLoss(nn.Module):
             "gather_across_devices": self.gather_across_devices,
             "directions": self.directions,
             "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
         }
 
 
@@ -189,7 +237,10 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
     computed, as in sentence-transformers.
     """
 
-    SETTINGS = ("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids")
+    SETTINGS = (
+        *("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids"),
+        *("hardness_mode", "hardness_strength"),
+    )
 
     def __init__(
         self,
@@ -202,7 +253,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         directions: tuple[Direction, ...] = ("query_to_doc",),
         partition_mode: Literal["joint", "per_direction"] = "joint",
         show_progress_bar: bool = False,
-        hardness_mode: str | None = None,
+        hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
         *,
         labels_as_ids: bool = False,
@@ -233,31 +284,6 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
             "mini_batch_size": self.mini_batch_size,
             "mini_batch_num_tokens": self.mini_batch_num_tokens,
         }
-
-
-def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:
-    """Integer ids of strings, (n,) int64, the same in every process. Integers are kept.
-
-    A string becomes the first 8 bytes of its BLAKE2 hash. Two different ones of a million collide with a probability of
-    3e-8. Use it to make the column "label" of a dataset::
-
-        dataset = dataset.map(lambda row: {"label": hash_ids([row["document_id"]]).item()})
-
-    >>> hash_ids(["a", "b", "a"]).unique().numel()
-    2
-    """
-    if isinstance(ids, str) or not all(isinstance(value, str | Integral) for value in ids):
-        raise DtypeError(
-            f"ids is a list of strings or of integers, got {ids!r:.60}. Pass one string or integer per row"
-        )
-    numbers = [_hash(value) if isinstance(value, str) else int(value) for value in ids]
-    if large := [number for number in numbers if not -(2**63) <= number < 2**63]:
-        raise RangeError(f"integer ids must fit into 64 bits, got {large[0]}. Pass larger ones as strings")
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
