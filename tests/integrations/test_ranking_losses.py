@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ def test_ranking_with_hardness(count, directions, partition_mode, mode):
     for leaf, grad in zip(leaves, torch.autograd.grad(want, leaves), strict=True):
         assert_close(leaf.grad, grad, EXACT)
     assert cached.hardness_mode == cached.get_config_dict()["hardness_mode"] == mode
+    assert cached.temperature == 1 / scale
     cached.hardness_strength = 0.0
     assert_close(cached(batch, None), dense(), EXACT)
 
@@ -197,6 +199,10 @@ def test_ranking_by_dot_product():
 
     def dot_score(a, b):
         return a @ b.T
+
+    assert st.MultipleNegativesRankingLoss(None, similarity_fct=partial(dot_score)).get_config_dict()[
+        "similarity_fct"
+    ] == ("dot_score")
 
     loss = st.MultipleNegativesRankingLoss(Bag(), 0.3, similarity_fct=dot_score)
     want = ranking_dense(columns, 0.3, ("query_to_doc",), "joint", dot_score)

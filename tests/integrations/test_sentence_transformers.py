@@ -75,6 +75,17 @@ def test_the_same_loss_and_gradients_with_dropout(encoder, wrapper, columns):
     assert_close(got[1], want[1], 1e-4, "gradients")
 
 
+@pytest.mark.parametrize("columns", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives", "all_negatives"])
+def test_hardness(encoder, mode, columns):
+    batch = sentences(encoder, columns)
+    settings = {"hardness_mode": mode, "hardness_strength": 5.0}
+    want = step(encoder, losses.MultipleNegativesRankingLoss(encoder, **settings), batch)
+    got = step(encoder, ours.MultipleNegativesRankingLoss(encoder, **settings), batch)
+    assert_close(got[0], want[0], 1e-5, "loss")
+    assert_close(got[1], want[1], 1e-4, "gradients")
+
+
 @pytest.mark.parametrize("wrapper", ["no wrapper", "MatryoshkaLoss", "cached"])
 @pytest.mark.parametrize("guide_length", [12, 3], ids=["same tokens", "tokenized again"])
 def test_guided_losses(encoder, wrapper, guide_length):

@@ -21,6 +21,7 @@ Hardness raises scores of query_to_doc by a multiple of their similarity, withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -120,7 +121,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         query, doc, *hard = embeddings
         group = world_group() if self.gather_across_devices else None
         both, apart = "doc_to_query" in self.directions, self.partition_mode == "per_direction"
-        settings: dict[str, Any] = {"temperature": 1.0 / self.scale, "group": group, "options": self.options}
+        settings: dict[str, Any] = {"temperature": self.temperature, "group": group, "options": self.options}
         harder = self._hardness(hard=bool(hard))
         if any(harder):
             loss_n = self._hardened_loss(query, doc, hard, ids, harder, settings)
@@ -205,6 +206,11 @@ class MultipleNegativesRankingLoss(nn.Module):
             "key_ids": ids.repeat(2 + len(hard)),
         }
 
+    @property
+    def temperature(self) -> float | Tensor:
+        """The inverse of the scale."""
+        return 1.0 / self.scale
+
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
         return {
@@ -239,7 +245,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
 
     SETTINGS = (
         *("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids"),
-        *("hardness_mode", "hardness_strength"),
+        *("hardness_mode", "hardness_strength", "temperature"),
     )
 
     def __init__(
@@ -305,6 +311,8 @@ def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
 
 
 def _similarity(function: Any) -> Similarity:
+    if isinstance(function, partial) and not function.args and not function.keywords:
+        function = function.func
     name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
     if name == "cos_sim":
         return "cos_sim"
