@@ -82,6 +82,13 @@ def test_retrieval(by_ids, calls):
     assert torch.equal(got.gallery_to_query, want.gallery_to_query)
 
 
+def test_search(calls):
+    queries, gallery = torch.randn(13, 6, dtype=torch.float64), torch.randn(26, 6, dtype=torch.float64)
+    got = tw.nearest(queries, gallery, 4, options=tw.TileOptions(backend="oracle"))
+    assert calls
+    assert torch.equal(got.indices, tw.nearest(queries, gallery, 4).indices)
+
+
 def test_auto_does_not_choose_it(calls):
     x = torch.randn(5, 3, requires_grad=True)
     tw.clip_loss(x, x.detach(), 2.0).backward()

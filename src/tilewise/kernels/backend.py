@@ -85,13 +85,14 @@ class Backend:
     """A way to compute the statistics and their gradients. `forward` and `backward` are the strategy `two_pass`.
 
     The other strategies are capabilities. A missing one is None: calls then take `two_pass` of the same backend,
-    and ranks are counted with `forward`.
+    and ranks are counted with `forward`. With ``offers_search``, its scorer is a `Searcher`.
     """
 
     name: str
     one_pass: OnePass | None = None
     filtered: Filtered | None = None
     offers_ranks: bool = False
+    offers_search: bool = False
     statistics: frozenset[str] | None = None  # names of those that it computes; None for all of `STATISTICS`
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:

@@ -93,6 +93,50 @@ def no_best(length: int, scorer: Scorer) -> Best:
     return Best(score, torch.full((length,), NO_INDEX, device=score.device, dtype=torch.int64))
 
 
+@dataclass(frozen=True)
+class Nearest:
+    """The k best items of each query so far, best first: scores (-inf: none) and indices (NO_INDEX: none), (n, k)."""
+
+    score: Tensor
+    index: Tensor
+
+    def merge_(self, rows: Tensor, score: Tensor, index: Tensor) -> None:
+        """Merge further items of the queries ``rows``. On ties the lower index wins, so the order of blocks is free."""
+        k = self.index.shape[1]
+        score = torch.cat([self.score[rows], score], 1)
+        index = torch.cat([self.index[rows], index], 1).masked_fill_(score == -torch.inf, NO_INDEX)
+        index, order = index.sort(dim=1)
+        score, order = score.gather(1, order).sort(dim=1, descending=True, stable=True)
+        self.score[rows], self.index[rows] = score[:, :k], index.gather(1, order[:, :k])
+
+
+def no_nearest(length: int, k: int, scorer: Scorer) -> Nearest:
+    """A `Nearest` in which no item has been found."""
+    score = torch.full((length, k), -torch.inf, device=scorer.device, dtype=scorer.dtype)
+    return Nearest(score, torch.full((length, k), NO_INDEX, device=score.device, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Unwanted:
+    """Which pairs of a block a search leaves out beside those of ``Block.excluded``.
+
+    Args:
+        row_ids, col_ids: (n,) and (c,): a pair with equal ids. None: no ids.
+        below: (n,) in the type of the scores: a pair that scores this or more. None: no limit.
+    """
+
+    row_ids: Tensor | None = None
+    col_ids: Tensor | None = None
+    below: Tensor | None = None
+
+    def hide_(self, scores: Tensor, rows: slice, cols: slice) -> None:
+        """Set the scores of these pairs to -inf."""
+        if self.row_ids is not None and self.col_ids is not None:
+            scores.masked_fill_(self.row_ids[rows, None] == self.col_ids[None, cols], -torch.inf)
+        if self.below is not None:
+            scores.masked_fill_(scores >= self.below[rows, None], -torch.inf)
+
+
 class Excluded:
     """Gallery items excluded from the ranking of each query: (n, e), padded with -1, and their spans."""
 
@@ -181,6 +225,13 @@ class Scorer(Protocol):
         Returns:
             (len(rows), n) and (c,) counts, int64, to be added over blocks. The second is None without `cols`.
         """
+
+
+class Searcher(Scorer, Protocol):
+    """A `Scorer` that also finds the nearest items."""
+
+    def find_nearest(self, block: Block, unwanted: Unwanted, found: Nearest) -> None:
+        """Merge the best items of this block into ``found``."""
 
 
 @contextlib.contextmanager

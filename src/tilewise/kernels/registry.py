@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from tilewise.errors import BackendError
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.known_faults import Fault, faults_on, warn_once
-from tilewise.kernels.ranks import Scorer
+from tilewise.kernels.ranks import Scorer, Searcher
 from tilewise.kernels.spec import Pair, PairShape, PairSpec, wanted_names
 from tilewise.options import BACKEND_NAMES, TileOptions
 
@@ -149,6 +150,17 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
 
 def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
     """The scorer for features of this width and type."""
+    return _choose_scorer(device, width, dtype, options, search=False)
+
+
+def choose_searcher(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Searcher:
+    """The scorer for features of this width and type, from a backend that finds the nearest items."""
+    return cast(Searcher, _choose_scorer(device, width, dtype, options, search=True))
+
+
+def _choose_scorer(
+    device: torch.device, width: int, dtype: torch.dtype, options: TileOptions, *, search: bool
+) -> Scorer:
     names = _AUTO if options.backend == "auto" else (options.backend,)
     for name in names:
         reason = _why_not_load(name, device, options)
@@ -157,6 +169,8 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
             return _scorer_of_forward(backend, device, width, dtype, options)
         if backend is not None:
             reason = backend.why_no_ranks(device, width, dtype)
+            if reason is None and search and not backend.offers_search:
+                reason = "it offers ranks, but no search for the nearest items"
             if reason is None:
                 reason = _why_avoided(_faults(name, device), options)
             if reason is None:
@@ -170,7 +184,7 @@ def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options:
 
 def _scorer_of_forward(
     backend: Backend, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions
-) -> Scorer:
+) -> Searcher:
     """Ranks of a backend that offers none: scores from its `forward`, one gallery item at a time, which is slow.
 
     The log-sum-exp of a single score is that score.

@@ -63,10 +63,10 @@ class RankingCall:
         both: bool,
     ) -> RankingCall:
         """Check the arguments on all ranks. If one rank raises an error, all ranks do."""
-        options = check_options(options, rows_alone=True)
         exchange = find_exchange(group_name(group))
         positives, query_ids, gallery_ids = answers
         with propagate_errors(exchange):
+            options = check_options(options, rows_alone=True)
             check_features(queries, gallery, over_group=exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None

@@ -1,4 +1,4 @@
-"""Progress of a ranking: a progress bar, or a callback."""
+"""Progress of a ranking or a search: a progress bar, or a callback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Progress = Callable[[int, int], None]
 
 
 @contextmanager
-def reporter(progress: bool | Progress, total: int, device: torch.device) -> Iterator[kernel.Advance | None]:
+def reporter(
+    progress: bool | Progress, total: int, device: torch.device, title: str = "ranking"
+) -> Iterator[kernel.Advance | None]:
     """Yield the function that the tile loops call to report progress, or None."""
     if progress is False or (progress is True and importlib.util.find_spec("rich") is None):
         yield None
@@ -35,7 +37,7 @@ def reporter(progress: bool | Progress, total: int, device: torch.device) -> Ite
     from rich.progress import Progress as RichProgress
 
     with RichProgress() as bar:
-        task = bar.add_task("ranking", total=total)
+        task = bar.add_task(title, total=total)
 
         def show(done: int, total: int) -> None:
             bar.update(task, completed=done)

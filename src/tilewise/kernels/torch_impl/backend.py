@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.backend import Backend
-from tilewise.kernels.ranks import Scorer
+from tilewise.kernels.ranks import Searcher
 from tilewise.kernels.spec import HALF_TYPES, Backward, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.filtered import TorchFilter
@@ -22,7 +22,7 @@ class TorchBackend(Backend):
     name = "torch"
     one_pass = TorchOnePass()
     filtered = TorchFilter()
-    offers_ranks = True
+    offers_ranks = offers_search = True
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """It serves every call, except where rows must not depend on their place in a product."""
@@ -45,6 +45,6 @@ class TorchBackend(Backend):
         summed = shape.rows if spec.symmetric else shape.cols * needs.b
         return 4 * summed * shape.width
 
-    def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """Counts ranks tile by tile."""
+    def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Searcher:
+        """Counts ranks and finds the nearest items tile by tile."""
         return ScoreTile(device, width, dtype, options.workspace_bytes)

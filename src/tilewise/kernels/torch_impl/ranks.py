@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
-from tilewise.kernels.ranks import Answers, Best, Block, ends_of
+from tilewise.kernels.ranks import Answers, Best, Block, Nearest, Unwanted, ends_of
 from tilewise.kernels.slices import slices
 from tilewise.kernels.torch_impl.tile_scores import product_types
 
@@ -22,6 +22,7 @@ LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
 LARGEST_SIDE_ELSEWHERE = 2048  # larger: accelerators prefer few large launches
 SMALLEST_SIDE = 16
 SQUARE_BUFFERS = 4  # scores, better, ties, before
+SORTED_SHARE = 8  # a search sorts 1/8 of the rows of a tile at a time: scores and 64-bit indices, in half a buffer
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
@@ -51,7 +52,7 @@ def tile_side(device: torch.device, width: int, dtype: torch.dtype, workspace_by
 
 
 class ScoreTile:
-    """A `Scorer` that allocates the buffers of one tile once per call.
+    """A `Searcher` that allocates the buffers of one tile once per call.
 
     ``multiply(queries, items, out)`` replaces the matrix product by scores of another backend.
     """
@@ -142,6 +143,21 @@ class ScoreTile:
             block.done(j)
         return row_counts, col_counts
 
+    def find_nearest(self, block: Block, unwanted: Unwanted, found: Nearest) -> None:
+        """See `Searcher`. Only rows with a score that may be among their k best are sorted: few of the later tiles."""
+        k = found.index.shape[1]
+        for j in slices(block.items.shape[0], self.side):
+            self.gallery[: j.stop - j.start] = block.items[j]
+            for i in slices(block.queries.shape[0], self.side):
+                scores = self._scores(block, i, j)
+                unwanted.hide_(scores, i, j)
+                top = scores.amax(1)
+                better = ((top >= found.score[i, -1]) & (top > -torch.inf)).nonzero().squeeze(1)
+                for rows in better.split(max(1, self.side // SORTED_SHARE)):
+                    best, place = _first_best(scores[rows], k)
+                    found.merge_(rows + i.start, best, place + (block.col_offset + j.start))
+            block.done(j)
+
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
         """Scores of these queries and the loaded items; -inf for an excluded pair."""
         count = rows.stop - rows.start
@@ -171,6 +187,17 @@ class ScoreTile:
                 torch.lt(self.places[: scores.shape[1]], place, out=before)
                 better.addcmul_(ties, before)
         return (better @ self.ones[: scores.shape[1]]).to(torch.int64)
+
+
+def _first_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row, and their columns. Of equal scores, those of the first columns."""
+    k = min(k, scores.shape[1])
+    best, place = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    if best.shape[1] > k:  # `topk` may take any of the scores that equal the last
+        tied = (best[:, k] == best[:, k - 1]).nonzero().squeeze(1)
+        if tied.numel():
+            place[tied, :k] = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return best[:, :k], place[:, :k]
 
 
 def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:
