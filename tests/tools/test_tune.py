@@ -72,7 +72,7 @@ def test_the_fastest_sizes_are_kept_and_used_from_then_on():
     assert sizes.tuned(CARD) == {4: {field: TWO[field][1] for field in FIELDS}}
     assert [phase for phase, done, _, _ in shown if done == 1] == ["measuring", "checking"]
     text = "\n".join(tune_cli.report(found, table=True))
-    assert "4 bytes, gradient: rows=32" in text
+    assert "4-byte types, gradient: rows=32" in text
     assert '("other", 4): KernelSizes(' in text
     assert str(found.path) in text
 
@@ -95,7 +95,7 @@ def test_sizes_that_fail_in_one_case_are_skipped(monkeypatch):
     assert list(failed.values()) == ["RuntimeError: out of resource: shared memory"]
     found = tune.keep_best(CPU, CARD, rates, failed, [WIDTH], Shown())
     assert found.after[4].forward == TWO["forward"][0]
-    assert "1 skipped" in tune_cli.report(found, table=False)[0]
+    assert "1 failed" in tune_cli.report(found, table=False)[0]
 
 
 def test_sizes_with_which_another_kernel_fails_are_skipped(monkeypatch):
@@ -142,7 +142,8 @@ def test_without_a_card_there_is_one_sentence_and_exit_code_2():
 
 def test_the_command_tunes_and_reports(monkeypatch, tmp_path):
     row = sizes.TABLE["other", 4]
-    found = tune.Tuning(CARD, tmp_path / "file.json", {}, {}, {4: row}, {4: row}, ["a row"])
+    job = jobs_of.Job("forward", "clip", row.forward, 64, torch.float32)
+    found = tune.Tuning(CARD, tmp_path / "file.json", {job: 5.0}, {}, {4: row}, {4: row}, ["a row"])
     wanted = {}
 
     def fake(types, widths, processes, show):
@@ -155,8 +156,22 @@ def test_the_command_tunes_and_reports(monkeypatch, tmp_path):
     done = CliRunner().invoke(app, ["tune", "--dtype", "float32", "--width", "64", "--jobs", "3", "--table"])
     assert done.exit_code == 0, done.output
     assert wanted == {"types": ["float32"], "widths": [64], "processes": 3}
-    assert "the sizes in use are the best ones" in done.stdout
+    assert "the sizes in use are the fastest of those measured" in done.stdout
     assert "a row" in done.stdout
+
+
+def test_a_tuning_in_which_everything_fails_is_no_success(monkeypatch, tmp_path):
+    row = sizes.TABLE["other", 4]
+    job = jobs_of.Job("forward", "clip", row.forward, 64, torch.float32)
+    found = tune.Tuning(CARD, tmp_path / "file.json", {}, {job: "RuntimeError: no"}, {4: row}, {4: row}, [])
+    monkeypatch.setattr(tune_cli, "check_tunable", lambda: CPU)
+    monkeypatch.setattr(tune_cli, "tune", lambda *_: found)
+    done = CliRunner().invoke(app, ["tune"])
+    assert done.exit_code == 1
+    assert "0 measured, 1 failed (--table shows why" in done.stdout
+    assert "nothing could be measured, so the sizes in use stay" in done.stdout
+    assert "saved" not in done.stdout
+    assert "RuntimeError: no" in CliRunner().invoke(app, ["tune", "--table"]).stdout
 
 
 def test_an_unknown_type_is_an_error():

@@ -47,7 +47,7 @@ def run(tmp_path_factory):
     assert shown[1].startswith(
         'model   name="icon"  embed_dim=16  width=32  '
     )  # settings that differ from the defaults, one line per section
-    sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} weights on \S+; 4 steps, 6 an epoch"
+    sizes = r"400 pairs, 60 held-out images; \d{2},\d{3} parameters on \S+; 4 steps, 6 per epoch"
     assert re.fullmatch(sizes, shown[4])
     assert shown[5] == f"all settings, defaults too: {folder / 'run' / 'config.toml'}"
     assert "betas" not in result.output

@@ -79,6 +79,36 @@ def test_empty_and_wrong_inputs_are_answered(run):
         load_model(run, chunk_size=0)
 
 
+def test_a_damaged_picture_is_named_by_its_place(run, tmp_path):
+    path = tmp_path / "cut.png"
+    Image.effect_noise((64, 64), 50).save(path)
+    path.write_bytes(path.read_bytes()[:-500])
+    whole = Image.new("RGB", (9, 9))
+    with Image.open(path) as opened:
+        for damaged in (opened, path.read_bytes()):
+            with pytest.raises(DataError, match=r"image 1: .*Is it a complete image file"):
+                load_model(run, device="cpu").encode_image([whole, damaged])
+    with pytest.raises(DataError, match="image 2 must be a path, bytes or a Pillow image, got int"):
+        load_model(run, device="cpu").encode_image([whole, whole, 7])
+
+
+def test_pictures_of_a_generator_are_not_all_held(run):
+    model, read, seen = load_model(run, device="cpu", chunk_size=2), [], []
+    images = model._encoders.images
+
+    def pictures():
+        for number in range(7):
+            read.append(number)
+            yield Image.new("RGB", (9, 9), (number, 0, 0))
+
+    def watched(chunks):
+        return images(seen.append(len(read)) or chunk for chunk in chunks)
+
+    model._encoders.images = watched
+    assert model.encode_image(pictures()).shape[0] == 7
+    assert seen == [2, 4, 6, 7]
+
+
 def test_checkpoints_are_chosen(run):
     assert "step 4" in load_model(run, checkpoint="last").origin
     assert "step 2" in load_model(run, checkpoint=2).origin

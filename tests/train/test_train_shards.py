@@ -132,6 +132,63 @@ def test_patterns():
     ]  # fmt: skip
 
 
+def test_patterns_name_each_shard_once_and_none_vanishes(tmp_path):
+    for name in ("a1.tar", "a2.tar", "b[1].tar"):
+        (tmp_path / name).write_bytes(b"")
+    here = f"{tmp_path}/"
+    assert expand_shards(f"{here}a1.tar::{here}a*.tar") == [here + "a1.tar", here + "a2.tar"]
+    assert expand_shards(here + "b[1].tar") == [here + "b[1].tar"], "a file of that name, not a pattern"
+    with pytest.raises(DataError, match=r"c-\*\.tar matches nothing"):
+        shard_source(f"{here}a1.tar::{here}c-*.tar", SkipLog())
+    with pytest.raises(DataError, match=r"braces in data\.path cannot be nested"):
+        expand_shards("x-{a,{b,c}}.tar")
+
+
+def test_a_shard_that_changes_during_a_run_loses_only_its_own_pairs(tmp_path):
+    """Its index is read again after other shards have been, and has become shorter."""
+    skips = SkipLog()
+    source = shard_source(make_shards(tmp_path, shards=6), skips, shuffle_shards=1)
+    keys = source.all_keys()
+    (tmp_path / "00000.tar").write_bytes(b"")
+    rows = source.rows(torch.tensor(keys), Draw(0, 0, 0, 0, 30), skips)
+    assert len(rows.texts) == 25
+    assert rows.left_out == 5
+    assert skips.counts == {"shard has changed since it was first read": 5}
+    assert "00000.tar:pair 0" in skips.examples[0]
+    assert source.all_keys() == keys
+
+
+def test_shards_without_files_are_named(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w"):
+        pass
+    with pytest.raises(DataError, match=r"no usable pairs in 1 shards: they are empty\. A pair is an image"):
+        shard_source(str(tmp_path / "x.tar"), SkipLog())
+
+
+def test_the_reason_of_a_missing_id_is_the_real_one(tmp_path):
+    deep = b'{"sku": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    with webdataset.TarWriter(str(tmp_path / "0.tar"), encoder=False) as writer:
+        for i, about in enumerate([b'{"sku": "x"}', b"{", deep, b'{"sku": "' + b"x" * 2**20 * 17 + b'"}']):
+            writer.write({"__key__": f"{i}", "png": picture(), "txt": b"a", "json": about})
+    skips = SkipLog()
+    source = open_source(DataConfig(source="shards", path=str(tmp_path / "0.tar"), id_column="sku"), 8, skips)
+    assert len(source.rows(torch.arange(4), Draw(0, 0, 0, 0, 4), skips).ids) == 1
+    assert sum("its .json cannot be read" in reason for reason in skips.counts) >= 1
+    assert not any("no 'sku'" in reason for reason in skips.counts)
+    assert any("larger than" in reason for reason in skips.counts)
+
+
+def test_an_empty_text_leaves_the_caption_of_the_json(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "0.tar")) as writer:
+        for i, caption in enumerate(["from json", {"en": "no text"}, ("a", "b"), float("nan")]):
+            writer.write({"__key__": f"{i}", "png": picture(), "txt": " ", "json": {"caption": caption}})
+    skips = SkipLog()
+    rows = shard_source(str(tmp_path / "0.tar"), skips).rows(torch.arange(4), Draw(0, 0, 0, 0, 4), skips)
+    assert rows.texts[0] == "from json"
+    assert rows.texts[1] in "ab"
+    assert skips.counts == {"a caption must be text, got a dict": 1, "no caption": 1}
+
+
 def test_a_folder_of_shards_and_other_keys_are_explained(tmp_path):
     how = Preparation(8)
     with pytest.raises(DataError, match=r"is a folder; write .*/\*\.tar"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run_tune(
     console: Console, types: list[str] | None, widths: list[int] | None, processes: int | None, table: bool
 ) -> int:
-    """Tune the current device. Returns the exit code: 2 if there is nothing to tune."""
+    """Tune the current device. Returns the exit code: 1 if nothing could be measured, 2 without a GPU to tune."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     unknown = set(types or ()) - TYPES.keys()
@@ -34,26 +34,30 @@ def run_tune(
         def show(phase: str, done: int, total: int, job: str) -> None:
             if phase not in tasks:
                 tasks[phase] = bar.add_task(phase, total=total, job="")
-                if not console.is_terminal:  # a file shows no bar before its end
-                    console.print(f"{phase}: {total} in all")
+                if not console.is_terminal:  # rich writes the bar into a file only at the end
+                    console.print(f"{phase}: {total} jobs")
             bar.update(tasks[phase], completed=done, total=total, job=job)
 
         found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show)
     for line in report(found, table):
         console.print(line, highlight=False, soft_wrap=True)
-    return 0
+    return 0 if found.rates else 1
 
 
 def report(found: Tuning, table: bool) -> list[str]:
     """What was measured, in lines; with ``table``, all rates and the rows for the size table."""
-    lines = [f"{found.card}: {len(found.rates)} measured, {len(found.failed)} skipped (too large for this card)"]
+    hint = "" if table or not found.failed else " (--table shows why; most are too large for the card)"
+    lines = [f"{found.card}: {len(found.rates)} measured, {len(found.failed)} failed{hint}"]
+    if not found.rates:
+        lines.append("nothing could be measured, so the sizes in use stay")
     for item, row in found.after.items():
         for field in dataclasses.fields(row):
             old, new = getattr(found.before[item], field.name), getattr(row, field.name)
             if old != new:
-                lines.append(f"{item} bytes, {field.name}: {short(old)} -> {short(new)}")
-    lines += [] if len(lines) > 1 else ["the sizes in use are the best ones"]
-    lines.append(f"kept in {found.path}; every later process uses them")
+                lines.append(f"{item}-byte types, {field.name}: {short(old)} -> {short(new)}")
+    if found.rates:
+        lines += [] if len(lines) > 1 else ["the sizes in use are the fastest of those measured"]
+        lines.append(f"saved in {found.path}; every later process uses them")
     if table:
         rates = sorted(found.rates.items(), key=lambda each: (each[0].field, each[0].case, -each[1]))
         lines += [f"{job.field:14} {job.case:14} {rate:6.0f} TFLOP/s  {short(job.sizes)}" for job, rate in rates]
@@ -65,5 +69,5 @@ def report(found: Tuning, table: bool) -> list[str]:
 def short(sizes: Any) -> str:
     """Sizes in one line."""
     if sizes is None:
-        return "as narrow"
+        return "as for narrow features"
     return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(sizes).items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class ImageTextModel:
     """Both towers of a run, for encoding.
 
     Args:
-        encoders: the model on its device, without a graph.
+        encoders: the model on its device. It encodes without gradients.
         origin: a description of where the model came from.
 
     Attributes:
@@ -30,8 +31,8 @@ class ImageTextModel:
             unit features (n, d).
         tokenizer: turns a list of captions into named tensors, the keywords of `text_tower`.
         pixels: the input of the image tower: its size, channels, mean and standard deviation.
-        logit_scale, logit_bias: scores are ``scale * image @ text.T + bias``. The bias is 0 except for the sigmoid
-            loss.
+        logit_scale, logit_bias: scores are ``logit_scale * image @ text.T + logit_bias``. The bias is 0 except for the
+            sigmoid loss.
         device: device of the features.
         origin: a description of where the model came from.
     """
@@ -49,21 +50,24 @@ class ImageTextModel:
         """Return the resized centre square of a picture, the input of the image tower: uint8 (channels, size, size).
 
         Args:
-            image: a path, the bytes of an image file, or a Pillow image. Transparency is laid on white.
+            image: a path, the bytes of an image file, or a Pillow image. Transparent pixels become white.
         """
+        return self._preprocess(image, "the given image")
+
+    def _preprocess(self, image: Any, name: str) -> Tensor:
         from PIL.Image import Image
 
-        name = str(image) if isinstance(image, str | Path) else "the given image"
+        name = str(image) if isinstance(image, str | Path) else name
         if isinstance(image, str | Path):
             try:
                 image = read_regular(image, IMAGE_LIMIT)
             except OSError as error:
                 raise DataError(f"cannot read the image {image}: {error.strerror or error}") from error
         if not isinstance(image, bytes | Image):
-            raise DataError(f"an image must be a path, bytes or a Pillow image, got {type(image).__name__}")
+            raise DataError(f"{name} must be a path, bytes or a Pillow image, got {type(image).__name__}")
         try:
             picture = decode(image) if isinstance(image, bytes) else on_white(image)
-        except DataError as error:
+        except (DataError, OSError, SyntaxError, ValueError) as error:  # Pillow reads an opened file only here
             raise DataError(f"{name}: {error}. Is it a complete image file in a format that Pillow reads?") from error
         made = to_tensor(picture, centre_box(*picture.size), self.pixels.size)
         if self.pixels.channels == 1:
@@ -87,11 +91,12 @@ class ImageTextModel:
             return self._encoders.images(images.split(size)).clone() if len(images) else self._nothing()
         if isinstance(images, str | Path | bytes) or not isinstance(images, Iterable):
             raise ShapeError("encode_image takes several images; give a list, such as [image]")
-        pictures = list(images)
-        if not pictures:
+        pictures = (self._preprocess(image, f"image {i}") for i, image in enumerate(images))
+        chunks = iter(lambda: list(islice(pictures, size)), [])
+        first = next(chunks, None)
+        if first is None:
             return self._nothing()
-        chunks = (pictures[i : i + size] for i in range(0, len(pictures), size))
-        return self._encoders.images(torch.stack([self.preprocess(p) for p in chunk]) for chunk in chunks).clone()
+        return self._encoders.images(map(torch.stack, chain([first], chunks))).clone()
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Return unit features (n, d), float32, on the model's device."""
@@ -104,7 +109,8 @@ class ImageTextModel:
         return self._encoders.texts(captions).clone() if captions else self._nothing()
 
     def _nothing(self) -> Tensor:
-        return self._encoders.texts([""])[:0].clone()  # a clone is no inference tensor, so autograd can use it
+        """Features (0, d). The text tower runs once, for d and the type; the clone may be used with autograd."""
+        return self._encoders.texts([""])[:0].clone()
 
     def export(self, folder: str | Path) -> Path:
         """Write the model as safetensors and JSON. `load_model` reads it; `transformers` reads the towers it knows."""
@@ -115,7 +121,7 @@ class ImageTextModel:
         return target
 
     def readers(self, folder: Path) -> list[str]:
-        """Return lines of Python with which `transformers` reads the exported folder."""
+        """Return lines of Python with which `transformers` reads the exported folder; none if it cannot."""
         if self._model.kind == "clip":
             lines = [f"transformers.CLIPModel.from_pretrained({str(folder)!r})"]
         elif self._model.kind == "vit-bert":
@@ -134,7 +140,7 @@ def load_model(
 ) -> ImageTextModel:
     """Load the model of a run, or an exported model, for inference.
 
-    The folder is enough. The initial weights of the run and a network are not needed.
+    The folder is enough: nothing is downloaded, and the weights that the run started from are not needed.
 
     Args:
         folder: the folder of a run (`output.folder`), or one that `ImageTextModel.export` or ``tilewise export`` wrote.

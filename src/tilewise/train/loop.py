@@ -164,7 +164,7 @@ class Trainer:
             if self.pairs is not None:
                 self.pairs.images.give_up_when(None)
             self.messages.skipped("training pairs", self.skips)
-            self.messages.judge_data(self.seconds, self.waited, self.config.data)
+            self.messages.slow_data(self.seconds, self.waited, self.config.data)
             self.world.wait()
             return RunResult(
                 self.folder.path, self.step, self.step >= self.steps, self.signal_number, dict(self.state.metrics)

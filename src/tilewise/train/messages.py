@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOTICES = 5  # damaged shards that are named; further ones are counted
-SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # longer runs that wait for data longer than this share print a hint
+SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run longer than this prints a hint if it waits for data for this share
 
 
 class Messages:
@@ -31,12 +31,12 @@ class Messages:
         self, model: TwoTowers, world: World, pairs: int, held_out: int | None, steps: int, steps_per_epoch: int
     ) -> None:
         """Print the sizes of the run. ``held_out`` is the number of held-out images, or None without any."""
-        weights = sum(p.numel() for p in model.parameters())
+        parameters = sum(p.numel() for p in model.parameters())
         ranks = f", {world.size} ranks" if world.size > 1 else ""
         images = "no" if held_out is None else f"{held_out:,}"
         self.say(
-            f"{pairs:,} pairs, {images} held-out images; {weights:,} weights on {world.device}{ranks}; "
-            f"{steps:,} steps, {steps_per_epoch:,} an epoch"
+            f"{pairs:,} pairs, {images} held-out images; {parameters:,} parameters on {world.device}{ranks}; "
+            f"{steps:,} steps, {steps_per_epoch:,} per epoch"
         )
 
     def warnings(self, model: TwoTowers, config: RunConfig) -> None:
@@ -54,18 +54,18 @@ class Messages:
         if skips.total:
             first = "".join(f". First: {example}" for example in skips.examples[:1])
             self.say(f"{what}: {skips.summary()}{first}")
-            self.notices(what, skips)
+        self.notices(what, skips)
 
     def notices(self, what: str, skips: SkipLog) -> None:
-        """Print the sentences of a log that were not printed yet, at most `NOTICES` of them."""
-        new, skips.notices = skips.notices, []
+        """Print the sentences of a log that were not printed yet: at most `NOTICES`; the rest are counted."""
+        new = skips.take_notices()
         for sentence in new[:NOTICES]:
             self.say(f"{what}: {sentence}")
         if len(new) > NOTICES:
-            self.say(f"{what}: more shards are damaged: {len(new) - NOTICES} or more")
+            self.say(f"{what}: at least {len(new) - NOTICES} more shards are damaged")
 
-    def judge_data(self, seconds: float, waited: float, data: DataConfig) -> None:
-        """Print a hint if steps of ``seconds`` in total have waited long for images."""
+    def slow_data(self, seconds: float, waited: float, data: DataConfig) -> None:
+        """Print a hint if ``waited``, the time spent waiting for images, is a large share of ``seconds``."""
         if seconds > SLOW_DATA_S and waited > SLOW_DATA_SHARE * seconds:
             advice = "" if data.source == "icons" else f". Raise data.workers above {data.workers}"
             self.say(f"{100 * waited / seconds:.0f} % of the time was spent waiting for images{advice}")

@@ -46,7 +46,7 @@ def open_source(config: DataConfig, image_size: int, skips: SkipLog, watch: Watc
     if config.source == "shards":
         return ShardSource(
             expand_shards(config.path), how, shuffle_shards=config.shuffle_shards, records=config.records,
-            workers=config.workers, skips=skips, id_name=config.id_column, watch=watch,
+            workers=config.workers, skips=skips, id_name=config.id_column, on_progress=watch,
         )  # fmt: skip
     return FileSource(_split(config)[0], how, config.workers)
 
@@ -147,7 +147,7 @@ def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]
     """Read a record and decode the centre of its image: uint8 (3, size, size)."""
     record = source.read(key)
     image = decode(record.image)
-    return record, to_tensor(image, centre_box(*image.size), source.how.size)
+    return record, to_tensor(image, centre_box(*image.size), source.preparation.size)
 
 
 def open_eval_pairs(

@@ -21,7 +21,7 @@ class Record:
     Args:
         image: the encoded file (PNG, JPEG, ...) as bytes.
         captions: one or more. Training draws one of them.
-        id: pairs with the same id show the same thing.
+        id: pairs with the same id are not negatives of each other, if loss.mask_same_id is set.
     """
 
     image: bytes
@@ -41,7 +41,7 @@ def id_of(value: object) -> int:
 
 
 def plain_text(value: object) -> str:
-    """Return a caption or path as valid text. Invalid characters become question marks.
+    """Return a caption or path as valid text, without spaces around it. What is not valid becomes ``?`` or U+FFFD.
 
     >>> plain_text("caf\\udce9 "), plain_text(b"a cup"), plain_text(7), plain_text(None)
     ('caf?', 'a cup', '7', '')
@@ -53,12 +53,15 @@ def plain_text(value: object) -> str:
 
 
 def captions_of(value: object) -> list[str]:
-    """Return the captions in a cell. A cell holds one caption or a list of captions.
+    """Return the captions in a cell. A cell holds one caption or a list of captions; NaN is an empty cell.
 
-    >>> captions_of(["a cup", " ", None]), captions_of("tea"), captions_of([])
+    >>> captions_of(["a cup", " ", None]), captions_of("tea"), captions_of(float("nan"))
     (['a cup'], ['tea'], [])
     """
-    texts = map(plain_text, value if isinstance(value, list) else [value])
+    cells = value if isinstance(value, list | tuple) else [value]
+    if wrong := [cell for cell in cells if isinstance(cell, dict | list | tuple | set)]:
+        raise RecordError(f"a caption must be text, got a {type(wrong[0]).__name__}")
+    texts = (plain_text(cell) for cell in cells if cell == cell)  # NaN differs from itself
     return [text for text in texts if text]
 
 
@@ -88,7 +91,7 @@ class Source(Protocol):
 
 @dataclass
 class Rows:
-    """Usable rows of a batch: uint8 images (n, channels, size, size), n captions, ids (n,), and the rows left out."""
+    """Usable rows of a batch: uint8 images (n, channels, size, size), n captions, ids (n,), and the number left out."""
 
     images: Tensor
     texts: list[str]
@@ -98,13 +101,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Draw:
-    """The random choices of a batch. They do not depend on the rank, the thread or the order in which they are made.
+    """The random choices of a batch. They do not depend on the rank, the thread or the order in which rows are read.
 
     Args:
         seed: seed of the run.
         epoch: epoch, counted from 0.
         step: step, counted from 0 over the whole run.
-        first_row: index of the first of these keys in the global batch.
+        first_row: place in the global batch of the first row that this rank reads.
         rows: size of the global batch.
         unwanted: is set when the batch is no longer needed.
     """
@@ -132,33 +135,39 @@ class SkipLog:
         self.counts: Counter[str] = Counter(counts or {})
         self.examples: list[str] = []
         self.notices: list[str] = []  # sentences for the user; at most `examples` of them
-        self._once: set[str] = set()
-        self._most = examples
+        self._seen: set[str] = set()
+        self._limit = examples
         self._lock = threading.Lock()
 
     def add(self, reason: str, what: str) -> None:
         """Record that `what` was skipped."""
         with self._lock:
             self.counts[reason] += 1
-            if len(self.examples) < self._most:
+            if len(self.examples) < self._limit:
                 self.examples.append(f"{plain_text(what)}: {reason}")
 
     def notice(self, sentence: str) -> None:
         """Keep a sentence that the user must see, for example that a shard ended early."""
         with self._lock:
-            if len(self.notices) < self._most:
+            if len(self.notices) < self._limit:
                 self.notices.append(plain_text(sentence))
 
-    def first_time(self, what: str) -> bool:
-        """Return whether `what`, for example a shard, is seen for the first time. Its faults then count once."""
+    def take_notices(self) -> list[str]:
+        """Return the sentences that were kept, and forget them."""
         with self._lock:
-            new = what not in self._once
-            self._once.add(what)
+            taken, self.notices = self.notices, []
+            return taken
+
+    def first_time(self, what: str) -> bool:
+        """Return whether `what` is seen for the first time, so that a shard that is read again is not counted again."""
+        with self._lock:
+            new = what not in self._seen
+            self._seen.add(what)
             return new
 
     @property
     def total(self) -> int:
-        """Number of skipped records."""
+        """Number of skipped records; a damaged shard counts as one."""
         return sum(self.counts.values())
 
     def summary(self) -> str:
@@ -174,9 +183,9 @@ class SkipLog:
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         with self._lock:
-            return {"counts": dict(self.counts), "once": sorted(self._once)}
+            return {"counts": dict(self.counts), "once": sorted(self._seen)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the counts of a checkpoint. Later counts are dropped."""
+        """Replace the counts by those of a checkpoint."""
         with self._lock:
-            self.counts, self._once = Counter(state["counts"]), set(state["once"])
+            self.counts, self._seen = Counter(state["counts"]), set(state["once"])

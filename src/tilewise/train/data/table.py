@@ -184,7 +184,7 @@ class FileSource:
 
     def __init__(self, entries: list[Entry], how: Preparation, workers: int = 2) -> None:
         self.entries = entries
-        self.how = how
+        self.preparation = how
         self.pool = Workers(workers)
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class FileSource:
 
     def rows(self, keys: Tensor, draw: Draw, skips: SkipLog) -> Rows:
         """Return the usable rows of these keys."""
-        return prepare_rows(self, keys, self.how, draw, skips, self.pool)
+        return prepare_rows(self, keys, self.preparation, draw, skips, self.pool)
 
     def read(self, key: int) -> Record:
         """Read one record from its file."""
