@@ -543,7 +543,7 @@ BAD = {
     "hardness, negative": (
         lambda: tw.info_nce(A, B, hardness=-1.0),
         RangeError,
-        ("hardness", "-1.0", "Pass 0 for none"),
+        ("hardness must be finite and not negative", "-1.0", "Pass 0 for none"),
     ),
     "hardness, a tensor": (
         lambda: tw.info_nce(A, B, hardness=torch.ones(6)),

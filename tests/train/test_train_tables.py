@@ -13,6 +13,7 @@ from tilewise.errors import ConfigError, DataError
 from tilewise.train.config import DataConfig, load_config
 from tilewise.train.data import Position, SkipLog, open_eval_pairs, open_source
 from tilewise.train.data.records import Draw
+from tilewise.train.data.table import Columns, read_table
 from tilewise.train.loop import train
 
 
@@ -296,3 +297,9 @@ def test_held_out_pairs_none_of_which_is_there_name_the_first(tmp_path):
         open_eval_pairs(
             DataConfig(source="table", path=path, image_root=str(tmp_path / "elsewhere")), 8, SkipLog(), path
         )
+
+
+def test_a_caption_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"image": "a.png", "caption": {"en": "a cup"}}\n')
+    with pytest.raises(DataError, match=r"t\.jsonl: a caption must be text, got a dict in the column 'caption'"):
+        read_table(tmp_path / "t.jsonl", "", Columns("image", "caption"))

@@ -1,4 +1,7 @@
-"""How statistics of two blocks of columns become those of both, where that is more than a sum. Vectors: (n,) each."""
+"""Merges row statistics of several blocks of columns, where that is more than a sum.
+
+``folded_*`` takes the statistics of all blocks, (blocks, n) each; ``merged_*`` those of two blocks, (n,) each.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ def folded_entropy(lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     No term is negative, so nothing cancels.
     """
     total = torch.logsumexp(lse, 0)
-    above = total - lse
-    return total, torch.where(lse == -torch.inf, 0.0, torch.exp(-above) * (entropy + above)).sum(0)
+    gap = total - lse  # -log w_k
+    return total, torch.where(lse == -torch.inf, 0.0, torch.exp(-gap) * (entropy + gap)).sum(0)
 
 
 def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -24,14 +27,14 @@ def merged_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
 
 
 def merged_sum_sq(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and q = log sum p^2 over two blocks, each given as (log-sum-exp, q):
+    """The log-sum-exp and s = log sum_j p_j^2 over two blocks, each given as (log-sum-exp, s):
 
-    q = log(w_1^2 exp(q_1) + w_2^2 exp(q_2)),   w_k = exp(lse_k - lse);   0 if both are empty.
+    s = log(w_1^2 exp(s_1) + w_2^2 exp(s_2)),   w_k = exp(lse_k - lse);   0, which is finite, if both are empty.
     """
     lse = torch.logaddexp(one[0], other[0])
 
-    def share(block_lse: Tensor, q: Tensor) -> Tensor:
-        return torch.where(block_lse == -torch.inf, -torch.inf, q + 2.0 * (block_lse - lse))
+    def share(block_lse: Tensor, log_sum_sq: Tensor) -> Tensor:
+        return torch.where(block_lse == -torch.inf, -torch.inf, log_sum_sq + 2.0 * (block_lse - lse))
 
     return lse, torch.where(lse == -torch.inf, 0.0, torch.logaddexp(share(*one), share(*other)))
 
@@ -47,16 +50,17 @@ def merged_top(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
     return torch.maximum(x, y), col
 
 
-def folded_kl(lse_p: Tensor, lse_q: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def folded_kl(lse_p: Tensor, lse_q: Tensor, kl: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both log-sum-exps and K = KL(q || p) over all blocks, given those of each block k: (blocks, n).
 
     K = sum_k w_k (K_k + log(w_k / v_k)),   v_k = exp(lse_p_k - lse_p),  w_k = exp(lse_q_k - lse_q).
 
-    K_k is the divergence inside of a block, of probabilities that sum to 1 there.
+    K_k is the divergence inside of a block, of probabilities that sum to 1 there. A column is excluded from p and q
+    alike, so a row that has no column in p has none in q.
     """
     p, q = torch.logsumexp(lse_p, 0), torch.logsumexp(lse_q, 0)
     log_w = lse_q - q
-    shares = torch.exp(log_w) * (inside + (log_w - (lse_p - p)))
+    shares = torch.exp(log_w) * (kl + (log_w - (lse_p - p)))
     return p, q, torch.where(lse_q == -torch.inf, 0.0, shares).sum(0)
 
 

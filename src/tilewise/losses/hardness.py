@@ -21,9 +21,11 @@ from tilewise.errors import ConfigError, DtypeError, RangeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
+from tilewise.options import TileOptions
 
 HardnessMode = Literal["all_negatives", "in_batch_negatives", "hard_negatives"]
 MODES = get_args(HardnessMode)
+OTHERS = PairSpec(row_lse=True, mask_self=True)
 
 
 class Hardness(NamedTuple):
@@ -34,14 +36,14 @@ class Hardness(NamedTuple):
 
 
 def check_hardness(hardness: float, mode: str, *, in_batch: bool, negatives: bool) -> Hardness:
-    """The settings as one value for each kind of negatives; whether there are negatives of each kind."""
+    """Check the settings. ``in_batch`` and ``negatives``: which kinds of negatives the call has."""
     if mode not in MODES:
         raise ConfigError(f"no hardness_mode {mode!r}; choose one of {', '.join(MODES)}")
     if isinstance(hardness, bool) or not isinstance(hardness, Real):
         raise DtypeError(f"hardness is a number, got {type(hardness).__name__}. Pass a float, 0 for none")
     value = float(hardness)
     if not 0.0 <= value < math.inf:
-        raise RangeError(f"hardness must be 0 or a positive number, got {value}. Pass 0 for none; 5 and 9 are usual")
+        raise RangeError(f"hardness must be finite and not negative, got {value}. Pass 0 for none")
     if value and mode == "in_batch_negatives" and not in_batch:
         raise ConfigError(f"hardness_mode={mode!r} needs in_batch=True, got False. Use 'hard_negatives'")
     if value and mode == "hard_negatives" and not negatives:
@@ -66,8 +68,10 @@ def hard_logsumexp(
 
         row_lse_i = log sum_j exp(x_ij)         d row_lse_i / d <a_i, b_j> = p_ij * scale, p_i = softmax(x_i)
 
-    It is computed with the scale ``scale + hardness``, whose gradients are then multiplied by scale / (scale +
-    hardness). The gradient of the scale itself, sum_j p_ij <a_i, b_j>, must not be, so it is divided first.
+    `pair_stats` runs with the scale ``scale + hardness``. Its gradients of a and b are then too large by the factor
+    (scale + hardness) / scale, so the gradient of the result is multiplied by the inverse, ``share``. The gradient of
+    the scale, sum_j p_ij <a_i, b_j>, is right as it is, so the scale is divided by ``share``, which cancels that.
+    ``bias`` has no gradient.
     """
     if hardness == 0.0:
         plain = pair_stats(a, b, scale, bias, keys=keys, spec=spec, **how).row_lse
@@ -75,8 +79,8 @@ def hard_logsumexp(
         return plain
     fixed = scale.detach()
     share = fixed / (fixed + hardness)
-    raised = fixed + hardness + (scale - fixed) / share
-    lse = pair_stats(a, b, raised, bias, keys=keys, spec=spec, **how).row_lse
+    raised_scale = fixed + hardness + (scale - fixed) / share
+    lse = pair_stats(a, b, raised_scale, bias, keys=keys, spec=spec, **how).row_lse
     assert lse is not None
     value = lse.detach()
     # A row without negatives has -inf, and -inf - -inf is NaN.
@@ -84,19 +88,27 @@ def hard_logsumexp(
 
 
 def others_logsumexp(
-    a: Tensor, b: Tensor, scale: Tensor, *, hardness: float = 0.0, ids: Tensor | None = None, **how: Any
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    *,
+    hardness: float = 0.0,
+    ids: Tensor | None = None,
+    row_shift: Tensor | None = None,
+    options: TileOptions | None = None,
+    group_name: str = "",
 ) -> Tensor:
-    """`hard_logsumexp` of each row with the columns of all OTHER rows, less those of equal ids: (n,).
+    """`hard_logsumexp` of each row of ``a`` with all rows of ``b`` but its own: (n,), -inf if there are no others.
 
-    Row i of ``b`` belongs to row i of ``a``, over a group too. -inf for a row without others. ``row_shift``, (n,), is
-    subtracted from the scores.
+    Args:
+        a, b: (n, d) each. Row i of ``b`` belongs to row i of ``a``; over a group, to that of the same rank.
+        scale: of the scores.
+        hardness: see the top of this file.
+        ids: (n,): a row is not scored with another of the same id. None: with all others.
+        row_shift: (n,), is subtracted from the scores of each row.
+        options: how it is computed.
+        group_name: over whose ranks the rows are sharded.
     """
-    options, shift = _check.check_options(how.pop("options", None)), how.pop("row_shift", None)
-    keys = PairKeys(row_skip=ids, col_skip=ids, row_shift=shift)
-    spec = PairSpec(row_lse=True, mask_self=True)
-    return hard_logsumexp(a, b, scale, hardness=hardness, keys=keys, spec=spec, options=options, **how)
-
-
-def raised(x_nk: Tensor, own_nk: Tensor, hardness: float) -> Tensor:
-    """Scores of own negatives, raised by their similarities."""
-    return x_nk if hardness == 0.0 else x_nk + hardness * own_nk.detach()
+    keys = PairKeys(row_skip=ids, col_skip=ids, row_shift=row_shift)
+    how: dict[str, Any] = {"options": _check.check_options(options), "group_name": group_name}
+    return hard_logsumexp(a, b, scale, hardness=hardness, keys=keys, spec=OTHERS, **how)

@@ -12,7 +12,7 @@ from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
-from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp, raised
+from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -21,8 +21,9 @@ from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
-GUIDED = PairSpec(row_lse=True, positive="one", guide="mask")
-NO_ID = -(2**63)  # id of a negative that is never excluded
+SOFTMAX = PairSpec(row_lse=True, positive="one")
+GUIDED = replace(SOFTMAX, guide="mask")
+NO_ID = -(2**63)  # id of a negative that is never excluded: no query has it
 
 
 def info_nce(
@@ -45,7 +46,7 @@ def info_nce(
 ) -> Tensor:
     """Cross entropy of each query against its own key, the other keys and the negatives. Its own key is the target.
 
-    Equals, without building the logits::
+    With shared negatives this equals, without building the logits::
 
         logits = cat([query @ positive_key.T, query @ negative_keys.T], 1) / temperature
         F.cross_entropy(logits, arange(n))
@@ -65,12 +66,12 @@ def info_nce(
             n + M, ids exclude no shared negatives. Negatives of each query are never excluded by id.
         negative_mask: bool, (M,) or (n, K): True for a negative, False for padding. Values of padding, even NaN,
             change neither the loss nor its gradient.
-        guide: embeddings of another model for the same texts. A negative that the guide finds closer to the query than
-            the query's own key, up to a margin, is left out: it is probably a false negative. See `Guide`.
+        guide: embeddings of another model for the same texts. A negative whose guide score is above that of the query's
+            own key, less a margin, is left out: it is probably a false negative. See `Guide`.
         hardness: raises the logit of a negative by ``hardness`` times its inner product with the query, without a
             gradient of its own: close negatives count more. 0 for none.
         hardness_mode: which negatives it raises: "all_negatives", "in_batch_negatives" (keys of other queries) or
-            "hard_negatives" (``negative_keys``). Never those of the direction from key to query.
+            "hard_negatives" (``negative_keys``). The direction from key to query stays as it is.
         reduction: "none" returns (n,).
         group: a process group over whose ranks queries, keys and shared negatives are sharded. A "mean" or "sum" is
             scaled for DDP, which averages gradients over the ranks; see docs/concepts/ring.md.
@@ -92,7 +93,7 @@ def info_nce(
     _check.check_same_rows(NAMES, a, b)
     negatives = _check_negatives(a, negative_keys, negative_mask)
     if symmetric and not in_batch:
-        raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True")
+        raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True. Pass it")
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a)
@@ -120,51 +121,45 @@ def info_nce(
             shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
-    one_way = guided is not None or harder.in_batch > 0  # the scores of rows are not those of columns
+    # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
+    apart = guided is not None or harder.in_batch > 0
     more = {} if guided is None else guided.keys()
     keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
-    spec = PairSpec(row_lse=True, positive="one") if guided is None else GUIDED
+    spec = replace(SOFTMAX if guided is None else GUIDED, col_lse=symmetric and not apart)
+    col_lse = None
     if not in_batch or harder.in_batch:
-        pos = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
-        lse = pos
-        if in_batch:  # a column for each key but the own, which is not raised
+        pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
+        if in_batch:  # all keys but the query's own, which is not raised
             others = replace(spec, positive="none", mask_self=True)
-            raised_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
-            lse = torch.logaddexp(pos, raised_lse)
+            others_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
+            lse = torch.logaddexp(pos, others_lse)
     else:
-        both = replace(spec, col_lse=symmetric and not one_way)
-        if reduction != "none" and negatives is None and not group_name and not (one_way and symmetric):
-            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=both, options=options)
-        stats = pair_stats(a, b, scale, keys=keys, spec=both, **how)
+        if reduction != "none" and negatives is None and not group_name and not (apart and symmetric):
+            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
+        stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
-        pos, lse = stats.row_pos, stats.row_lse
+        pos, lse, col_lse = stats.row_pos, stats.row_lse, stats.col_lse
+    if symmetric and apart:
+        more = {} if guided is None else guided.keys(swap=True)
+        keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
+        col_lse = pair_stats(b, a, scale, keys=keys, spec=spec, **how).row_lse
     if negatives is not None and negatives.dim() == 3:
         own_nk = own_scores(a, negatives, negative_mask)
-        x_nk = raised(_shifted(scale * own_nk, shift), own_nk, harder.hard)
+        x_nk = _shifted(scale * own_nk, shift)
+        if harder.hard:
+            x_nk = x_nk + harder.hard * own_nk.detach()
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
             x_nk = x_nk.masked_fill(guided.excludes_own(), -torch.inf)
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
-        lse = torch.logaddexp(
-            lse,
-            _shared_lse(
-                *(a, negatives, scale, shift, query_id, negative_id, negative_mask, guided),
-                hardness=harder.hard,
-                **how,
-            ),
-        )
+        ids = query_id, negative_id
+        shared = _shared_lse(a, negatives, scale, shift, ids, negative_mask, guided, hardness=harder.hard, **how)
+        lse = torch.logaddexp(lse, shared)
     loss_n = lse - pos  # both relative to `shift`
-    if symmetric and not one_way:
-        assert stats.col_lse is not None
-        loss_n = (loss_n + stats.col_lse - pos) / 2
-    elif symmetric:
-        more = {} if guided is None else guided.keys(swap=True)
-        keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
-        col_lse = pair_stats(b, a, scale, keys=keys, spec=spec, **how).row_lse
-        assert col_lse is not None
+    if col_lse is not None:
         loss_n = (loss_n + col_lse - pos) / 2
     return reduce_rows(loss_n, reduction, group_name)
 
@@ -174,18 +169,18 @@ def _shared_lse(
     negatives: Tensor,
     scale: Tensor,
     shift: Tensor | None,
-    query_id: Tensor | None,
-    negative_id: Tensor | None,
+    ids: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
     guided: CheckedGuide | None,
     **how: Any,
 ) -> Tensor:
-    """Log-sum-exp of each query against the shared negatives: (n,)."""
+    """Log-sum-exp of each query against the shared negatives: (n,). ``ids``: those of queries and of negatives."""
     bias = None
     if mask is not None:
         # A masked negative scores -inf. Its features are replaced by zeros, because they may hold NaN.
         negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
         bias = torch.zeros(mask.shape, dtype=scale.dtype, device=a.device).masked_fill(~mask, -torch.inf)
+    query_id, negative_id = ids
     skip = query_id if negative_id is not None else None
     more = {} if guided is None else guided.negative_keys()
     keys = PairKeys(row_skip=skip, col_skip=negative_id, row_shift=shift, **more)
@@ -208,9 +203,9 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
         number = isinstance(negative_keys, (int, float)) or (
             isinstance(negative_keys, Tensor) and not negative_keys.dim()
         )
-        how = "Pass a temperature by keyword, temperature=..." if number else "Reshape them"
+        advice = "Pass a temperature by keyword, temperature=..." if number else "Reshape them"
         raise ShapeError(
-            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {how}"
+            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {advice}"
         )
     negatives = _check.check_features("negative_keys", negative_keys, negative_keys.dim())
     _check.check_together(("query", "negative_keys"), a, negatives)

@@ -88,12 +88,12 @@ class RankingCall:
             if own:
                 positives = torch.arange(n, device=queries.device) + shards.col_start(shards.rank)
             index = None if positives is None else check_index("positives", positives, queries, shards.all_cols)
-            out = None if exclude is None else check_index("exclude", exclude, queries, shards.all_cols)
-            if index is not None and out is not None:
-                check_not_excluded(index, out)
-        agree(exchange, n, m, {"call": "ranking, with indices that are in range"})
+            left_out = None if exclude is None else check_index("exclude", exclude, queries, shards.all_cols)
+            if index is not None and left_out is not None:
+                check_not_excluded(index, left_out)
+        agree(exchange, n, m, {"call": "ranking, with indices that are in range"})  # receives errors of the last check
         flat = positives is None or positives.dim() == 1
-        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, out, exchange, shards, options, both)
+        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, left_out, exchange, shards, options, both)
 
     @property
     def pairs(self) -> int:
@@ -148,7 +148,7 @@ class RankingCall:
                 for which, score in zip(index, scores, strict=True):
                     scorer.pair_scores(pairs, which, score)
                     if best is not None:
-                        _merge_back(best, which - pairs.col_offset, score, first_row)
+                        _merge_right_queries(best, which - pairs.col_offset, score, first_row)
             return None if best is None else {"score": best.score, "index": best.index}
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
@@ -180,8 +180,11 @@ def _answers_of_best(best: kernel.Best, scorer: kernel.Scorer) -> kernel.Answers
     return kernel.answers_of(torch.where(best.index == kernel.NO_INDEX, -1, best.index), best.score, scorer.side)
 
 
-def _merge_back(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
-    """Query i is a right query of item item_i of the block. Keep each item's highest score; on ties the first query."""
+def _merge_right_queries(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
+    """Merge query i as a right query of the item item_i of this block (outside of it: of none).
+
+    Each item keeps the highest score; on ties the first query.
+    """
     keep = (item >= 0) & (item < best.score.shape[0])
     query = torch.arange(first_row, first_row + item.shape[0], device=item.device)[keep]
     item, score = item[keep], score[keep]

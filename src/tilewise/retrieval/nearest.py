@@ -99,8 +99,8 @@ def nearest(
     n, m = queries.shape[0], gallery.shape[0]
     shards = agree(exchange, n, m, settings, queries.device)
     with propagate_errors(exchange):
-        out = None if exclude is None else check_index("exclude", exclude, queries, shards.all_cols)
-    agree(exchange, n, m, {"call": "search, with indices that are in range"})
+        left_out = None if exclude is None else check_index("exclude", exclude, queries, shards.all_cols)
+    agree(exchange, n, m, {"call": "search, with indices that are in range"})  # receives errors of the last check
     device, queries, gallery = queries.device, queries.detach(), gallery.detach()
     pairs = n * shards.all_cols
     with (
@@ -108,7 +108,7 @@ def nearest(
         reporter(progress, pairs, device, "searching") as advance,
     ):
         searcher = choose_searcher(device, queries.shape[1], queries.dtype, options)
-        excluded = None if out is None else kernel.Excluded(out, searcher.side)
+        excluded = None if left_out is None else kernel.Excluded(left_out, searcher.side)
         found = kernel.no_nearest(n, k, searcher)
         below_n = None if limit is None else limit.to(searcher.dtype)
 

@@ -40,27 +40,24 @@ def pair_loss(config: LossConfig, group: Any = None) -> PairLoss:
         assert bias is not None
         return tw.siglip_loss(image, text, scale, bias, group=group, options=options)
 
-    def dense(kind: str) -> PairLoss:
-        def loss(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
-            if kind == "siglip":
-                assert bias is not None
-                chosen = baselines.dense_siglip_loss if config.name == "dense" else baselines.local_siglip_loss
-                return chosen(image, text, scale, bias, group=group)
-            softmax = baselines.dense_clip_loss if config.name == "dense" else baselines.local_clip_loss
-            return softmax(image, text, scale, ids=ids, group=group)
-
-        return loss
+    def baseline(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
+        if config.kind == "siglip":
+            assert bias is not None
+            sigmoid = baselines.dense_siglip_loss if config.name == "dense" else baselines.local_siglip_loss
+            return sigmoid(image, text, scale, bias, group=group)
+        softmax = baselines.dense_clip_loss if config.name == "dense" else baselines.local_clip_loss
+        return softmax(image, text, scale, ids=ids, group=group)
 
     if config.name == "tilewise":
         return tilewise_clip if config.kind == "clip" else tilewise_siglip
-    return dense(config.kind)
+    return baseline
 
 
 class Objective:
     """Forward and backward of a whole batch: the encoders in chunks, the loss on all pairs.
 
     Args:
-        config: of the run.
+        config: the settings of the run.
         model: both towers. With several ranks they are wrapped in DDP here.
         world: the ranks.
     """
@@ -69,14 +66,14 @@ class Objective:
         self.config, self.world, self.scale = config, world, model.scale
         self.loss = pair_loss(config.loss, world.group)
         self.towers = [in_group(tower, world) for tower in (model.image, model.text)]
-        self.watch: Callable[[Tensor, Tensor], None] | None = None
+        self.watch: Callable[[Tensor, Tensor], None] | None = None  # is called with the features before the loss
         fp16 = config.loop.precision == "fp16"
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=fp16) if fp16 else None
         self.cache = GradientCache(
             self.towers,
             self._loss,
             chunk_size=max(1, config.loop.chunk_size),
-            offload=world.device if config.loss.offload else None,
+            offload=world.device if config.loss.offload else None,  # where the chunks are moved from the CPU
         )
 
     def _loss(self, image: Tensor, text: Tensor, *, ids: Tensor | None) -> Tensor:
@@ -107,7 +104,7 @@ def in_group(tower: nn.Module, world: World) -> nn.Module:
         return tower
     devices = [world.device] if world.device.type == "cuda" else None
     ddp = nn.parallel.DistributedDataParallel
-    new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # torch 2.13 renamed it
+    new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # the name since torch 2.13
     buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     return ddp(tower, device_ids=devices, process_group=world.group, gradient_as_bucket_view=True, **buffers)
 

@@ -1,6 +1,7 @@
 """The one-pass strategy of the torch backend: a scalar loss and its gradients from one pass over the scores.
 
-The weight of each row is known beforehand, so forward can compute G:
+The weights of each row, w_i and that of the squared log-sum-exp, z_i, are known beforehand, so forward can compute G.
+[positive] is 1 at the positive of a row, else 0. With a soft cap, G is also multiplied by its slope.
 
     L = sum_i w_i (lse_i - pos_i) + sum_i z_i lse_i^2                    or    L = sum_i w_i softplus_i
     G_ij = (w_i + 2 z_i lse_i) exp(x_ij - lse_i) - w_i [positive]        or    w_i (sigmoid(x_ij) - [positive])
@@ -38,7 +39,7 @@ from tilewise.kernels.torch_impl.two_pass import GradSums, is_bounded
 from tilewise.options import TileOptions
 
 LARGEST_BLOCK = 1024  # rows; larger blocks are not faster
-MULTIPLY_ROWS = 4096  # rows multiplied at a time: a product of two types allocates a copy
+MULTIPLY_ROWS = 4096  # rows multiplied at a time: multiplying tensors of different types allocates a copy
 
 
 def block_rows(shape: PairShape, spec: PairSpec, memory: int) -> int:
@@ -55,7 +56,7 @@ class TorchOnePass:
     """The capability `one_pass` of the torch backend. It saves the gradients."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """See `OnePass`. The loss must be one of rows with one positive, and the workspace hold the scores of a row."""
+        """See `OnePass`. Only for losses with one positive per row, and if the workspace holds the scores of a row."""
         if not scalar_loss.is_one_sided(spec):
             return scalar_loss.NOT_ONE_SIDED
         if self.rows_that_fit(shape, spec, options.workspace_bytes) < 1:
@@ -105,7 +106,7 @@ def multiplied(grad: Tensor, grad_output: Tensor, dtype: torch.dtype, overwrite:
 
 
 class _Blocks:
-    """For each block: scores, loss, G in place of the scores, two products."""
+    """For each block: compute the scores, add the loss, overwrite the scores by G, and add both gradient products."""
 
     def __init__(
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
@@ -115,7 +116,7 @@ class _Blocks:
         self.tiles = Tiles(pair, spec, options)
         if not spec.softplus:
             self.tiles.rows, self.tiles.cols = rows, max(pair.b.shape[0], 1)
-        # G is divided by the largest weight, so that it stays near 1. `GradSums` multiplies it back.
+        # G is divided by the largest weight, so that half types do not underflow. `GradSums` multiplies it back.
         self.size = largest_gradient(GradStats(row_lse=self.weight, row_pos=self.square)).to(pair.a.device)
         self.sums = GradSums(self.tiles, needs, self.size, scalar_loss.saved_dtype(pair.a.dtype))
         self.loss = pair.a.new_zeros((), dtype=torch.float64)
@@ -144,6 +145,7 @@ class _Blocks:
         total = x_rc.exp_().sum(1).double()
         lse = total.log() + top.squeeze(1).double()
         shift = 0.0 if pair.row_shift is None else pair.row_shift[i].double()
+        # `pos` is relative to the shift of the row already.
         stats = Stats(row_lse=lse - shift, row_pos=pos, num_positives=self.num_positives[i])
         square = None if self.square is None else self.square[i]
         loss, grad = scalar_loss.loss_of_stats(self.weight[i], square, stats, shift, self.spec)

@@ -1,7 +1,7 @@
-"""Calls where every rank has all rows and a shard of the columns (vocabulary-parallel): only vectors are exchanged.
+"""Calls where every rank has all rows and a shard of the columns (vocabulary-parallel). Columns and scores stay.
 
-forward    every rank's statistics are gathered and merged in rank order
-backward   dA = sum_r dA_r, on every rank;   dB_r and dbias_r stay
+forward    the statistics of all ranks, vectors, are gathered and merged in rank order
+backward   dA and dscale are summed over the ranks;   dB and dbias of a shard stay on its rank
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tilewise.ring.exchange import Exchange
 
 def merged_forward(exchange: Exchange, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
     """Row statistics over the shards of all ranks, bitwise the same on every rank."""
-    guard = Guard()  # the other ranks wait for this rank's statistics: if it fails, they get NaN
+    guard = Guard()  # if this rank fails, it still takes part in the all-reduce, with NaN, and raises afterwards
     local = guard.run(lambda: choose_backend(pair.shape, spec, options).forward(pair, spec, options))
     wanted = wanted_stats(spec)
-    # One all-reduce: every rank adds its statistics to its own row of zeros.
+    # An all-gather as one all-reduce: every rank fills its own part of zeros.
     vectors = sum(pair.shape.picks if stat.of_picks else 1 for stat in wanted)
     gathered = torch.zeros((exchange.world, vectors, pair.a.shape[0]), dtype=torch.float64, device=pair.a.device)
-    for stat, mine in zip(wanted, _parts(gathered[exchange.rank], spec), strict=True):
+    for stat, mine in zip(wanted, _split(gathered[exchange.rank], spec), strict=True):
         mine.fill_(torch.nan) if local is None else mine.copy_(getattr(local, stat.name))
     exchange.sum_(gathered)
     guard.check()
     return _merge(gathered, spec, pair.stat_dtype)
 
 
-def _parts(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
+def _split(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
     """Each statistic, as a view of the (vectors, rows) of one rank: a vector, or K of them for the picked columns."""
     wanted = wanted_stats(spec)
     picks = values.shape[0] - sum(not stat.of_picks for stat in wanted)
@@ -42,31 +42,31 @@ def _parts(values: torch.Tensor, spec: PairSpec) -> list[torch.Tensor]:
 
 
 def _merge(gathered: torch.Tensor, spec: PairSpec, dtype: torch.dtype) -> Stats:
-    """``gathered`` is (ranks, vectors, rows), float64; see `_parts`."""
+    """``gathered`` is (ranks, vectors, rows), float64; see `_split`."""
     wanted = wanted_stats(spec)
 
     def of_rank(values: torch.Tensor) -> Stats:
         # Indices below 2**53 are exact in float64. NaN, from a rank that failed, has no index.
-        parts = zip(wanted, _parts(values, spec), strict=True)
+        parts = zip(wanted, _split(values, spec), strict=True)
         return Stats(**{stat.name: v.nan_to_num(-1.0).long() if stat.integer else v for stat, v in parts})
 
     merged = functools.reduce(Stats.merge, map(of_rank, gathered))
     if merged.num_positives is not None and merged.row_pos is not None:
-        # A row has one target. If two ranks found it, their targets differ.
-        wrong = merged.num_positives > 1.5
+        # A target is in one shard. If two ranks found one, they were given different targets.
+        wrong = merged.num_positives > 1
         merged = dataclasses.replace(merged, row_pos=torch.where(wrong, torch.nan, merged.row_pos))
     return Stats(**{s.name: getattr(merged, s.name).to(torch.int64 if s.integer else dtype, copy=True) for s in wanted})
 
 
 def summed_backward(exchange: Exchange, job: Backward) -> Grads:
-    """This rank's shard with the statistics of all; what belongs to the rows is added up over the ranks."""
+    """Gradients of this rank's shard, from the statistics of all. Those of rows and scale are summed over the ranks."""
     pair, needs = job.pair, job.needs
 
     def work() -> Grads:
         backend = choose_backend(pair.shape, job.spec, job.options)
         return backend.backward(*job, grad_dtype=pair.stat_dtype)
 
-    guard = Guard()  # the other ranks wait for this rank's gradients: if it fails, they get NaN
+    guard = Guard()  # if this rank fails, it still takes part in the all-reduces, with NaN, and raises afterwards
     grads = guard.run(work)
     if grads is None:
         nan = torch.full((), torch.nan, dtype=pair.stat_dtype, device=pair.a.device)

@@ -89,7 +89,10 @@ def read_table(path: Path, image_root: str, columns: Columns) -> list[Entry]:
     ids: dict[str | bytes, int] = {}
     for image, cell, value in readers[path.suffix.lower()](path, columns):
         key = image if isinstance(image, bytes) else str(root / ("" if image is None else str(image)))
-        together.setdefault(key, []).extend(captions_of(cell))
+        try:
+            together.setdefault(key, []).extend(captions_of(cell))
+        except RecordError as error:
+            raise DataError(f"{path}: {error} in the column {columns.text!r}. Write text or a list of texts") from error
         if value not in (None, ""):
             ids.setdefault(key, id_of(value))
     if not together:

@@ -18,7 +18,7 @@ from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import pair_sizes
 from tilewise.kernels.triton_impl.two_pass.backward import folded_gradients
-from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, finish
+from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, launch_finish
 from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
@@ -140,7 +140,7 @@ class FilterBackward(FilterCall):
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
-            finish(self.call, self.total, self.call.a, self.outside, out, dots)
+            launch_finish(self.call, self.total, self.call.a, self.outside, out, dots)
         return Grads(
             a=out,
             b=self.out if self.needs.b else None,

@@ -14,7 +14,7 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
-from tilewise.kernels.triton_impl.two_pass.gradient_sum import Sum
+from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
@@ -211,7 +211,7 @@ class Backward:
                     if sym and i != j:
                         grad_a.add(j, g.T, a)
                     if self.factors is not None and j.stop == others_from:
-                        grad_a.times(i, self.factors[0])
+                        grad_a.scale_rows(i, self.factors[0])
                 if grad_b is not None:
                     grad_b.add(j, g.T, a)
             if grad_a is not None and not sym:
@@ -232,9 +232,9 @@ class Backward:
             bias=None if bias is None else bias.finish(),
         )
 
-    def _sum(self, rows: int, **how: Any) -> Sum:
+    def _sum(self, rows: int, **how: Any) -> GradientSum:
         """The gradient of one side; ``how``: see `Sum`."""
-        return Sum(self.call, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
+        return GradientSum(self.call, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
 
     def _take_out(self, dots: Tensor) -> Tensor:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""

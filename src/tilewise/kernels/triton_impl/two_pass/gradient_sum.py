@@ -1,4 +1,8 @@
-"""The gradient of one side: products with G, added up in float32 and converted to their final type."""
+"""Adds up ``G @ features``, the gradient of one side, in float32, and converts it to its final type.
+
+G is the gradient of the loss with respect to the scores. Backward computes it one macro-tile at a time: a large
+rectangle of scores that fits the workspace.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,20 @@ from tilewise.kernels.triton_impl.two_pass.row_product import row_product
 FINISH_ROWS = 16  # rows of one program of `finish_kernel`
 
 
-class Sum:
-    """The gradient of one side: products with G, added up and converted to their final type.
+class GradientSum:
+    """The gradient of the features of one side.
 
-    ``whole``: the rows of all macro-tiles are accumulated at once; otherwise one block of rows after another.
-    ``once``: each row has one macro-tile only, so its product is final and needs no float32 accumulator.
-    ``dot``: the gradient of the scale is computed from this side.
-    ``block``: the number of rows of a block.
-    ``factor``: is multiplied at the end, or None.
-    ``out``: memory in which the gradient may be written.
+    Args:
+        call: the call.
+        rows: the number of rows of this side.
+        dtype: the type of the gradient.
+        whole: whether the accumulator holds all rows, and `finish` is called once. If not, it holds one block of rows,
+            and `finish` is called after each block.
+        once: whether each row is in one macro-tile only. Its product is then final and needs no float32 accumulator.
+        dot: whether the gradient of the scale is computed from this side.
+        block: the number of rows of a block.
+        factor: multiplies the sum in `finish`; None for 1.
+        out: memory for the gradient. Used only where sums are formed in place, without another accumulator.
     """
 
     def __init__(
@@ -43,12 +52,14 @@ class Sum:
     ) -> None:
         self.call, self.dtype, self.whole, self.dot, self.factor = call, dtype, whole, dot, factor
         self.width = call.a.shape[1]
+        # The gradient itself is the accumulator where its type allows. Otherwise there is a float32 accumulator, and for
+        # a whole side the gradient is allocated in `finish`, after the macro-tiles are freed.
         in_place = dtype == torch.float32 or (once and factor is None)
-        held = rows if whole else min(rows, block)
+        size = rows if whole else min(rows, block)
         self.out = out if in_place else None
         if self.out is None and (in_place or not whole):
             self.out = call.empty(rows, self.width, dtype=dtype)
-        self.total = None if in_place else call.empty(held, self.width, dtype=torch.float32)
+        self.total = None if in_place else call.empty(size, self.width, dtype=torch.float32)
         self.started: set[int] = set()
         self.dots: list[Tensor] = []
 
@@ -57,26 +68,26 @@ class Sum:
         first = i.start not in self.started
         self.started.add(i.start)
         if self.call.options.batch_invariant:
-            row_product(self.call, self._held(i), left, right, first)
+            row_product(self.call, self._accumulator(i), left, right, first)
         else:
             self._do(product, i, left, right, first)
 
-    def times(self, i: slice, each: Tensor) -> None:
-        """total[i] *= each, a number for every row."""
-        self._do(rows_times, i, each, each, True)
+    def scale_rows(self, i: slice, row_factor: Tensor) -> None:
+        """total[i] *= row_factor, a number for each row."""
+        self._do(scale_rows_, i, row_factor, row_factor, True)
 
     def _do(self, run: Callable[[Tensor, Tensor, Tensor, bool], None], i: slice, *operands: Any) -> None:
-        """Run it on the sums of the rows i; recorded, if the call is."""
-        target = self._held(i)
+        """Call ``run`` on the rows i of the accumulator. If the call is recorded for replay, record this too."""
+        target = self._accumulator(i)
         run(target, *operands)
         if self.call.recording is not None:
             self.call.recording.multiplied(run, target, *operands)
 
-    def _held(self, i: slice) -> Tensor:
-        """Where the rows i are added up."""
-        held = self.out if self.total is None else self.total
-        assert held is not None
-        return held[: i.stop - i.start] if self.total is not None and not self.whole else held[i]
+    def _accumulator(self, i: slice) -> Tensor:
+        """The rows i of the accumulator."""
+        sums = self.out if self.total is None else self.total
+        assert sums is not None
+        return sums[: i.stop - i.start] if self.total is not None and not self.whole else sums[i]
 
     def finish(self, i: slice, features: Tensor) -> None:
         """The final values of the rows ``i``, and their part of the scale's gradient."""
@@ -87,17 +98,17 @@ class Sum:
             return
         dots = self.call.empty(cdiv(i.stop - i.start, FINISH_ROWS)) if self.dot else None
         out = self.out[i] if write else None
-        finish(self.call, self._held(i), features[i], self.factor, out, dots)
+        launch_finish(self.call, self._accumulator(i), features[i], self.factor, out, dots)
         if dots is not None:
             self.dots.append(dots)
         if self.whole:
             self.total = None
 
 
-def finish(
+def launch_finish(
     call: Call, total: Tensor, features: Tensor, factor: Tensor | None, out: Tensor | None, dots: Tensor | None
 ) -> None:
-    """Launch `finish_kernel`: out = factor * total, and parts of the sum of total * features."""
+    """Launch `finish_kernel`: out = factor * total, and for each program a part of the sum of total * features."""
     rows, d = total.shape
     values: dict[str, Any] = {"total": total, "factor": factor, "out": out, "dots": dots, "rows": rows, "D": d}
     values |= {"features": None if dots is None else features, "stride": features.stride(0)}
@@ -105,6 +116,6 @@ def finish(
     call.prepare(finish_kernel).put(values).launch(cdiv(rows, FINISH_ROWS))
 
 
-def rows_times(target: Tensor, each: Tensor, _: Tensor, __: bool) -> None:
-    """Multiply every row of target by its own number; has the arguments of `product`."""
-    target.mul_(each[:, None])
+def scale_rows_(target: Tensor, row_factor: Tensor, _: Tensor, __: bool) -> None:
+    """Multiply each row by its own number. A recording replays it like `product`, so it has the same arguments."""
+    target.mul_(row_factor[:, None])
