@@ -4,6 +4,7 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch._subclasses import FakeTensorMode
 
@@ -540,15 +541,30 @@ BAD = {
         ConfigError,
         ("symmetric=True", "all queries", "in_batch=True"),
     ),
+    "hardness that does not fit float32": (
+        lambda: tw.info_nce(A, B, hardness=1e300),
+        RangeError,
+        ("hardness must fit float32", "1e\\+300", "Check"),
+    ),
+    "want, a number": (
+        lambda: tw.linear_token_stats(A, B, want=5),
+        DtypeError,
+        ("want is a sequence of names", "5", "Pass a tuple"),
+    ),
+    "filter_tolerance, an array": (
+        lambda: tw.TileOptions(filter_tolerance=np.array([0.1, 0.2])),
+        ConfigError,
+        ("filter_tolerance is a probability mass", "array", "0 is exact"),
+    ),
     "hardness, negative": (
         lambda: tw.info_nce(A, B, hardness=-1.0),
         RangeError,
-        ("hardness must be finite and not negative", "-1.0", "Pass 0 for none"),
+        ("hardness must not be negative", "-1.0", "Pass 0 for none"),
     ),
     "hardness, a tensor": (
         lambda: tw.info_nce(A, B, hardness=torch.ones(6)),
         DtypeError,
-        ("hardness is a number", "Tensor", "Pass a float"),
+        ("hardness is a number", "Tensor", "float"),
     ),
     "hardness_mode, unknown": (
         lambda: tw.info_nce(A, B, hardness=1.0, hardness_mode="hard"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,13 +167,17 @@ X = torch.eye(6)
     "call, error, words",
     [
         (lambda: tw.nearest(X, X, 0), RangeError, "k must be 1 or more, got 0"),
-        (lambda: tw.nearest(X, X, 2.0), DtypeError, "k is a whole number, got 2.0"),
+        (lambda: tw.nearest(X, X, 2.0), DtypeError, "k is a whole number, got float 2.0"),
         (lambda: tw.nearest(X, X, True), DtypeError, "k is a whole number"),
         (lambda: tw.nearest(X, X[:, :3], 2), ShapeError, "same width"),
         (lambda: tw.nearest(X, X * torch.nan, 2), RangeError, "must be finite"),
         (lambda: tw.nearest(X, X, 2, below=X), ShapeError, r"below is a number or \(6,\)"),
         (lambda: tw.nearest(X, X, 2, below=torch.arange(6)), DtypeError, "below holds scores"),
         (lambda: tw.nearest(X, X, 2, below="0.9"), DtypeError, "below"),
+        (lambda: tw.nearest(X, X, 2, below=True), DtypeError, "below is a number"),
+        (lambda: tw.nearest(X, X, 2, below=10**400), RangeError, "below must fit float64"),
+        (lambda: tw.nearest(X, X, 2, below=float("nan")), RangeError, "below must be finite"),
+        (lambda: tw.nearest(X, X, 2, below=torch.full((6,), torch.nan)), RangeError, "NaN, for query 0"),
         (lambda: tw.nearest(X, X, 2, query_ids=torch.arange(6)), ShapeError, "query_ids and gallery_ids together"),
         (lambda: tw.nearest(X, X, 2, exclude=torch.full((6,), 6)), RangeError, "from 0 to 5"),
     ],
@@ -180,6 +185,10 @@ X = torch.eye(6)
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_number_of_numpy_is_a_number():
+    assert tw.nearest(X, X, np.int64(2)).indices.shape == (6, 2)
 
 
 def test_a_backend_without_a_search_is_named(monkeypatch):

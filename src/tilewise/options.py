@@ -83,7 +83,8 @@ class TileOptions:
                 f"the default is {DEFAULT_MIB}"
             )
         tolerance = self.filter_tolerance
-        if tolerance != "rounding" and not (isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0):
+        number = isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0
+        if not number and not (isinstance(tolerance, str) and tolerance == "rounding"):
             raise ConfigError(
                 f'filter_tolerance is a probability mass in [0, 1) or "rounding", got {tolerance!r}; 0 is exact'
             )

@@ -324,7 +324,7 @@ def test_own_scores(masked, monkeypatch):
     assert torch.autograd.gradcheck(lambda a, own: own_scores(a, own, keep), (a, own))
     want = torch.einsum("nd,nkd->nk", a, own)
     assert_close(own_scores(a, own, keep), want if keep is None else want * keep, 1e-12)
-    torch.library.opcheck(torch.ops.tilewise.own_scores.default, (a, own, keep))
+    torch.library.opcheck(torch.ops.tilewise.own_scores.default, (a, own, keep, "torch"))
 
 
 # Which backend --------------------------------------------------------------------------------------------------

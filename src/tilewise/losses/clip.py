@@ -70,7 +70,7 @@ def clip_loss(
     else:
         loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=SPEC, options=options)
     if logit_bias is not None:
-        loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a)
+        loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a).to(loss.dtype)
     return loss
 
 

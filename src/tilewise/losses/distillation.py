@@ -24,7 +24,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
-from tilewise.losses.per_token import check_temperature, check_token_mask
+from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -85,12 +85,12 @@ def linear_distillation_stats(
     teacher_a, teacher_c = _check_teacher(input, a, c, teacher_input, teacher_weight, shift)
     bias, teacher_bias = check_bias("linear_bias", linear_bias, c), check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
-    # cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
-    cap, teacher_cap = check_softcap(softcap) / t, check_softcap(teacher_softcap, "teacher_softcap") / t
-    scale = _check.check_scalar("logit_scale", logit_scale, a) / t
-    teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach() / t
     stat = stat_dtype(a.dtype)
-    bias, teacher_bias = _divided(bias, t, stat), _divided(teacher_bias, t, stat)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale, bias, cap = tempered(t, scale, bias, check_softcap(softcap), stat)
+    teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach()
+    teacher_cap = check_softcap(teacher_softcap, "teacher_softcap")
+    teacher_scale, teacher_bias, teacher_cap = tempered(t, teacher_scale, teacher_bias, teacher_cap, stat)
     must_match = ""
     if name:
         settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
@@ -280,10 +280,6 @@ def _with_norms(
         guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
         guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
     return replace(keys, row_norm=row.row_lse, guide_norm=guide.row_lse)
-
-
-def _divided(bias: Tensor | None, t: float, stat: torch.dtype) -> Tensor | None:
-    return bias if bias is None or t == 1.0 else bias.to(stat) / t
 
 
 def _check_beta(beta: float) -> GuideUse:

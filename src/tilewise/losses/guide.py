@@ -13,6 +13,7 @@ from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
+from tilewise.ops.paired_scores import own_scores
 from tilewise.options import TileOptions
 
 STRATEGIES = ("absolute", "relative")
@@ -71,11 +72,10 @@ class CheckedGuide:
         """The fields of `PairKeys` for queries against shared negatives."""
         return self.keys() | {"guide_b": self.negatives}
 
-    def excludes_own(self) -> Tensor:
+    def excludes_own(self, precision: str) -> Tensor:
         """Which of each query's own negatives are left out: (n, K) bool."""
         assert self.negatives is not None
-        stat = self.limit.dtype
-        return torch.einsum("ne,nke->nk", self.query.to(stat), self.negatives.to(stat)) > self.limit[:, None]
+        return own_scores(self.query, self.negatives, None, precision) > self.limit[:, None]
 
 
 def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> CheckedGuide | None:

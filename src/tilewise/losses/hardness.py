@@ -9,15 +9,13 @@ The second term raises the probability of a close negative, and with it the grad
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError
+from tilewise.errors import ConfigError, RangeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
@@ -35,15 +33,16 @@ class Hardness(NamedTuple):
     hard: float = 0.0  # of the negatives that are given as such
 
 
-def check_hardness(hardness: float, mode: str, *, in_batch: bool, negatives: bool) -> Hardness:
+def check_hardness(
+    hardness: float, mode: str, *, in_batch: bool, negatives: bool, dtype: torch.dtype = torch.float32
+) -> Hardness:
     """Check the settings. ``in_batch`` and ``negatives``: which kinds of negatives the call has."""
     if mode not in MODES:
         raise ConfigError(f"no hardness_mode {mode!r}; choose one of {', '.join(MODES)}")
-    if isinstance(hardness, bool) or not isinstance(hardness, Real):
-        raise DtypeError(f"hardness is a number, got {type(hardness).__name__}. Pass a float, 0 for none")
+    _check.check_number("hardness", hardness, dtype=dtype)
     value = float(hardness)
-    if not 0.0 <= value < math.inf:
-        raise RangeError(f"hardness must be finite and not negative, got {value}. Pass 0 for none")
+    if value < 0.0:
+        raise RangeError(f"hardness must not be negative, got {value}. Pass 0 for none")
     if value and mode == "in_batch_negatives" and not in_batch:
         raise ConfigError(f"hardness_mode={mode!r} needs in_batch=True, got False. Use 'hard_negatives'")
     if value and mode == "hard_negatives" and not negatives:

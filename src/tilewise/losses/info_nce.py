@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, ShapeError
-from tilewise.kernels.spec import PairSpec
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.ops.autograd import pair_loss, pair_stats
@@ -100,7 +100,8 @@ def info_nce(
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
     shift = positive_shift(a, b, scale)
     guided = check_guide(guide, a, negatives)
-    harder = check_hardness(hardness, hardness_mode, in_batch=in_batch, negatives=negatives is not None)
+    kinds = {"in_batch": in_batch, "negatives": negatives is not None}
+    harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
     must_match = ""
     if group_name:
         kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
@@ -128,7 +129,7 @@ def info_nce(
     spec = replace(SOFTMAX if guided is None else GUIDED, col_lse=symmetric and not apart)
     col_lse = None
     if not in_batch or harder.in_batch:
-        pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None), shift).squeeze(1)
+        pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
         if in_batch:  # all keys but the query's own, which is not raised
             others = replace(spec, positive="none", mask_self=True)
             others_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
@@ -145,14 +146,14 @@ def info_nce(
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
         col_lse = pair_stats(b, a, scale, keys=keys, spec=spec, **how).row_lse
     if negatives is not None and negatives.dim() == 3:
-        own_nk = own_scores(a, negatives, negative_mask)
+        own_nk = own_scores(a, negatives, negative_mask, options.precision)
         x_nk = _shifted(scale * own_nk, shift)
         if harder.hard:
             x_nk = x_nk + harder.hard * own_nk.detach()
         if negative_mask is not None:
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
-            x_nk = x_nk.masked_fill(guided.excludes_own(), -torch.inf)
+            x_nk = x_nk.masked_fill(guided.excludes_own(options.precision), -torch.inf)
         lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
     elif negatives is not None:
         ids = query_id, negative_id
@@ -249,6 +250,8 @@ def _check_ids(
     negative_id = key_id[n:] if shared and key_id.shape[0] == n + shared else None
     if over_group and negative_id is None and negatives is not None and negatives.dim() == 2:
         # A rank without negatives does not know whether the negatives of other ranks have ids, so all ranks send ids.
+        if _check.can_read(query_id) and (query_id == NO_ID).any():
+            raise RangeError(f"over a group, an id of {NO_ID} means none. Use other ids")
         negative_id = torch.full((shared,), NO_ID, device=a.device)
     return query_id, key_id[:n], negative_id
 

@@ -82,15 +82,19 @@ def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: i
 
 
 def tempered(
-    temperature: float | Tensor, scale: Tensor, bias: Tensor | None, softcap: float
+    temperature: float | Tensor, scale: Tensor, bias: Tensor | None, softcap: float, stat: torch.dtype
 ) -> tuple[Tensor, Tensor | None, float]:
     """Scale, bias and soft cap of logits that one temperature divides; unchanged for a temperature of each token.
 
     cap * tanh(x / cap) / t = (cap / t) * tanh((x / t) / (cap / t)): a temperature changes only these three.
+
+    Divided in the type of the statistics: rounding the quotient to a half type would amount to another temperature.
     """
     if isinstance(temperature, Tensor) or temperature == 1.0:
         return scale, bias, softcap
-    return scale / temperature, None if bias is None else bias / temperature, softcap / temperature
+    wide = [None if x is None else (x if x.dtype == torch.float64 else x.to(stat)) / temperature for x in (scale, bias)]
+    assert wide[0] is not None
+    return wide[0], wide[1], softcap / temperature
 
 
 def row_scale_of(temperature_n: Tensor, valid_n: Tensor | None) -> Tensor:

@@ -106,7 +106,7 @@ def linear_sparse_distillation_loss(
     bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     degrees = check_token_temperature(temperature, input, shift)
-    scale, bias, cap = tempered(degrees, scale, bias, cap)
+    scale, bias, cap = tempered(degrees, scale, bias, cap, stat_dtype(a.dtype))
     ids = check_token_ids("teacher_ids", teacher_ids, input, shift)
     t = check_token_values("teacher_log_probs", teacher_log_probs, input, shift).to(stat_dtype(a.dtype))
     bucket = tail == "bucket"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError
+from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import (
     NAMES,
@@ -148,7 +148,7 @@ def linear_token_stats(
     cap = check_softcap(softcap)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
     t = check_token_temperature(temperature, input, shift)
-    scale, bias, cap = tempered(t, scale, bias, cap)
+    scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
     ids = None if pick is None else check_token_ids("pick", pick, input, shift)
     must_match = ""
@@ -232,6 +232,10 @@ def _check_want(want: Sequence[str] | None, target: Tensor | None) -> tuple[str,
     """Check the requested fields. Returns their names."""
     if want is None:
         return tuple(field for field in DEFAULT if target is not None or field not in NEED_TARGET)
+    if not isinstance(want, Iterable):
+        raise DtypeError(
+            f"want is a sequence of names among {', '.join(WANT)}, got {want!r:.60}. Pass a tuple of names"
+        )
     names = (want,) if isinstance(want, str) else tuple(want)
     for field in names:
         if field not in WANT:

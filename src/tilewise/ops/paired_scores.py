@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
 from tilewise.ops.autograd import no_second_derivative
@@ -60,20 +61,20 @@ _row_products = plain_operator(
 )
 
 
-def own_scores(a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
-    """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False.
+def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str = "torch") -> Tensor:
+    """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False. See `TileOptions.precision`.
 
     Whatever lies behind a False, NaN included, reaches neither the scores nor a gradient.
     """
     if holds_numbers(a):
-        scores: Tensor = _OwnScores.apply(a, own, keep)
+        scores: Tensor = _OwnScores.apply(a, own, keep, precision)
         return scores
-    return torch.ops.tilewise.own_scores(a, own, keep)
+    return torch.ops.tilewise.own_scores(a, own, keep, precision)
 
 
-def _own_scores(a: Tensor, own: Tensor, keep: OptTensor) -> Tensor:
+def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
     out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False), matmul_precision(precision):
         for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             out[part] = torch.bmm(_kept(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
     return out
@@ -84,9 +85,9 @@ def _kept(own: Tensor, keep: Tensor | None, part: slice) -> Tensor:
     return kept if keep is None else torch.where(keep[part, :, None], kept, 0.0)
 
 
-def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.device.type, enabled=False), matmul_precision(precision):
         for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             g_nk = grad[part] if keep is None else torch.where(keep[part], grad[part], 0.0)
             grad_a[part] = torch.bmm(g_nk[:, None, :], _kept(own, keep, part)).squeeze(1).to(a.dtype)
@@ -95,20 +96,21 @@ def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, grad: Tensor) -> tuple[T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.precision = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     saved = ctx.saved_tensors
     # With create_graph a second derivative may follow; the registered operator raises an error there.
     eager = holds_numbers(saved[0]) and not torch.is_grad_enabled()
     compute: Callable[..., tuple[Tensor, Tensor]] = _own_grads if eager else torch.ops.tilewise.own_grads
-    grad_a, grad_own = compute(*saved, grad)
+    grad_a, grad_own = compute(*saved, ctx.precision, grad)
     needs_a, needs_own = ctx.needs_input_grad[:2]
-    return grad_a if needs_a else None, grad_own if needs_own else None, None
+    return grad_a if needs_a else None, grad_own if needs_own else None, None, None
 
 
-plain_operator("own_scores", _own_scores, lambda a, own, _: a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype)))
+plain_operator("own_scores", _own_scores, lambda a, own, *_: a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype)))
 plain_operator("own_grads", _own_grads, lambda a, own, *_: (torch.empty_like(a), torch.empty_like(own)))
 torch.library.register_autograd("tilewise::own_scores", _pull_back, setup_context=_save)
 torch.library.register_autograd(
@@ -120,9 +122,9 @@ class _OwnScores(torch.autograd.Function):
     """`own_scores` without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
-        ctx.save_for_backward(a, own, keep)
-        return _own_scores(a, own, keep)
+    def forward(ctx: Any, a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
+        _save(ctx, (a, own, keep, precision), a)
+        return _own_scores(a, own, keep, precision)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

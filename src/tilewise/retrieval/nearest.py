@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise._check import check_device, check_options, check_tensor, group_name
+from tilewise._check import check_device, check_number, check_options, check_tensor, group_name
+from tilewise._check import check_index as check_whole
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_searcher
@@ -84,8 +85,10 @@ def nearest(
     exchange = find_exchange(group_name(group))
     with propagate_errors(exchange):
         options = check_options(options, rows_alone=True)
-        _check_k(k)
+        k = _check_k(k)
         check_features(queries, gallery, over_group=exchange.world > 1)
+        if (query_ids is None) != (gallery_ids is None):
+            raise ShapeError("pass query_ids and gallery_ids together: an item with the id of a query is left out")
         ids = check_ids(query_ids, gallery_ids, None, queries, gallery)
         limit = _check_below(below, queries)
     settings = {
@@ -122,11 +125,11 @@ def nearest(
     return Nearest(found.score, found.index.masked_fill_(found.index == kernel.NO_INDEX, -1))
 
 
-def _check_k(k: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise DtypeError(f"k is a whole number, got {k!r:.60}. Pass how many items to find for each query")
+def _check_k(k: int) -> int:
+    k = check_whole("k", k, "It is how many items to find for each query")
     if k < 1:
         raise RangeError(f"k must be 1 or more, got {k}")
+    return k
 
 
 def _check_below(below: float | Tensor | None, queries: Tensor) -> Tensor | None:
@@ -134,12 +137,15 @@ def _check_below(below: float | Tensor | None, queries: Tensor) -> Tensor | None
     n = queries.shape[0]
     if below is None:
         return None
-    if isinstance(below, (int, float)):
+    if not isinstance(below, Tensor):
+        check_number("below", below, dtype=torch.float64)
         return torch.full((n,), float(below), device=queries.device, dtype=torch.float64)
-    check_tensor("below", below, "a number, or a tensor of one number for each query")
+    check_tensor("below", below)
     if not below.is_floating_point():
         raise DtypeError(f"below holds scores, which are floating point, got {below.dtype}. Convert it with .float()")
     if below.shape != (n,):
         raise ShapeError(f"below is a number or ({n},), one for each query, got {tuple(below.shape)}. Reshape it")
     check_device(("below", "queries"), below, queries)
+    if below.isnan().any():
+        raise RangeError(f"below holds NaN, for query {int(below.isnan().nonzero()[0, 0])}. Check how it was computed")
     return below.detach()
