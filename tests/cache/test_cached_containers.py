@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -12,8 +14,30 @@ import torch.nn.functional as F
 from tests.cache.step_cases import assert_same, both, encode_chunks, gradients, tower
 from torch import Tensor, nn
 
-from tilewise.cache import cached_step
+from tilewise.cache import cached_encode, cached_step
 from tilewise.cache.chunks import row_ranges, take_rows
+
+
+class Shared(MutableMapping):
+    """A mapping whose shallow copy shares its storage."""
+
+    def __init__(self, **items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
 
 
 class Pair(NamedTuple):
@@ -51,6 +75,8 @@ WRAPPINGS = {
     "keywords": lambda x, y: {"left": x, "right": y, "flag": True, "temperature": torch.tensor(2.0)},
     "ordered dict": lambda x, y: OrderedDict(left=x, right=y),
     "user dict": lambda x, y: UserDict(left=x, right=y),
+    "mapping of its own": lambda x, y: Shared(left=x, right=y),
+    "read-only mapping": lambda x, y: MappingProxyType({"left": x, "right": y}),
     "named tuple": lambda x, y: Pair(x, y),
     "frozen dataclass": lambda x, y: Record(x, y),
     "argument of its own": lambda x, y: ({"left": x, "right": y}["left"], {"right": y}["right"]),
@@ -173,3 +199,23 @@ def test_other_results_of_the_loss_are_returned_detached():
     assert metrics["rows"] == 6
     named = cached_step(a, [x], lambda z: {"loss": z.square().mean(), "z": z}, chunk_size=4)
     assert not named["z"].requires_grad
+
+
+def test_a_batch_whose_copy_shares_its_storage_is_left_as_it_was():
+    batch = Shared(left=torch.randn(7, 4))
+    before, layer = batch["left"], nn.Linear(4, 2)
+    found = cached_encode(lambda left: layer(left), batch, chunk_size=2)
+    assert batch["left"] is before
+    assert torch.equal(found, torch.cat([layer(part) for part in before.split(2)]))
+
+
+def test_an_encoder_may_write_its_output_into_the_chunk():
+    x, layer = torch.randn(6, 4, requires_grad=True), nn.Linear(4, 2)
+
+    def encode(features):
+        features["embedding"] = layer(features["x"])
+        return features["embedding"]
+
+    cached_step(encode, [({"x": x},)], lambda z: z.square().sum(), chunk_size=2)
+    (want,) = torch.autograd.grad(layer(x).square().sum(), x)
+    torch.testing.assert_close(x.grad, want)

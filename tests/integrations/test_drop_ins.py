@@ -186,3 +186,21 @@ def test_info_nce_pytorch_refuses():
 def test_cublaze(use_cublas):
     z = F.normalize(normal(2 * N, D).detach(), dim=1).requires_grad_()
     assert_same(cublaze.InfoNCELoss(0.5, use_cublas)(z), nt_xent_dense(z, 0.5), [z])
+
+
+def test_a_bank_of_lightly_that_was_made_without_gradients():
+    """Validation may come before training, and a size of (0, d) is no bank."""
+    x = torch.randn(4, 8)
+    with_bank = lightly.NTXentLoss(memory_bank_size=16)
+    with torch.inference_mode():
+        with_bank(x.bfloat16(), x.bfloat16())
+    assert with_bank.bank.dtype == torch.float32
+    y = x.clone().requires_grad_()
+    with_bank(y, x).backward()
+    assert y.grad.isfinite().all()
+    want = lightly.NTXentLoss()(x, x.flip(0))
+    for size in ((0, 8), (0, 0), (0,)):
+        assert torch.equal(lightly.NTXentLoss(memory_bank_size=size)(x, x.flip(0)), want)
+    assert lightly.NTXentLoss(memory_bank_size=(4,)).entries == 4
+    with pytest.raises(ConfigError, match="memory_bank_size"):
+        lightly.NTXentLoss(memory_bank_size=(4, 0))

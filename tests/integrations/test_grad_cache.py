@@ -229,3 +229,32 @@ def test_models_that_are_no_list_of_modules_are_refused_at_once(models):
 def test_a_loss_that_is_no_function_is_refused_at_once():
     with pytest.raises(DtypeError, match="loss_fn is a function"):
         GradCache(nn.ModuleList([nn.Linear(2, 2)]), 2, None)
+
+
+def test_an_input_that_learns_before_a_frozen_model():
+    """Such as a soft prompt: its gradient goes through the frozen model."""
+    frozen, trained = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 3)
+    x, y = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+    GradCache([frozen, trained], 2, lambda a, b: (a * b).sum())(x, y)
+    (want,) = torch.autograd.grad((frozen(x) * trained(y)).sum(), x)
+    assert_close(x.grad, want, 1e-6)
+
+
+def test_keywords_of_the_loss_may_have_any_name():
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    got = GradCache([model], 2, lambda z, backward_scale, scaler: backward_scale * z.sum() + scaler)(
+        x, backward_scale=3.0, scaler=1.0
+    )
+    assert_close(got, 3.0 * model(x).sum() + 1.0, 1e-6)
+    assert_close(model.weight.grad, torch.autograd.grad(3.0 * model(x).sum(), model.weight)[0], 1e-6)
+
+
+def test_one_of_several_representations_may_be_constant():
+    learned, constant, x = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False), torch.randn(6, 4)
+    first, second, push = cached(lambda a: (learned(a), constant(a)))(x)
+    (first * second).sum().backward()
+    with pytest.raises(GradientError, match="2 representations, got 1"):
+        push(first)
+    push((first, second))
+    (want,) = torch.autograd.grad((learned(x) * constant(x)).sum(), learned.weight)
+    assert_close(learned.weight.grad, want, 1e-6)

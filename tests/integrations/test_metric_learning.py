@@ -9,7 +9,7 @@ from tests.compare import assert_close
 from tests.integrations.drop_ins import EXACT, D, N, assert_same, cosines, normal, seed  # noqa: F401 - a fixture
 from tests.oracles import supcon_dense
 
-from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.integrations import pytorch_metric_learning as pml
 
 
@@ -142,3 +142,11 @@ def test_metric_learning_refuses():
         loss(z, labels.tolist())
     with pytest.raises(ShapeError, match="one entry for each row"):
         loss(z, labels[:-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_is_checked_with_references_too(temperature):
+    loss = pml.SupConLoss(temperature=temperature)
+    x, y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+    with pytest.raises(RangeError, match="temperature must be positive"):
+        loss(x, y, ref_emb=x, ref_labels=y.clone())

@@ -118,6 +118,22 @@ def functions():
     return Divergence(trainer, sys, TileOptions()).apply, ChunkedDivergenceFunction.apply
 
 
+def test_remove_gives_back_what_others_have_put_there(monkeypatch):
+    monkeypatch.setattr("tilewise.integrations.trl._module_of", lambda trainer: SimpleNamespace())
+    trainer = SimpleNamespace(_compute_loss=lambda: "patched before")
+    before = trainer._compute_loss
+    ours = Divergence(trainer, SimpleNamespace(), TileOptions())
+    trainer._compute_loss = ours
+    ours.remove()
+    assert trainer._compute_loss is before
+    ours = Divergence(trainer, SimpleNamespace(), TileOptions())
+    trainer._compute_loss = wrapped = lambda: ours()
+    ours.remove()
+    assert trainer._compute_loss is wrapped
+    assert trainer._compute_loss() == "patched before", "what is removed does nothing, even if it is still called"
+    assert "removed" in repr(ours)
+
+
 @pytest.mark.parametrize("types", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_models_of_different_types_and_a_padded_teacher(beta, types):

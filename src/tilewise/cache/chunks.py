@@ -47,11 +47,16 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def _same_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    twin = copy.copy(tree)
-    if not hasattr(twin, "__setitem__"):
+    """A mapping of the same type with these items; a dict if the type cannot be copied and written."""
+    if not hasattr(tree, "__setitem__"):
         return items
+    twin = copy.copy(tree)
     for key, value in items.items():
+        old = tree[key]
         twin[key] = value
+        if value is not old and tree[key] is value:  # the copy shares the storage of the original
+            twin[key] = old
+            return items
     return twin
 
 

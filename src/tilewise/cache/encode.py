@@ -65,7 +65,7 @@ class EncoderInput:
             rows, leaves, device = count_rows(batch, f"input {index}"), tensors_of(batch), None
             watched = leaves
         devices = random_devices(watched, encoder.modules, [device] if device is not None else [])
-        learns = encoder.learns or any(leaf.requires_grad for leaf in leaves)
+        learns = encoder.learns or any(tensor.requires_grad for tensor in watched)
         return cls(index, encoder, batch, row_ranges(rows, chunk_size, given), devices, leaves, watched, learns)
 
     def first_pass(self) -> Iterator[Tree]:
@@ -163,11 +163,12 @@ class Encoding:
                 chunks = side.second_pass()
                 for index in range(len(side.ranges)):
                     chunk = next(chunks)
+                    parts = tensors_of(chunk)  # before the encoder may write into the chunk
                     with plan.chunk(user, index) as reduces:
                         reached = self._replay_chunk(side, index, chunk, grads[side.index])
                     _check_reduced(reduces, reached, side, index)
-                    _collect(leaf_grads[side.index], side, index, chunk)
-                    del chunk
+                    _collect(leaf_grads[side.index], side, index, parts)
+                    del chunk, parts
                     report.chunk_done()
         return [
             grad
@@ -222,11 +223,11 @@ def _check_reduced(reduces: bool, reached: bool, side: EncoderInput, index: int)
         )
 
 
-def _collect(grads: list[Any], side: EncoderInput, index: int, chunk: Tree) -> None:
-    """Add the input gradients of this chunk to those of the whole input."""
+def _collect(grads: list[Any], side: EncoderInput, index: int, parts: list[Tensor]) -> None:
+    """Add the gradients of this chunk's tensors to those of the whole input."""
     if not any(leaf.requires_grad for leaf in side.leaves):
         return
-    for which, (leaf, part) in enumerate(zip(side.leaves, tensors_of(chunk), strict=True)):
+    for which, (leaf, part) in enumerate(zip(side.leaves, parts, strict=True)):
         if leaf.requires_grad and part.grad is not None:
             if grads[which] is None:
                 grads[which] = torch.zeros_like(leaf)

@@ -101,11 +101,11 @@ class GradCache:
         ]
         cache = GradientCache(
             [self._encoder(model) for model in self.models],
-            self._loss,
+            functools.partial(self._loss, **loss_kwargs),  # here, because the cache has keywords of its own
             chunk_size=1,
             sync="last" if no_sync_except_last else "every",
         )
-        loss: Tensor = cache(*batches, scaler=self.scaler if self.fp16 else None, **loss_kwargs)
+        loss: Tensor = cache(*batches, scaler=self.scaler if self.fp16 else None)
         return loss
 
     def split_inputs(self, model_input: Any, chunk_size: int) -> list[Any]:
@@ -189,13 +189,16 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
         def push_gradient(reps: Tensor | Sequence[Tensor]) -> None:
             grads = [rep.grad for rep in _as_tuple(reps)]
+            if len(grads) != len(leaves):
+                raise GradientError(f"there are {len(leaves)} representations, got {len(grads)}. Pass all of them")
             if any(grad is None for grad in grads):
                 raise GradientError("the representations have no gradient. Call backward on the loss first")
             with preserve_random_state(devices), preserve_buffers(modules, versions):
                 state.restore()
                 with torch.enable_grad(), autocast.active():
                     again = _as_tuple(func(*args, **kwargs))
-                torch.autograd.backward(again, grads)
+                learned = [(rep, grad) for rep, grad in zip(again, grads, strict=True) if rep.requires_grad]
+                torch.autograd.backward([rep for rep, _ in learned], [grad for _, grad in learned])
 
         return (*leaves, push_gradient)
 

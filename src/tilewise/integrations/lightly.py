@@ -59,7 +59,8 @@ class NTXentLoss(nn.Module):
                 "gather_distributed=False"
             )
         self.entries, features = _bank_size(memory_bank_size)
-        self.register_buffer("bank", _new_bank(self.entries, features) if features else None, persistent=False)
+        known = self.entries and features
+        self.register_buffer("bank", _new_bank(self.entries, features) if known else None, persistent=False)
         self.place = 0  # index of the next entry to overwrite
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
@@ -71,7 +72,9 @@ class NTXentLoss(nn.Module):
         group = self._group()
         first, second = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.entries and self.bank is None:
-            self.bank = _new_bank(self.entries, first.shape[1]).to(first)
+            with torch.inference_mode(False):  # a later training step writes into it
+                kind = torch.float64 if first.dtype == torch.float64 else torch.float32
+                self.bank = _new_bank(self.entries, first.shape[1]).to(first.device, kind)
         if self.bank is not None:
             return self._against_bank(first, second, group, update=first.requires_grad)
         return nt_xent(torch.cat([first, second]), temperature=self.temperature, group=group, options=self.options)
@@ -118,8 +121,8 @@ def _new_bank(entries: int, features: int) -> Tensor:
 
 def _bank_size(size: int | Sequence[int]) -> tuple[int, int]:
     """(entries, features): entries are 0 for no bank, features are 0 if the first batch says how many."""
-    entries, features = (size, 0) if isinstance(size, int) else (tuple(size) + (-1, -1))[:2]
-    wrong = not isinstance(size, int) and (len(size) != 2 or features < 1)
+    entries, features = (size, 0) if isinstance(size, int) else (*size, 0, 0)[:2]
+    wrong = not isinstance(size, int) and (len(size) not in (1, 2) or (len(size) == 2 and entries > 0 and features < 1))
     if entries < 0 or wrong:
         shown = size if isinstance(size, int) else tuple(size)
         raise ConfigError(f"memory_bank_size is a number of entries or (entries, features), got {shown}. 0 is no bank")

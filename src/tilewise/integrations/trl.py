@@ -78,7 +78,15 @@ def use_token_head(trainer: Any, *, options: TileOptions | None = None) -> Train
             f"trainer is a trainer of TRL 1.15 or newer whose model has a fused head, got {type(trainer).__name__}. "
             "For other trainers call use_linear_cross_entropy(model)"
         )
-    return TrainerHandle([use_linear_cross_entropy(model, evaluation=True, options=options) for model in found])
+    handles: list[Any] = []
+    try:
+        for model in found:
+            handles.append(use_linear_cross_entropy(model, evaluation=True, options=options))
+    except Exception:  # none of the models stays changed
+        for handle in handles:
+            handle.remove()
+        raise
+    return TrainerHandle(handles)
 
 
 def use_divergence_head(trainer: Any, *, options: TileOptions | None = None) -> TrainerHandle:
@@ -109,14 +117,16 @@ class Divergence:
 
     def __init__(self, trainer: Any, module: ModuleType, options: TileOptions) -> None:
         self.trainer, self.module, self.options = trainer, module, options
-        self.compute_loss = trainer._compute_loss
+        self.compute_loss, self.own = trainer._compute_loss, vars(trainer).get("_compute_loss")
+        self.active = True
 
     def __repr__(self) -> str:
-        active = vars(self.trainer).get("_compute_loss") is self
-        return f"Divergence({type(self.trainer).__name__}, {'active' if active else 'removed'})"
+        return f"Divergence({type(self.trainer).__name__}, {'active' if self.active else 'removed'})"
 
     def __call__(self, *arguments: Any, **more: Any) -> Any:
         """The loss of a batch."""
+        if not self.active:  # another function that was put around this one may still call it
+            return self.compute_loss(*arguments, **more)
         theirs = getattr(self.module, SEAM)
         setattr(self.module, SEAM, self)
         try:
@@ -125,9 +135,14 @@ class Divergence:
             setattr(self.module, SEAM, theirs)
 
     def remove(self) -> None:
-        """Restore the method of the trainer's class."""
-        if vars(self.trainer).get("_compute_loss") is self:
+        """Restore what was there before."""
+        self.active = False
+        if vars(self.trainer).get("_compute_loss") is not self:
+            return
+        if self.own is None:
             del self.trainer._compute_loss
+        else:
+            self.trainer._compute_loss = self.own
 
     def apply(
         self,

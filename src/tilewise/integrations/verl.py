@@ -34,7 +34,8 @@ def linear_cross_entropy(
     Args:
         hidden: (n, d) or (b, t, d).
         weight: (V, d); with a group, this rank's part of the vocabulary, in rank order.
-        labels: (n,) or (b, t), classes of the whole vocabulary.
+        labels: (n,) or (b, t), classes of the whole vocabulary. A token with the label -100 is ignored: both of its
+            numbers are 0, and "mean" still divides by all tokens.
         temperature: divides the logits; positive.
         reduction: of the log-probabilities: "none", "sum" or "mean". The entropy is never reduced.
         dist_process_group: tensor-parallel ranks, which all hold the same hidden states and labels. The gradient of

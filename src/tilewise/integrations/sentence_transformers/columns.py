@@ -181,6 +181,15 @@ def check_model(model: Any) -> nn.Module:
     return model
 
 
+def refuse_static(model: nn.Module, use: str) -> None:
+    """Refuse a model whose features have no row for each text."""
+    if any(type(module).__name__ == "StaticEmbedding" for module in model.modules()):
+        raise ConfigError(
+            f"{use} needs features with one row for each text, and those of a StaticEmbedding have none. Use the loss "
+            "without a cache, and a guide with the same tokenizer"
+        )
+
+
 def check_columns(embeddings: list[Tensor]) -> None:
     """Check the embeddings of a batch: at least two columns of the same shape."""
     if len(embeddings) < 2:

@@ -35,6 +35,7 @@ from tilewise.integrations.sentence_transformers.columns import (
     encoder_of,
     inputs_of,
     mean_over,
+    refuse_static,
 )
 from tilewise.losses.guide import Guide, guide_limit, guided_logsumexp
 from tilewise.losses.info_nce import info_nce
@@ -77,7 +78,7 @@ class GISTEmbedLoss(nn.Module):
         self.model, self.guide = check_model(model), check_model(guide)
         self.must_retokenize = _must_retokenize(model, guide)
         if self.must_retokenize:
-            _refuse_static(model, "a guide with another tokenizer")
+            refuse_static(model, "a guide with another tokenizer")
         none = torch.empty(0, 1)
         Guide(query=none, key=none, margin=margin, margin_strategy=margin_strategy)  # checks the margin
         self.temperature = temperature
@@ -202,7 +203,7 @@ class CachedGISTEmbedLoss(CachedLoss):
         self.loss = GISTEmbedLoss(
             *(model, guide, temperature, margin_strategy, margin, *contrasts, gather_across_devices), options=options
         )
-        _refuse_static(model, "a gradient cache")
+        refuse_static(model, "a gradient cache")
         self.model, self.guide = self.loss.model, self.loss.guide
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
@@ -243,14 +244,6 @@ def _must_retokenize(model: Any, guide: Any) -> bool:
     lengths = [getattr(one, "max_seq_length", None) for one in (model, guide)]
     longest, guide_longest = (math.inf if length is None else length for length in lengths)
     return bool(guide_longest < longest)
-
-
-def _refuse_static(model: nn.Module, use: str) -> None:
-    if any(type(module).__name__ == "StaticEmbedding" for module in model.modules()):
-        raise ConfigError(
-            f"{use} needs features with one row for each text, and those of a StaticEmbedding have none. Use "
-            "GISTEmbedLoss with a guide that has the same tokenizer"
-        )
 
 
 def _token_ids(features: dict[str, Any]) -> Any:

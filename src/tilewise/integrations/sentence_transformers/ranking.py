@@ -40,6 +40,7 @@ from tilewise.integrations.sentence_transformers.columns import (
     hash_ids,
     inputs_of,
     mean_over,
+    refuse_static,
 )
 from tilewise.losses.hardness import Hardness, HardnessMode, check_hardness, others_logsumexp
 from tilewise.losses.info_nce import info_nce
@@ -267,6 +268,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
     ) -> None:
         super().__init__(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         self.model = check_model(model)
+        refuse_static(model, "a gradient cache")
         self.loss = MultipleNegativesRankingLoss(
             model,
             scale,

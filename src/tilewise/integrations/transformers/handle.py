@@ -258,7 +258,9 @@ class LossHandle:
         collected: list[TokenStats] = []
         inputs["labels"] = labels
         plain = self.settings._replace(z_loss=0.0, label_smoothing=0.0)
-        settings = plain._replace(collected=collected, want=kind.want, temperature=kind.temperature)
+        settings = plain._replace(
+            collected=collected, want=kind.want, temperature=kind.temperature, no_tokens_is_zero=True
+        )
         output = self._run_without_logits(self._original(), args, inputs, settings)
         result = kind.fill(output, collected, labels, shifted is not None)
         if self.statistics:

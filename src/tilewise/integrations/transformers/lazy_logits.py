@@ -34,6 +34,7 @@ class LossSettings(NamedTuple):
     collected: list[TokenStats] | None = None  # the token statistics of each loss are appended here
     want: tuple[str, ...] = ("log_prob", "entropy", "correct", "logsumexp")  # which of them
     temperature: float = 1.0  # of these statistics and of their loss
+    no_tokens_is_zero: bool = False  # the mean loss of no tokens is 0, as in TRL's fused head, and not NaN
 
 
 class Term(NamedTuple):
@@ -190,6 +191,12 @@ class LazyLogits:
     def __getattr__(self, name: str) -> Any:
         raise _refusal(name)
 
+    def _refuse(self, *args: Any) -> Any:
+        raise _refusal("this operator")
+
+    __len__ = __iter__ = __neg__ = __abs__ = __pow__ = __rpow__ = __rsub__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = _refuse
+
     def __repr__(self) -> str:
         return f"LazyLogits({tuple(self.shape)}, not computed in training)"
 
@@ -269,22 +276,27 @@ def _cross_entropy(
             )
         settings.collected.append(stats)
         if plain:
-            return _from_statistics(stats, settings.z_loss, reduction)
+            return _from_statistics(stats, settings, reduction)
     smoothing: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing, "z_loss": settings.z_loss}
     return linear_cross_entropy(hidden, classifier, target, reduction=reduction, **smoothing, **shared)
 
 
-def _from_statistics(stats: TokenStats, z_loss: float, reduction: _check.Reduction) -> Tensor:
+def _from_statistics(stats: TokenStats, settings: LossSettings, reduction: _check.Reduction) -> Tensor:
     """The loss from the token statistics: ``z_loss * logsumexp ** 2 - log_prob`` of each token."""
     assert stats.log_prob is not None
     assert stats.valid is not None
     loss_n = -stats.log_prob
-    if z_loss:
+    if settings.z_loss:
         assert stats.logsumexp is not None
-        loss_n = loss_n + z_loss * stats.logsumexp.square()
+        loss_n = loss_n + settings.z_loss * stats.logsumexp.square()
     if reduction == "none":
         return loss_n
-    return loss_n.sum() if reduction == "sum" else loss_n.sum() / stats.valid.sum()
+    count = stats.valid.sum()
+    return (
+        loss_n.sum()
+        if reduction == "sum"
+        else loss_n.sum() / (count.clamp(min=1) if settings.no_tokens_is_zero else count)
+    )
 
 
 TORCH_NAMES = {  # torch functions and operators, and the method of LazyLogits that implements them
