@@ -295,6 +295,11 @@ def test_ranking_refuses():
         st.MultipleNegativesRankingLoss(model, hardness_mode="all_negatives", hardness_strength=-1.0)
     with pytest.raises(ConfigError, match="cos_sim or dot_score"):
         st.MultipleNegativesRankingLoss(model, similarity_fct=torch.cdist)
+    static = Bag()
+    static.inside = type("StaticEmbedding", (nn.Module,), {})()
+    st.MultipleNegativesRankingLoss(static)
+    with pytest.raises(ConfigError, match="a gradient cache needs features with one row for each text"):
+        st.CachedMultipleNegativesRankingLoss(static)
     with pytest.raises(ConfigError, match="Use mini_batch_size instead"):
         st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=100)([{"input_ids": torch.ones(2, 3)}] * 2)
     with pytest.raises(ShapeError, match="two columns"):

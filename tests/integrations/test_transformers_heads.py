@@ -184,6 +184,11 @@ UNSUPPORTED = {
     "after the cap": lambda logits: logits.tanh() + torch.ones(V),
     "along the classes": lambda logits: logits[..., torch.arange(V)],
     "rsub": lambda logits: torch.ones(V) - logits,
+    "this operator (minus)": lambda logits: -logits,
+    "this operator (power)": lambda logits: logits**2,
+    "this operator (larger)": lambda logits: logits > 0,
+    "this operator (one by)": lambda logits: 1 / logits,
+    "this operator (length)": lambda logits: logits * len(logits),
 }
 
 

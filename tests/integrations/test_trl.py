@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,3 +135,28 @@ def test_with_lora(kind, tmp_path):
 def test_other_objects_are_refused():
     with pytest.raises(ConfigError, match=r"trainer is a trainer of TRL 1\.15 or newer"):
         use_token_head(object())
+
+
+def test_a_reference_model_that_fails_leaves_the_policy_as_it_was():
+    from trl.trainer.utils import add_fused_lm_head
+
+    models = [made("llama") for _ in range(2)]
+    for model in models:
+        add_fused_lm_head(model)
+    before = models[0].forward
+    models[1].lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ConfigError):
+        use_token_head(SimpleNamespace(model=models[0], ref_model=models[1]))
+    assert models[0].forward == before
+    use_token_head(SimpleNamespace(model=models[0]))
+
+
+def test_no_labels_give_the_loss_of_the_fused_head():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model, tokens = made("llama"), torch.randint(0, V, (2, 7))
+    add_fused_lm_head(model)
+    none = {"input_ids": tokens, "labels": torch.full_like(tokens, -100), "fused_lm_head": True}
+    want = model(**none).loss.item()
+    with use_token_head(SimpleNamespace(model=model)):
+        assert model(**none).loss.item() == want == 0.0
