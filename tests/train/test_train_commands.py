@@ -23,7 +23,7 @@ from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.demo import own_command
 from tilewise.train.loop import train
-from tilewise.train.pictures import contact_sheet
+from tilewise.train.pictures import LINES, _wrapped, contact_sheet
 from tilewise.train.search import Gallery, open_gallery, show_hits
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "command-line.md"
@@ -214,6 +214,41 @@ def test_captions_are_whole_in_a_terminal_and_on_the_sheet(place):
     framed = contact_sheet(["x"], [[(hits[0].image, "red", True)]])
     assert (22, 163, 74) in {colour for _, colour in framed.getcolors(10**6)}
     assert (22, 163, 74) not in {colour for _, colour in short.getcolors(10**6)}
+
+
+class CountingFont:
+    """Every character is six pixels wide."""
+
+    measured = characters = 0
+
+    def getlength(self, text):
+        self.measured += 1
+        self.characters += len(text)
+        return 6 * len(text)
+
+
+@pytest.mark.parametrize("text", ["word " * 2000, "w" * 10_000], ids=["words", "one word"])
+def test_long_captions_are_wrapped_with_few_measurements(text):
+    font = CountingFont()
+    lines = _wrapped(text, 96, font)
+    assert font.measured <= 9 * (LINES + 1)
+    assert font.characters <= 96 * font.measured
+    assert len(lines) == LINES
+    assert all(0 < len(line) <= 16 for line in lines)
+    assert lines[-1].endswith("...")
+
+
+def test_lines_break_between_words_and_lose_none():
+    assert _wrapped("  a red circle, moved\nby pixels ", 72, CountingFont()) == [
+        "a red",
+        "circle,",
+        "moved by",
+        "pixels",
+    ]
+    assert _wrapped("0123456789abcdef xy", 60, CountingFont()) == ["0123456789", "abcdef xy"]
+    assert _wrapped("exactly ten", 66, CountingFont()) == ["exactly ten"]
+    assert _wrapped("wide", 1, CountingFont()) == list("wide")
+    assert _wrapped(" ", 60, CountingFont()) == []
 
 
 def test_search_needs_words_or_an_image(place):

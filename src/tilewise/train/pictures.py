@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+LINES = 24  # of a title or a caption on a sheet
+
+
 def to_pil(image: Tensor, side: int) -> Image.Image:
     """Convert uint8 (channels, s, s) to a square picture of `side` pixels."""
     channels, height, width = image.shape
@@ -34,7 +37,7 @@ def png_data_uri(image: Image.Image) -> str:
 def contact_sheet(
     titles: Sequence[str], rows: Sequence[Sequence[tuple[Tensor, str, bool]]], side: int = 96
 ) -> Image.Image:
-    """Return a sheet with one row of pictures per title, each with its whole caption below it.
+    """Return a sheet with one row of pictures per title, each with its caption below it, in at most `LINES` lines.
 
     Args:
         titles: one for each row.
@@ -67,15 +70,34 @@ def contact_sheet(
 
 
 def _wrapped(text: str, width: int, font: Any) -> list[str]:
-    """Break a text into lines of at most `width` pixels. Words that are too long are broken as well."""
-    lines, rest = [], " ".join(text.split())
-    while rest:
-        end = len(rest)
-        while end > 1 and font.getlength(rest[:end]) > width:
-            end = rest.rfind(" ", 0, end) if " " in rest[:end] else end - 1
-        lines.append(rest[:end])
+    """Break a text into lines of at most `width` pixels. Words that are too long are broken as well.
+
+    After `LINES` lines, the text ends with three dots.
+    """
+    lines: list[str] = []
+    rest = " ".join(text.split())
+    while rest and len(lines) < LINES:
+        end = _line_end(rest, width, font)
+        if end < len(rest) and len(lines) == LINES - 1:
+            end = _line_end(rest, width - font.getlength("..."), font)
+            lines.append(f"{rest[:end]}...")
+        else:
+            lines.append(rest[:end])
         rest = rest[end:].lstrip()
     return lines
+
+
+def _line_end(text: str, width: float, font: Any) -> int:
+    """Return the number of characters of the first line, by bisection over at most `width` characters."""
+    fits, too_long = 1, min(len(text), max(1, int(width))) + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if font.getlength(text[:middle]) <= width:
+            fits = middle
+        else:
+            too_long = middle
+    space = text.rfind(" ", 1, fits + 1) if fits < len(text) else -1
+    return space if space > 0 else fits
 
 
 def terminal_picture(image: Tensor, columns: int = 16) -> list[Text]:
