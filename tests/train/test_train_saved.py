@@ -234,7 +234,9 @@ def test_an_export_goes_to_an_empty_folder_and_removes_no_files(tmp_path, monkey
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     export_model(model, Path("."))
-    assert (tmp_path / "here" / "model.safetensors").is_file()
+    assert Path("model.safetensors").is_file()  # the current folder is still this one
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "here"]
+    assert load_exported(Path(".")).kind == "icon"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "hashed_words.json"])

@@ -38,7 +38,10 @@ def describe_model(model: TwoTowers, folder: Path) -> None:
 
 
 def export_model(model: TwoTowers, folder: Path) -> None:
-    """Write a model with its weights. The folder appears only when it is complete. A folder with files is untouched."""
+    """Write a model with its weights. The folder, or tilewise.json in an empty one, appears when all is written.
+
+    A folder with files is untouched.
+    """
 
     def write(aside: Path) -> None:
         _write_description(model, aside)
@@ -46,22 +49,42 @@ def export_model(model: TwoTowers, folder: Path) -> None:
         if model.kind != "icon":
             _write_json(aside / "preprocessor_config.json", _preprocessing(model.pixels))
 
-    _write_whole(folder, write, Path.rmdir)
+    _write_whole(folder, write)
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[Path], None]) -> None:
+def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[Path], None] | None = None) -> None:
+    """Write a folder beside its place and move it there.
+
+    Args:
+        folder: the place.
+        write: writes the files into a folder.
+        clear: removes a folder that is in this place already. None: it must be empty, and the files are moved into it,
+            since it may be the current folder of a shell.
+    """
     folder = folder.resolve()  # "." has no name to put something beside
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write(aside)
-        if folder.is_dir():
+        if clear is None and folder.is_dir():
+            _move_into(folder, aside)
+            return
+        if clear is not None and folder.is_dir():
             clear(folder)
         aside.rename(folder)
     except Exception as error:  # safetensors wraps a full disk in its own type
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"cannot write the model to {folder}: {error}. Choose another folder") from error
+
+
+def _move_into(folder: Path, aside: Path) -> None:
+    """Move the files of a folder into an empty one. `ABOUT` is last, so an incomplete model is not taken for one."""
+    if any(folder.iterdir()):
+        raise FileExistsError("the folder is not empty")
+    for path in sorted(aside.iterdir(), key=lambda path: path.name == ABOUT):
+        shutil.move(path, folder / path.name)
+    aside.rmdir()
 
 
 def _write_json(path: Path, value: Any) -> None:
