@@ -72,6 +72,21 @@ def test_counted_activations_are_those_of_a_chunk(precision):
     assert 16 * shape.row_bytes + shape.fixed_bytes == pytest.approx(counted, rel=0.02)
 
 
+def test_two_separate_towers_have_a_plan():
+    from tilewise.train.config import load_config
+    from tilewise.train.models import build_model
+
+    shape = measure_shape("vit-bert-tiny", "bf16")
+    model = build_model(load_config(None, ["data.path=x", "model.name=vit-bert-tiny"]))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.row_bytes > 0
+
+
+def test_an_image_smaller_than_a_patch_is_refused():
+    with pytest.raises(ConfigError, match=r"image_size must be at least 8, one patch of clip-tiny, got 4"):
+        measure_shape("clip-tiny", "bf16", 4)
+
+
 @pytest.mark.slow
 def test_the_plan_agrees_with_what_was_measured_on_a_gpu():
     """ViT-B/16 in bf16 with chunks of 256, on one H200: the plan is at most 5 % below the measured peaks."""

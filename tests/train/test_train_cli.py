@@ -303,6 +303,14 @@ def test_the_demo_has_large_batches_through_the_cache(cuda):
     assert config.output.folder == "x"
 
 
+def test_a_first_argument_that_is_too_long_for_a_file_is_read_as_a_setting(tmp_path):
+    long = "::".join(f"{tmp_path}/{i}.tar" for i in range(10)) + "x" * 300
+    with pytest.raises(ConfigError, match=r"loop\.steps must be at least 0"):
+        invoke("train", f"data.path={long}", "loop.steps=-1")
+    with pytest.raises(ConfigError, match="cannot read the configuration x"):
+        invoke("train", "x" * 300)
+
+
 def test_help_is_quick_to_read_and_names_the_commands():
     result = invoke("--help")
     for command in ("train", "evaluate", "search", "embed", "report", "export", "status", "demo", "config", "plan"):

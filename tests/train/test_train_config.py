@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.errors import ConfigError
-from tilewise.train.config import DataConfig, LossConfig, RunConfig, check_same_run, load_config
+from tilewise.train.config import DataConfig, LossConfig, RunConfig, check_same_run, load_config, source_of
 from tilewise.train.settings import apply_overrides, build, read_toml, to_dict, to_toml
 
 
@@ -38,7 +38,14 @@ def test_overrides_reach_their_section(tmp_path):
         ("loop.seed=99999999999999999999", ("loop.seed must be at most",)),
         ("loss.mask_same_id=1", ("true or false",)),
         ("optim.lr=0", ("greater than 0",)),
-        ("optim.lr=inf", ("optim.lr must be a finite number, got inf", "Give a number such as 0.001")),
+        ("optim.lr=inf", ("optim.lr must be at most 1000000.0, got inf",)),
+        ("optim.lr=1e38", ("optim.lr must be at most 1000000.0, got 1e+38",)),
+        pytest.param(f"optim.lr=1{'0' * 400}", ("optim.lr must be a number below 1.8e308", "1329 bits"), id="digits"),
+        ("optim.clip_norm=inf", ("optim.clip_norm must be a finite number, got inf", "Give a number such as 1.0")),
+        ("loop.threads=99999999999", ("loop.threads must be at most 1024",)),
+        ("data.eval_share=-0.5", ("data.eval_share must be -1 (a tenth) or from 0 to 0.5, got -0.5",)),
+        ("loss.initial_scale=0.01", ("loss.initial_scale must be at least 1, got 0.01",)),
+        ("output.folder=caf\udce9", ("output.folder must be valid UTF-8", "caf\\udce9")),
         ("optim.lr=nan", ("optim.lr must be greater than 0, got nan",)),
         ("loss.initial_bias=-inf", ("loss.initial_bias must be a finite number, got -inf",)),
         ("loop.batch_size=99999999999999999999", ("loop.batch_size must be below 2^63",)),
@@ -65,6 +72,44 @@ def test_refusals_name_the_setting_and_what_was_wanted(override, words):
         load_config(None, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name, patch", [("clip-tiny", 8), ("clip-vit-b-32", 32), ("vit-bert", 16), ("auto", 8)])
+def test_an_image_has_at_least_one_patch(name, patch):
+    given = ["data.path=pictures", f"model.name={name}"]
+    assert load_config(None, [*given, f"model.image_size={patch}"]).model.image_size == patch
+    with pytest.raises(ConfigError, match=rf"model\.image_size must be at least {patch}, .*got {patch - 1}"):
+        load_config(None, [*given, f"model.image_size={patch - 1}"])
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["data.path=~/{0..3}.tar::~/b.tar", "data.eval_path=~/c.tar", "data.image_root=~", "output.folder=~/x"]
+    config = load_config(None, given)
+    assert config.data.path == f"{tmp_path}/{{0..3}}.tar::{tmp_path}/b.tar"
+    assert (config.data.eval_path, config.data.image_root) == (f"{tmp_path}/c.tar", str(tmp_path))
+    assert config.output.folder == f"{tmp_path}/x"
+
+
+def test_a_folder_is_no_shard_because_of_a_part_of_its_name(tmp_path):
+    (tmp_path / "old.tar").mkdir()
+    for path in ("x.target/pics", "x.tar/pics", f"{tmp_path}/old.tar"):
+        assert source_of(path) == "folder", path
+    for path in ("a.tar::b", "d/*.tar", "d/{a.tar,b.tar}", "a.tar.gz", f"{'a' * 300}.tar"):
+        assert source_of(path) == "shards", path[-20:]
+    assert source_of("pairs.target") == "table"
+
+
+def test_text_with_a_delete_character_is_read_again(tmp_path):
+    config = load_config(None, ['output.folder="a\\u007fb"'])
+    assert config.output.folder == "a\x7fb"
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "c.toml") == config
+
+
+def test_a_file_name_that_is_too_long_is_one_sentence():
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        read_toml("a" * 300)
 
 
 def test_a_chunk_shrinks_with_the_batch():

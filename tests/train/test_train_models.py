@@ -1,6 +1,7 @@
 import pytest
 import torch
 from tests.compare import relative_error
+from tests.train.small_weights import write_clip, write_vit
 
 from tilewise.errors import ConfigError
 from tilewise.train.config import load_config
@@ -147,7 +148,21 @@ def test_lit_from_local_folders_without_a_network(tmp_path):
     assert text.requires_grad
 
 
+def test_sizes_that_differ_from_the_weights_are_refused(tmp_path):
+    clip = f"model.weights={write_clip(tmp_path / 'clip')}"
+    for name, size in (("embed_dim", 24), ("image_size", 16)):
+        assert model_of(clip, f"model.{name}={size}").pixels.size == 16
+        with pytest.raises(ConfigError, match=rf"model\.{name} must be {size}, .*got 32\. Set it to 0 or {size}"):
+            model_of(clip, f"model.{name}=32")
+    vit = f"model.image_weights={write_vit(tmp_path / 'vit')}"
+    with pytest.raises(ConfigError, match=r"model\.image_size must be 16, .*got 32"):
+        model_of("model.name=vit-bert-tiny", vit, "model.image_size=32")
+    assert model_of("model.name=vit-bert-tiny", vit, "model.embed_dim=48").text.body.project.out_features == 48
+
+
 def test_weights_that_are_no_folder_of_transformers_are_named_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder '~nosuch/x'"):
+        model_of("model.name=clip-tiny", "model.weights=~nosuch/x")
     with pytest.raises(ConfigError, match="there is no folder"):  # without a request to the hub
         model_of("model.name=clip-tiny", f"model.weights={tmp_path / 'none'}")
     with pytest.raises(ConfigError, match=r"has no config\.json"):

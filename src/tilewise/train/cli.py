@@ -82,9 +82,9 @@ def train(
         )
     given = list(overrides or [])
     file: Path | None = Path(config)
-    if "=" in config and not Path(config).is_file():
+    if "=" in config and not os.path.isfile(config):  # False for a name that is too long, too
         file, given = None, [config, *given]
-    elif Path(config).is_dir() and not (Path(config) / "config.toml").is_file():
+    elif os.path.isdir(config) and not (Path(config) / "config.toml").is_file():
         raise ConfigError(f"{config} is a folder. To train on the images in it: tilewise train data.path={config}")
     console = _console()
     settings = load_config(file, given)

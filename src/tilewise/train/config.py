@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +18,16 @@ ModelName = Literal[
     "auto", "icon", "clip", "clip-vit-b-32", "clip-vit-b-16", "clip-vit-l-14", "clip-tiny", "vit-bert", "vit-bert-tiny"
 ]
 LossName = Literal["tilewise", "dense", "local"]
+PATCHES = {  # pixels along a side of a patch
+    "clip-vit-b-32": 32, "clip-vit-b-16": 16, "clip-vit-l-14": 14, "clip-tiny": 8, "vit-bert": 16, "vit-bert-tiny": 8
+}  # fmt: skip
+
+
+def _expand_home(section: DataConfig | OutputConfig, *names: str) -> None:
+    """Replace ``~`` at the start of paths, and of each of several that ``::`` joins, by the home folder."""
+    for name in names:
+        parts = getattr(section, name).split("::")
+        object.__setattr__(section, name, "::".join(os.path.expanduser(part) for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +70,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
+        _expand_home(self, "path", "eval_path", "image_root")
+        if -1 < self.eval_share < 0:
+            raise ConfigError(f"eval_share must be -1 (a tenth) or from 0 to 0.5, got {self.eval_share}")
         if self.source not in ("auto", "icons") and not self.path:
             raise ConfigError(f"path is needed for source {self.source!r}; only the icons ship with tilewise. Set it")
         if self.eval_share > 0 and (self.eval_path or self.source not in ("auto", "folder", "table")):
@@ -103,6 +118,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
+        patch = 0 if self.weights or self.image_weights else PATCHES.get(self.name, 0)
+        if 0 < self.image_size < patch:
+            raise ConfigError(
+                f"image_size must be at least {patch}, one patch of {self.name}, got {self.image_size}. "
+                "Set it to 0 for the model's own size"
+            )
         if self.name == "clip" and not self.weights:
             raise ConfigError(
                 "name='clip' takes the sizes of the model from model.weights, which is empty. Set it, or choose a name "
@@ -132,7 +153,7 @@ class LossConfig:
     mask_same_id: bool = setting(
         False, "pairs with the same id (icons: the same name; else data.id_column) are no negatives of one another"
     )
-    initial_scale: float = setting(1 / 0.07, "initial logit scale; pretrained clip-* weights have their own", above=0)
+    initial_scale: float = setting(1 / 0.07, "initial logit scale; pretrained clip-* weights have their own", least=1)
     max_scale: float = setting(100.0, "the logit scale is clamped to [1, max_scale]", least=1)
     initial_bias: float = setting(-10.0, "initial logit bias of the sigmoid loss")
     workspace_mib: int = setting(256, "maximum workspace of the tilewise loss", least=1)
@@ -151,8 +172,8 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "adafactor"] = setting("adamw", "adamw, or the modified Adafactor of the papers")
-    lr: float = setting(1e-3, "peak learning rate", above=0)
-    weight_decay: float = setting(1e-4, "decoupled weight decay (matrices only)", least=0)
+    lr: float = setting(1e-3, "peak learning rate", above=0, most=1e6)
+    weight_decay: float = setting(1e-4, "decoupled weight decay (matrices only)", least=0, most=1e6)
     betas: tuple[float, float] = setting((0.9, 0.95), "decay of the first and second moment", least=0, most=0.99999)
     eps: float = setting(1e-8, "added to the square root of the second moment (AdamW)", above=0)
     warmup_steps: int = setting(0, "number of steps of linear warm-up", least=0)
@@ -164,7 +185,7 @@ class OptimConfig:
     )
     clip_norm: float = setting(1.0, "maximum norm of the gradients; 0: no clipping", least=0)
     ema_decay: float = setting(0.0, "decay of the averaged weights used for evaluation; 0: none", least=0, most=0.99999)
-    scale_lr: float = setting(1.0, "learning rate of the logit scale, as a share of lr", least=0)
+    scale_lr: float = setting(1.0, "learning rate of the logit scale, as a share of lr", least=0, most=1e6)
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -183,7 +204,7 @@ class LoopConfig:
     precision: Literal["float32", "bf16", "fp16"] = setting("float32", "autocast of the encoders")
     seed: int = setting(0, "seed of the weights, the order and the augmentation", least=0, most=2**63 - 1)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto uses CUDA if it is available")
-    threads: int = setting(0, "number of torch threads on the CPU; 0: torch's default", least=0)
+    threads: int = setting(0, "number of torch threads on the CPU; 0: torch's default", least=0, most=1024)
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -207,6 +228,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         check_section(self)
+        _expand_home(self, "folder")
         if not self.folder.strip():
             raise ConfigError(
                 f"folder must name a folder for the run, got {self.folder!r}. Give one, such as runs/run; a single "
@@ -271,21 +293,26 @@ def settled(config: RunConfig) -> RunConfig:
         data = replace(data, source=source, eval_share=share)
     except ConfigError as error:
         raise ConfigError(f"data.{error}") from None
-    return replace(config, data=data, model=replace(model, name=name))
+    try:
+        model = replace(model, name=name)
+    except ConfigError as error:
+        raise ConfigError(f"model.{error}") from None
+    return replace(config, data=data, model=model)
 
 
 def source_of(path: str) -> SourceName:
-    """Return the kind of data at a path, by its name. A name without an ending is a folder.
+    """Return the kind of data at a path, by its name. A folder that exists, or a name without an ending, is a folder.
 
     >>> source_of("data/{000..041}.tar"), source_of("pairs.csv"), source_of("pictures"), source_of("")
     ('shards', 'table', 'folder', 'icons')
     """
     if not path or path.endswith(".zip"):
         return "icons"
-    if ".tar" in path:
+    if os.path.isdir(path):  # False for a name that is too long, too
+        return "folder"
+    if any(re.search(r"\.tar(?!\w)", part.rpartition("/")[2]) for part in path.split("::")):
         return "shards"
-    place = Path(path)
-    return "table" if place.is_file() or (place.suffix and not place.is_dir()) else "folder"
+    return "table" if os.path.isfile(path) or Path(path).suffix else "folder"
 
 
 # Settings that may change when a run continues: output, decoding threads, and the location of the same data. A change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -177,8 +178,8 @@ def chosen_shapes(model: str, sizes: dict[str, int], parameters: str) -> list[Mo
     if parameters:
         given["parameters"] = parse_count(parameters)
     if model:
-        path = Path(model).expanduser()
-        if path.exists() or path.suffix == ".json":
+        path = Path(os.path.expanduser(model))  # a user who does not exist stays as it is
+        if os.path.exists(path) or path.suffix == ".json":
             return [read_shape(path, given)]
         shape = find_model(model)
         return [replace(shape, name=f"{shape.name}, changed", **given)] if given else [shape]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ def read_shape(path: Path, given: dict[str, int]) -> ModelShape:
         path: the file, or its folder.
         given: sizes that replace those of the file.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(file):  # False for a name that is too long, too
         raise ConfigError(f"there is no file {file}. Give a config.json of transformers, or its folder")
     from tilewise.train.models.pretrained import quiet_transformers, transformers
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +61,12 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             raise ConfigError(f"{name} has {len(parts)} entries, got {len(value)}: {value!r}")
         return tuple(_convert(v, part, f"{name}[{i}]") for i, (v, part) in enumerate(zip(value, parts, strict=True)))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(
+                f"{name} must be a number below 1.8e308, got one of {value.bit_length()} bits. Give a smaller one"
+            ) from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
         advice = ""
@@ -74,13 +80,15 @@ def _check_limits(value: Any, field: dataclasses.Field[Any]) -> None:
     least, most, above = (field.metadata[key] for key in ("least", "most", "above"))
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{field.name} must be text without zero bytes, got {value!r}")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # bytes that are not UTF-8
+        raise ConfigError(f"{field.name} must be valid UTF-8, got {value!r}. Rename the file or folder")
     for number in value if isinstance(value, tuple) else (value,):
         if least is not None and not number >= least:
             raise ConfigError(f"{field.name} must be at least {least}, got {number}")
-        if most is not None and not number <= most:
-            raise ConfigError(f"{field.name} must be at most {most}, got {number}")
         if above is not None and not number > above:
             raise ConfigError(f"{field.name} must be greater than {above}, got {number}")
+        if most is not None and not number <= most:
+            raise ConfigError(f"{field.name} must be at most {most}, got {number}")
         if isinstance(number, float) and not math.isfinite(number):
             raise ConfigError(
                 f"{field.name} must be a finite number, got {number}. Give a number such as {_example(field)}"
@@ -129,7 +137,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         inside = Path(path) / "config.toml"
-        advice = f"Give {inside}" if inside.is_file() else "Give a TOML file; `tilewise config` prints one"
+        advice = f"Give {inside}" if os.path.isfile(inside) else "Give a TOML file; `tilewise config` prints one"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}. {advice}") from None
     except ValueError as error:  # of TOML, of UTF-8, or a path with a zero byte
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
@@ -213,7 +221,7 @@ def _toml_value(value: Any) -> str:
         raise AssertionError("settings are never None")
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML forbids this character
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any, NamedTuple
 
 from tilewise.errors import ConfigError
@@ -34,9 +34,9 @@ def find_place(name: str, wanted: str) -> Place:
         name: the value of the setting.
         wanted: what the folder must contain, for the message.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return Place(str(folder), {}, "")
+    folder = os.path.expanduser(name)  # a user who does not exist stays as it is
+    if os.path.isdir(folder):
+        return Place(folder, {}, "")
     if name.count("/") > 1 or name.startswith(("/", ".", "~")):  # no hub id
         raise ConfigError(f"there is no folder {name!r}; a folder with {wanted} is needed")
     from huggingface_hub import model_info

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.errors import ConfigError
-from tilewise.train.config import ModelConfig
+from tilewise.train.config import PATCHES, ModelConfig
 from tilewise.train.models.hub import find_place
 from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, TextTower, Tokenizer, Tokens
 from tilewise.train.models.words import HashedTokenizer
@@ -43,12 +43,12 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "clip-vit-b-32": Architecture(Size(768, 12, 12), Size(512, 12, 8), 32, 224, 512, 49408, 77),
-    "clip-vit-b-16": Architecture(Size(768, 12, 12), Size(512, 12, 8), 16, 224, 512, 49408, 77),
-    "clip-vit-l-14": Architecture(Size(1024, 24, 16), Size(768, 12, 12), 14, 224, 768, 49408, 77),
-    "clip-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), 8, 32, 64, 1024, 16),
-    "vit-bert": Architecture(Size(768, 12, 12), Size(768, 12, 12), 16, 224, 512, 30522, 77),
-    "vit-bert-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), 8, 32, 64, 1024, 16),
+    "clip-vit-b-32": Architecture(Size(768, 12, 12), Size(512, 12, 8), PATCHES["clip-vit-b-32"], 224, 512, 49408, 77),
+    "clip-vit-b-16": Architecture(Size(768, 12, 12), Size(512, 12, 8), PATCHES["clip-vit-b-16"], 224, 512, 49408, 77),
+    "clip-vit-l-14": Architecture(Size(1024, 24, 16), Size(768, 12, 12), PATCHES["clip-vit-l-14"], 224, 768, 49408, 77),
+    "clip-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), PATCHES["clip-tiny"], 32, 64, 1024, 16),
+    "vit-bert": Architecture(Size(768, 12, 12), Size(768, 12, 12), PATCHES["vit-bert"], 224, 512, 30522, 77),
+    "vit-bert-tiny": Architecture(Size(64, 2, 2), Size(64, 2, 2), PATCHES["vit-bert-tiny"], 32, 64, 1024, 16),
 }
 
 
@@ -232,6 +232,8 @@ def clip_towers(config: ModelConfig, arch: Architecture) -> Towers:
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.weights:
         model = load_weights_as(hf.CLIPModel, config.weights)
+        _check_size("embed_dim", config.embed_dim, model.config.projection_dim, config.weights)
+        _check_size("image_size", config.image_size, model.config.vision_config.image_size, config.weights)
     else:
         vision = {**_numbers(arch.image), "image_size": size, "patch_size": arch.patch}
         text = {
@@ -240,6 +242,14 @@ def clip_towers(config: ModelConfig, arch: Architecture) -> Towers:
         }  # fmt: skip
         model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=dim))
     return split_clip(model, model.logit_scale.exp().item() if config.weights else None)
+
+
+def _check_size(name: str, given: int, found: int, weights: str) -> None:
+    """Refuse a size that differs from that of the weights."""
+    if given not in (0, found):
+        raise ConfigError(
+            f"model.{name} must be {found}, that of the weights {weights!r}, got {given}. Set it to 0 or {found}"
+        )
 
 
 def split_clip(model: Any, scale: float | None = None) -> Towers:
@@ -260,6 +270,7 @@ def vit_bert_towers(config: ModelConfig, arch: Architecture) -> Towers:
     dim, size = config.embed_dim or arch.embed_dim, config.image_size or arch.pixels
     if config.image_weights:
         vision = load_weights_as(hf.ViTModel, config.image_weights, add_pooling_layer=False)
+        _check_size("image_size", config.image_size, vision.config.image_size, config.image_weights)
     else:
         vision = hf.ViTModel(
             hf.ViTConfig(**_numbers(arch.image), image_size=size, patch_size=arch.patch), add_pooling_layer=False
