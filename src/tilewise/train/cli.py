@@ -5,6 +5,7 @@ Heavy imports are inside the commands that need them, so that ``tilewise --help`
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -291,6 +292,16 @@ def main() -> None:
         app()
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        print(
+            f"tilewise: there is no file or folder {name[:60]}...: a name of {len(name)} characters is too long. Give "
+            "a shorter one",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 
