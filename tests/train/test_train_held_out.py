@@ -251,12 +251,14 @@ def test_hidden_and_empty_folders_are_no_classes_and_equal_names_are_refused(tmp
         classes_of(tmp_path)
 
 
-@pytest.mark.parametrize("markup", [True, False])
-def test_brackets_in_the_title_of_a_table_stay(markup):
+def test_brackets_in_the_title_of_a_table_stay(share_run, tmp_path, monkeypatch):
     metrics = {f"{side}_{what}{k}": 0.5 for side in ("t2i", "i2t") for what in ("r", "chance") for k in (1, 5, 10)}
     shown = io.StringIO()
-    Console(file=shown, markup=markup, width=100).print(recall_table(metrics, "recall on p[bold]"))
+    Console(file=shown, markup=True, width=100).print(recall_table(metrics, "recall on p[bold]"))
     assert "recall on p[bold], and" in shown.getvalue()
+    shutil.copytree(share_run[0], tmp_path / "p[bold]")
+    monkeypatch.chdir(tmp_path)
+    assert "recall on p[bold]," in invoke("evaluate", share_run[1], "--pairs", "p[bold]").output
 
 
 def test_a_folder_of_held_out_images_with_tar_in_its_name(tmp_path):
