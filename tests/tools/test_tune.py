@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -122,6 +123,14 @@ def test_compiling_reports_what_cannot_be_compiled(monkeypatch):
         failed = tune.compile_all(some, CPU, pool, shown)
     assert failed == {some[1]: "RuntimeError: out of resource: shared memory"}
     assert [done for _, done, _, _ in shown] == [1, 2, 3]
+
+
+def test_a_pool_that_breaks_while_jobs_are_submitted_fails_nothing():
+    class Pool:
+        def submit(self, *unused):
+            raise BrokenProcessPool
+
+    assert tune.compile_all(todo()[:3], CPU, Pool(), Shown()) == {}
 
 
 def test_large_tiles_are_not_compiled_in_vain(monkeypatch):

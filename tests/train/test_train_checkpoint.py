@@ -17,6 +17,7 @@ from tilewise.train.checkpoint import (
     save_checkpoint,
     step_name,
     step_of,
+    write_atomically,
 )
 from tilewise.train.saved_state import state_checksum
 
@@ -260,6 +261,28 @@ def test_an_unwritable_or_full_place_is_refused_before_training(tmp_path):
         check_room(tmp_path, 2**60, 3)
     check_room(tmp_path / "new", 10, 2)
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_existing_checkpoints_count_as_room(tmp_path, monkeypatch):
+    for step in (1, 2):
+        path = tmp_path / "checkpoints" / step_name(step)
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(bytes(100))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=150))
+    check_room(tmp_path, 100, 3)
+    check_room(tmp_path, 100, 1)
+    with pytest.raises(CheckpointError, match="4 checkpoints"):
+        check_room(tmp_path, 100, 4)
+    with pytest.raises(CheckpointError, match="do not fit"):  # the first new one is written beside the old ones
+        check_room(tmp_path, 151, 1)
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_file_alone(tmp_path):
+    write_atomically(tmp_path / "a.json", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "a.json", "\udce9")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
 
 
 def test_nothing_is_pickled():

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from rich.console import Console
 from tests.compare import assert_close
 from tests.train.small_weights import write_clip
 from typer.testing import CliRunner
 
 from tilewise.errors import ConfigError, DataError, RangeError
-from tilewise.train import load_model
+from tilewise.train import demo, load_model
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.demo import own_command
@@ -198,8 +199,6 @@ def test_the_best_caption_has_the_highest_score(place):
 
 
 def test_captions_are_whole_in_a_terminal_and_on_the_sheet(place):
-    from rich.console import Console
-
     folder = place[0]
     gallery = open_gallery(folder / "runs" / "shapes", path=str(folder / "pictures"))
     hits = gallery.search(["red"], top=2)[0]
@@ -364,8 +363,6 @@ def test_nothing_is_sent_by_default():
 
 @pytest.mark.parametrize("name, warned", [("clip-tiny", True), ("auto", False), ("clip", False)])
 def test_a_name_that_does_not_match_the_weights(place, tmp_path, name, warned):
-    from rich.console import Console
-
     shown = io.StringIO()
     train(
         load_config(
@@ -416,6 +413,26 @@ def test_the_demo_says_how_to_start_the_command_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", ["x.py"])
     assert own_command().endswith(" -m tilewise.train.cli")
+
+
+def test_the_demo_shows_its_result_on_the_first_rank_and_only_a_report_that_exists(tmp_path, monkeypatch):
+    result = demo.RunResult(tmp_path, 1, True, 0, {})
+    monkeypatch.setattr(demo, "train", lambda config, console: result)
+    monkeypatch.setattr(demo, "recall_table", lambda metrics: "recalls")
+    monkeypatch.setattr(demo, "open_gallery", lambda folder: types.SimpleNamespace(search=lambda q, top: [[]] * len(q)))
+    monkeypatch.setattr(demo, "save_sheet", lambda *unused: "sheet.png")
+
+    def shown():
+        console = Console(file=io.StringIO())
+        demo.run_demo(console, [])
+        return console.file.getvalue()
+
+    assert "recalls" in shown()
+    assert "report:" not in shown()
+    (tmp_path / "report.html").write_text("")
+    assert "report:" in shown()
+    monkeypatch.setenv("RANK", "1")
+    assert shown() == ""
 
 
 def test_a_gallery_of_captions_has_each_caption_once(place):

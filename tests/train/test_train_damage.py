@@ -14,8 +14,8 @@ from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
 from tilewise.train.loop import train
-from tilewise.train.report import write_report
-from tilewise.train.run_folder import RunFolder
+from tilewise.train.report import report_run, write_report
+from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.status import read_status
 
 SMALL = [
@@ -138,6 +138,24 @@ def test_damaged_lines_of_metrics_are_named_and_left_out(stopped, whole, tmp_pat
     assert "metrics.jsonl: 1 damaged lines were removed, the first was line 2" in said
     assert weights(tmp_path) == weights(whole)
     assert lines(tmp_path) == lines(whole)
+
+
+def test_a_disk_that_is_full_of_metrics_is_one_sentence(tmp_path):
+    log = MetricsLog(RunFolder(tmp_path), 0)
+    log._file.close()
+    log._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: No space left.*start again"):
+        log.write(1, "train", {"loss": 1.0})
+    log.close()
+
+
+def test_a_report_of_damaged_checkpoints_has_the_curves(stopped, tmp_path):
+    for path in list_checkpoints(tmp_path / "checkpoints"):
+        (path / "state.json").write_text("{}")
+    shown = io.StringIO()
+    page = report_run(Console(file=shown), tmp_path, "cpu").read_text()
+    assert "No searches: no checkpoint in" in shown.getvalue()
+    assert "<svg" in page
 
 
 def test_a_report_leaves_out_lines_without_its_numbers(whole, tmp_path):

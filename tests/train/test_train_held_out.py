@@ -1,17 +1,27 @@
 """Held-out images are decoded once, on threads, with progress."""
 
+import dataclasses
 import io
 import json
+import os
+import shutil
 import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 from rich.console import Console
+from tests.train.small_icons import write_small_icons
 from tests.train.test_train_portable import invoke, settings, write_colours
 
+from tilewise.errors import CheckpointError, DataError
 from tilewise.train import loop, progress
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.data import SkipLog, open_eval_pairs
 from tilewise.train.data import open as module
+from tilewise.train.evaluate_run import open_classes, recall_table
 from tilewise.train.load_run import choose_checkpoint
 from tilewise.train.loop import train
 from tilewise.train.progress import counted
@@ -93,8 +103,6 @@ def test_memory_holds_the_first_images_and_the_order_stays(tmp_path, monkeypatch
     whole = open_eval_pairs(config, 256, SkipLog(), watch=lambda *now: told.append(now))
     assert told == [(5, 18), (10, 18), (15, 18), (18, 18)]
     assert len(whole.images.first) == len(whole.images) == 17
-    import dataclasses
-
     skips = SkipLog()
     partly = open_eval_pairs(dataclasses.replace(config, eval_memory_mib=1), 256, skips)
     assert len(partly.images.first) == 2**20 // (3 * 256 * 256)
@@ -119,3 +127,162 @@ def test_counting_is_shown_in_a_terminal_and_now_and_then_elsewhere(monkeypatch)
     assert plain.getvalue() == "reading: 2 of 7\n"
     with counted(None, "reading") as watch:
         assert watch is None
+
+
+LONGER = ["model.name=clip-tiny", "loop.steps=5", "output.evaluate_every=3", "output.checkpoint_every=100"]
+
+
+def results(folder):
+    times = ("seconds", "data_seconds", "pairs_per_second", "memory_bytes")
+    lines = [{k: v for k, v in line.items() if k not in times} for line in RunFolder(folder).read_metrics()]
+    last = list_checkpoints(folder / "checkpoints")[-1]
+    state = json.loads((last / "state.json").read_text())
+    weights = [(last / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
+    return lines, state["best"], state["metrics"], weights
+
+
+@pytest.fixture(scope="module")
+def longer_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("longer")
+    data = write_colours(folder / "data")
+    train(settings(data, folder / "run", *LONGER))
+    return data, folder / "run"
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_failed_evaluation_keeps_the_steps_and_is_made_up_for(tmp_path, monkeypatch, longer_run, step):
+    data, whole = longer_run
+    held_out = shutil.copytree(data, tmp_path / "held-out")
+    lost = held_out / "green" / "1.png"
+    config = settings(data, tmp_path / "run", *LONGER, "data.eval_memory_mib=0", f"data.eval_path={held_out}")
+    original = loop.Trainer._after_step
+
+    def lose(self, *given):
+        if self.step == step:
+            lost.unlink()
+        original(self, *given)
+
+    monkeypatch.setattr(loop.Trainer, "_after_step", lose)
+    with pytest.raises(DataError, match=r"held-out image .*green/1\.png .*FileNotFoundError"):
+        train(config)
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == step_name(step)
+    shutil.copy(data / "green" / "1.png", lost)
+    assert train(config).metrics
+    assert results(tmp_path / "run") == results(whole)
+    assert choose_checkpoint(RunFolder(tmp_path / "run"), "best").step == choose_checkpoint(RunFolder(whole)).step
+
+
+def test_a_stop_while_held_out_images_block_saves_the_last_whole_step(tmp_path, monkeypatch, longer_run):
+    def block(*unused, **more):
+        raise CancelledError
+
+    monkeypatch.setattr(loop, "evaluate_retrieval", block)
+    with pytest.raises(DataError, match="stopped by a signal"):
+        train(settings(longer_run[0], tmp_path, *LONGER))
+    assert list_checkpoints(tmp_path / "checkpoints")[-1].name == step_name(3)
+
+
+@pytest.fixture(scope="module")
+def share_run(tmp_path_factory):
+    """A run that holds out a fifth of its own images. One of them has a name that is not UTF-8."""
+    folder = tmp_path_factory.mktemp("share")
+    data = write_colours(folder / "data")
+    for file in sorted(data.glob("red/*.png")):
+        file.rename(os.fsdecode(os.fsencode(file.with_suffix("")) + b"\xe9.png"))
+    share = ["model.name=clip-tiny", "loop.steps=1", "data.eval_path=", "data.eval_share=0.2"]
+    train(settings(data, folder / "run", *share))
+    return data, folder / "run"
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["search", "red"], ["embed", "x.safetensors"]])
+def test_a_changed_folder_is_not_split_anew(share_run, tmp_path, monkeypatch, command):
+    data, run = share_run
+    name, *more = command
+    monkeypatch.chdir(tmp_path)
+    added = data / "another.png"
+    Image.new("RGB", (20, 16), "white").save(added)
+    try:
+        with pytest.raises(DataError, match=r"trained on 14 pairs of .* now gives 15\..*--pairs"):
+            invoke(name, run, *more)
+        assert invoke(name, run, *more, "--pairs", data).exit_code == 0
+    finally:
+        added.unlink()
+    assert invoke(name, run, *more).exit_code == 0
+
+
+def test_names_that_are_not_utf_8_are_embedded(share_run, tmp_path):
+    data, run = share_run
+    invoke("embed", run, tmp_path / "x.safetensors", "--pairs", data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.safetensors"]
+    assert str(data / "red" / "0?.png") in json.loads((tmp_path / "x.json").read_text())["images"]
+
+
+def test_icons_are_refused_by_a_model_of_colour_images(share_run, tmp_path):
+    icons = write_small_icons(tmp_path / "small.zip", 40, 10)
+    with pytest.raises(DataError, match=r"icon file .* the model reads colour images"):
+        invoke("evaluate", share_run[1], "--pairs", icons)
+    config = settings("", tmp_path / "run", "data.source=icons", f"data.path={icons}", "data.eval_path=").data
+    with pytest.raises(DataError, match="32 pixels wide, the model reads 16"):
+        open_eval_pairs(config, 16, SkipLog())
+
+
+def test_a_step_in_other_digits_is_refused(share_run):
+    with pytest.raises(CheckpointError, match="keeps no checkpoint"):
+        choose_checkpoint(RunFolder(share_run[1]), "\u00b2")
+
+
+def classes_of(folder):
+    pixels = SimpleNamespace(size=8, channels=3)
+    config = settings(folder, folder).data
+    return open_classes(SimpleNamespace(model=SimpleNamespace(pixels=pixels)), folder, ["{}"], SkipLog(), config)
+
+
+def test_hidden_and_empty_folders_are_no_classes_and_equal_names_are_refused(tmp_path):
+    write_colours(tmp_path, each=2)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(tmp_path / "red", tmp_path / ".ipynb_checkpoints")
+    found = classes_of(tmp_path)
+    assert found.names == ["blue", "green", "red"]
+    assert found.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    for name in ("red-car", "red_car"):
+        shutil.copytree(tmp_path / "red", tmp_path / name)
+    with pytest.raises(DataError, match=r"'red-car' and 'red_car' .* rename one"):
+        classes_of(tmp_path)
+
+
+def test_brackets_in_the_title_of_a_table_stay(share_run, tmp_path, monkeypatch):
+    metrics = {f"{side}_{what}{k}": 0.5 for side in ("t2i", "i2t") for what in ("r", "chance") for k in (1, 5, 10)}
+    shown = io.StringIO()
+    Console(file=shown, markup=True, width=100).print(recall_table(metrics, "recall on p[bold]"))
+    assert "recall on p[bold], and" in shown.getvalue()
+    shutil.copytree(share_run[0], tmp_path / "p[bold]")
+    monkeypatch.chdir(tmp_path)
+    assert "recall on p[bold]," in invoke("evaluate", share_run[1], "--pairs", "p[bold]").output
+
+
+def test_a_folder_of_held_out_images_with_tar_in_its_name(tmp_path):
+    data = write_colours(tmp_path / "x.target" / "pictures")
+    config = dataclasses.replace(settings(data, tmp_path).data, source="shards", path="a.tar")
+    assert len(open_eval_pairs(config, 8, SkipLog()).images) == IMAGES
+
+
+def test_every_format_that_is_decoded_is_found_in_a_folder(tmp_path):
+    names = [f"{end}.{end}" for end in ("tif", "tiff", "jp2", "ppm", "tga", "ico", "PNG")]
+    for name in names:
+        Image.new("RGB", (16, 16), "red").save(tmp_path / name)
+    skips = SkipLog()
+    pairs = open_eval_pairs(settings(tmp_path, "unused").data, 8, skips)
+    assert sorted(Path(pairs.images.name(n)).name for n in range(len(pairs.images))) == sorted(names)
+    assert not skips.total
+
+
+def test_two_images_are_too_few_unless_none_is_held_out(tmp_path):
+    data = tmp_path / "data"
+    write_colours(data, each=1)
+    shutil.rmtree(data / "green")
+    shown, share = io.StringIO(), ["model.name=clip-tiny", "loop.steps=1", "data.eval_path="]
+    with pytest.raises(DataError, match=r"at least 2 pairs, the data has 1 .*data\.eval_share=0"):
+        train(settings(data, tmp_path / "run", *share), Console(file=shown))
+    assert "so a batch has" not in shown.getvalue()
+    assert train(settings(data, tmp_path / "run", *share, "data.eval_share=0")).finished

@@ -212,6 +212,23 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         train(small(tmp_path, "loop.steps=2", "optim.lr=1"))
 
 
+def test_room_is_needed_only_for_checkpoints_that_can_be_written(tmp_path, monkeypatch):
+    counts = []
+    monkeypatch.setattr(loop, "check_room", lambda folder, size, count: counts.append(count))
+    for more in ("loop.steps=2", "loop.steps=8", "output.keep_last=1"):
+        config = small(tmp_path / str(len(counts)), "loop.steps=8", "output.keep_last=1000000", more)
+        monkeypatch.setattr(loop.Trainer, "_train", lambda *unused: None)
+        train(config)
+    assert counts == [2, 8, 3]
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    shown = io.StringIO()
+    assert train(small(tmp_path, "loop.steps=1", "output.report=true"), Console(file=shown)).finished
+    assert "report.html cannot be written" in shown.getvalue()
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     with RunFolder(tmp_path).locked(), pytest.raises(CheckpointError, match="another process"):
         train(small(tmp_path, "loop.steps=1"))

@@ -83,8 +83,8 @@ def compile_all(todo: Sequence[Any], device: torch.device, pool: Executor, show:
     If a process dies, the other jobs are compiled when they are measured.
     """
     module, failed = registry.tuner(), {}
-    futures = {pool.submit(module.compile_job, job, device): job for job in todo}
     with contextlib.suppress(BrokenProcessPool):
+        futures = {pool.submit(module.compile_job, job, device): job for job in todo}
         for done, future in enumerate(as_completed(futures), start=1):
             job = futures[future]
             if reason := future.result():

@@ -7,6 +7,7 @@ CRC-32 sum of its own content. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -91,10 +92,11 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
         document[CHECKSUM] = state_checksum(document)
         write_atomically(aside / "state.json", json.dumps(document, indent=1))
         _sync(aside)
-        if final.exists():  # a damaged checkpoint of the same step
-            _remove(final)
+        old = _set_aside(final) if final.exists() else None  # of the same step: damaged, or without its evaluation
         aside.rename(final)
         _sync(folder)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # safetensors wraps a full disk in its own type
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
@@ -105,13 +107,18 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
+    """Replace a text file atomically. After an error the old file is as it was."""
     aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def _sync(path: Path) -> None:
@@ -208,17 +215,30 @@ def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> Non
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint in one move, so that no part of it is left under its name."""
+    with contextlib.suppress(OSError):
+        path = _set_aside(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint to a name that `clear_leftovers` removes. Return the new path."""
     aside = path.with_name(f".writing-removed-{path.name}-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
+def _size(file: Path) -> int:
     try:
-        path.rename(aside)
+        return file.stat().st_size
     except OSError:
-        aside = path
-    shutil.rmtree(aside, ignore_errors=True)
+        return 0
 
 
 def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
-    """Check before training that the folder can be written to and that `count` checkpoints fit on its disk."""
+    """Check before training that the run folder can be written to and that `count` checkpoints fit on its disk.
+
+    New checkpoints replace those that the run already has. Only the first new one needs room beside them.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writing-probe-{os.getpid()}"
@@ -229,9 +249,10 @@ def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
         raise CheckpointError(
             f"cannot write to the run's folder {folder}: {error.strerror or error}. Choose another output.folder"
         ) from error
-    needed = bytes_per_checkpoint * count
-    if free < needed:
+    there = sum(_size(file) for path in list_checkpoints(folder / "checkpoints") for file in path.iterdir())
+    if free < max(bytes_per_checkpoint * count - there, bytes_per_checkpoint):
+        held = f"Beside the {there / 2**20:,.0f} MiB of earlier ones, " if there else ""
         raise CheckpointError(
-            f"{count} checkpoints of {bytes_per_checkpoint / 2**20:,.0f} MiB do not fit on the disk of {folder}, "
+            f"{held}{count} checkpoints of {bytes_per_checkpoint / 2**20:,.0f} MiB do not fit on the disk of {folder}, "
             f"which has {free / 2**20:,.0f} MiB free. Lower output.keep_last or choose another output.folder"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -46,15 +47,17 @@ def demo_config(overrides: list[str], *, cuda: bool) -> RunConfig:
 
 def run_demo(console: Console, overrides: list[str]) -> RunResult:
     """Train, then show recalls, some searches and the path of the report."""
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun only the first rank prints
     config = demo_config(overrides, cuda=torch.cuda.is_available())
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-    console.print(
-        f"Training an image-text model on icons: batches of {config.loop.batch_size:,} pairs in chunks of "
-        f"{config.loop.chunk_size:,}, on {where}.",
-        highlight=False,
-    )
+    if first:
+        console.print(
+            f"Training an image-text model on icons: batches of {config.loop.batch_size:,} pairs in chunks of "
+            f"{config.loop.chunk_size:,}, on {where}.",
+            highlight=False,
+        )
     result = train(config, console)
-    if result.finished:
+    if result.finished and first:
         show_result(console, result)
     return result
 
@@ -68,7 +71,9 @@ def show_result(console: Console, result: RunResult) -> None:
         show_hits(console, query, hits[:5])
     sheet = save_sheet(result.folder / "searches.png", QUERIES, found)
     console.print(f"sheet:   {sheet}", highlight=False, soft_wrap=True)
-    console.print(f"report:  {RunFolder(result.folder).report.resolve()}", highlight=False, soft_wrap=True)
+    report = RunFolder(result.folder).report
+    if report.is_file():  # output.report=false writes none
+        console.print(f"report:  {report.resolve()}", highlight=False, soft_wrap=True)
     command = own_command()
     console.print(f"search:  {command} search {result.folder} 'shopping cart'", highlight=False, soft_wrap=True)
     console.print(f"your own images:  {command} train data.path=FOLDER", highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tilewise.errors import DataError
 from tilewise.train.checkpoint import write_atomically
 from tilewise.train.data import SkipLog
+from tilewise.train.data.records import plain_text
 from tilewise.train.evaluate_run import open_pairs
 from tilewise.train.load_run import load_run
 from tilewise.train.progress import counted
@@ -35,7 +36,7 @@ def embed_pairs(
     config, encoders, checkpoint = load_run(run, device, which)
     skips = SkipLog()
     with counted(console, "reading images") as watch:
-        pairs = open_pairs(config.data, encoders.model.pixels.size, path, image_root, skips, watch)
+        pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, path, image_root, skips, watch)
     if pairs is None:
         raise DataError("this run has no held-out images. Give images with --pairs")
     with counted(console, "encoding images") as watch:
@@ -45,9 +46,9 @@ def embed_pairs(
     for number, own in enumerate(pairs.image_ids.tolist()):
         first.setdefault(own, number)
     rows = torch.tensor([first[own] for own in pairs.text_ids.tolist()])
-    names = {"images": [pairs.images.name(n) for n in range(len(pairs.images))], "texts": pairs.texts}
+    names = {"images": [plain_text(pairs.images.name(n)) for n in range(len(pairs.images))], "texts": pairs.texts}
     beside = target.with_suffix(".json")
-    about = {"model": str(run), "step": str(checkpoint.step)}
+    about = {"model": plain_text(str(run)), "step": str(checkpoint.step)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({"image": image.contiguous(), "text": text.contiguous(), "text_image": rows}, target, about)

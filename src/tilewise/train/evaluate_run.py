@@ -8,20 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from tilewise.errors import DataError
-from tilewise.train.checkpoint import write_atomically
+from tilewise.train.checkpoint import Checkpoint, write_atomically
 from tilewise.train.config import DataConfig, source_of
 from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.open import EvalImages, try_images
+from tilewise.train.data.records import plain_text
 from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
 from tilewise.train.evaluate import KS, Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
 from tilewise.train.load_run import load_run
+from tilewise.train.models.towers import Pixels
 from tilewise.train.progress import counted
 
 
@@ -48,7 +49,7 @@ def evaluate_run(
     held_out = None
     try:
         with counted(console, "reading held-out images") as watch:
-            held_out = open_pairs(data, encoders.model.pixels.size, pairs, images, skips, watch)
+            held_out = open_pairs(data, encoders.model.pixels, checkpoint, pairs, images, skips, watch)
     except DataError as error:
         if classes is None or pairs:  # zero-shot needs none of the run's own pairs, which may have moved
             raise
@@ -56,7 +57,7 @@ def evaluate_run(
     if held_out is not None:
         with counted(console, "encoding held-out images") as watch:
             result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
-        console.print(recall_table(result["retrieval"], f"recall on {escape(pairs)}" if pairs else "held-out recall"))
+        console.print(recall_table(result["retrieval"], f"recall on {pairs}" if pairs else "held-out recall"))
     if classes is not None:
         with counted(console, "encoding images of classes") as watch:
             result["zero_shot"] = classify(encoders, classes, templates, watch)
@@ -80,7 +81,7 @@ def evaluate_run(
 
 def recall_table(metrics: dict[str, float], title: str = "held-out recall") -> Table:
     """Return a table of recalls in both directions, compared with chance."""
-    table = Table(title=f"{title}, and how many times chance")
+    table = Table(title=Text(f"{title}, and how many times chance", style="table.title"))  # a path may have brackets
     table.add_column("direction")
     for k in KS:
         table.add_column(f"recall at {k}", justify="right")
@@ -107,23 +108,39 @@ def class_table(per_class: dict[str, dict[str, Any]], most: int = 30) -> Table:
 
 
 def open_pairs(
-    config: DataConfig, size: int, path: str, image_root: str, skips: SkipLog, watch: Watch | None = None
-) -> EvalPairs | None:
-    """Open the held-out pairs of the run, or those at a path. The name of the path determines its kind."""
+    config: DataConfig, pixels: Pixels, checkpoint: Checkpoint, path: str, image_root: str, skips: SkipLog,
+    watch: Watch | None = None,
+) -> EvalPairs | None:  # fmt: skip
+    """Open the held-out pairs of the run, or those at a path. The name of the path determines its kind.
+
+    Args:
+        config: the data of the run.
+        pixels: input of the model.
+        checkpoint: the checkpoint in use. It has the number of training pairs.
+        path, image_root: other pairs, and the folder of their images.
+        skips: log of skipped records.
+        watch: is called with the number of images read so far.
+    """
     if not path:
         if config.source in ("folder", "table") and not config.eval_path and not Path(config.path).exists():
             raise DataError(
                 f"the pairs of the run were in {config.path}, which does not exist here. Start the command in the "
                 "folder in which the run was trained, or give pairs with --pairs"
             )
-        return open_eval_pairs(config, size, skips, watch=watch)
+        trained_on = checkpoint.state.get("pairs")  # checkpoints of earlier versions have none
+        return open_eval_pairs(config, pixels.size, skips, watch=watch, trained_on=trained_on)
     config = dataclasses.replace(config, id_column="", eval_share=0.0)  # of the run's own pairs
     if path.endswith(".zip"):
-        return open_eval_pairs(dataclasses.replace(config, source="icons"), size, skips, path)
+        if pixels.channels != 1:
+            raise DataError(
+                f"{path} is an icon file (.zip) with grey pictures, and the model reads colour images. Give a folder, "
+                "a table or shards of colour images"
+            )
+        return open_eval_pairs(dataclasses.replace(config, source="icons"), pixels.size, skips, path)
     if config.source == "icons":
         raise DataError("a model trained on icons is evaluated on an icon file (.zip); it does not read colour images")
     other = dataclasses.replace(config, source=source_of(path), path=path, image_root=image_root, augment="none")
-    return open_eval_pairs(other, size, skips, path, watch)
+    return open_eval_pairs(other, pixels.size, skips, path, watch)
 
 
 class Classes(NamedTuple):
@@ -140,13 +157,22 @@ def open_classes(
 ) -> Classes:  # fmt: skip
     """Open images in one sub-folder per class. Problems are found before anything is encoded."""
     check_templates(templates)
-    classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    classes: dict[str, Path] = {}
     entries: list[Entry] = []
     labels: list[int] = []
-    for number, path in enumerate(classes):
+    for path in sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []:
         files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        if path.name.startswith(".") or not files:
+            continue
+        name = plain_text(words_of(path.name))
+        if name in classes:
+            raise DataError(
+                f"the folders {classes[name].name!r} and {path.name!r} in {folder} are both the class {name!r}. Every "
+                "class needs a name of its own: rename one of them, or merge them"
+            )
         entries += [Entry(str(file), [path.name]) for file in files]
-        labels += [number] * len(files)
+        labels += [len(classes)] * len(files)
+        classes[name] = path
     if not entries:
         came = "holds no images in sub-folders" if folder.is_dir() else "is not a folder"
         came = came if folder.exists() else "does not exist"
@@ -155,15 +181,14 @@ def open_classes(
         raise DataError("zero-shot classification of files needs a model that reads colour images, not the icon model")
     if len(classes) < 2:
         raise DataError(
-            f"{folder} has only one sub-folder, {classes[0].name!r}, so every answer would be right. Give the folder "
-            "that contains the folders of the classes"
+            f"{folder} has only one sub-folder with images, {next(iter(classes.values())).name!r}, so every answer "
+            "would be right. Give the folder that contains the folders of the classes"
         )
     source = FileSource(entries, Preparation(encoders.model.pixels.size), config.workers)
     images = try_images(source, skips, config.eval_memory_mib, watch)
     if not len(images):
         raise DataError(f"no usable images below {folder}: {skips.summary()}. First: {skips.examples[0]}")
-    names = [words_of(path.name) for path in classes]
-    return Classes(images, torch.tensor(labels)[images.keys], names)
+    return Classes(images, torch.tensor(labels)[images.keys], list(classes))
 
 
 def classify(encoders: Encoders, classes: Classes, templates: list[str], watch: Watch | None = None) -> dict[str, Any]:

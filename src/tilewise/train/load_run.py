@@ -47,7 +47,7 @@ def choose_checkpoint(run: RunFolder, which: str | int = "best") -> Checkpoint:
         path = run.checkpoints / step_name(int(best["step"])) if best else latest.path
         return open_checkpoint(path) if path != latest.path and path.is_dir() else latest
     kept = {step_of(path): path for path in list_checkpoints(run.checkpoints)}
-    if not str(which).isdigit() or int(which) not in kept:
+    if not str(which).isdecimal() or int(which) not in kept:
         raise CheckpointError(
             f"{run.path} keeps no checkpoint {which!r}; there are best, last, {', '.join(map(str, kept))}"
         )

@@ -107,7 +107,15 @@ class Trainer:
 
     def _fit_batch(self, config: RunConfig, pairs: int) -> RunConfig:
         """Return the settings with a batch that is no larger than the data."""
-        size = max(2, self.world.size, min(config.loop.batch_size, pairs))
+        least = max(2, self.world.size)
+        if pairs < least:
+            share = config.data.source in ("folder", "table") and config.data.eval_share and not config.data.eval_path
+            advice = ", or set data.eval_share=0, so that no images are held out" if share else ""
+            raise DataError(
+                f"training needs at least {least} pairs{' (one per rank)' if least > 2 else ''}, the data has {pairs}"
+                f"{' beside the held-out images' if share else ''}. Give more data{advice}"
+            )
+        size = max(least, min(config.loop.batch_size, pairs))
         if size >= config.loop.batch_size:
             return config
         self.messages.say(
@@ -178,11 +186,19 @@ class Trainer:
             room = copies * tensor_bytes(self.model.parameters()) + 2**20
             try:
                 held.enter_context(self.folder.locked())
-                check_room(self.folder.path, room, self.config.output.keep_last + 2)  # plus the best one and a new one
+                check_room(self.folder.path, room, self._most_checkpoints())
             except TilewiseError as error:
                 problem = error
         if self.world.total(float(problem is not None))[0]:
             raise problem or GroupError(f"rank {self.world.rank} stops: the first rank cannot use output.folder")
+
+    def _most_checkpoints(self) -> int:
+        """Return how many checkpoints can be on the disk at once: the last few, the best one and a new one."""
+        output = self.config.output
+        written = 2 + self.steps // output.checkpoint_every  # plus the one of the last step and one of a signal
+        if output.evaluate_every:
+            written += self.steps // output.evaluate_every
+        return min(output.keep_last + 2, written, self.steps)
 
     def _write_down(self) -> None:
         """Write the settings, and a description of the model that does not need its initial weights."""
@@ -203,6 +219,7 @@ class Trainer:
         give_up = stop.overdue if self.world.size == 1 else None
         if self.pairs is not None:
             self.pairs.images.give_up_when(stop.overdue)
+        self._evaluate_again(log, bar)
         for batch in self.stream.batches(self.state.position, self.step, self.steps, give_up):
             waited = time.perf_counter() - before
             line, stopping = self._step(batch, stop)
@@ -241,14 +258,32 @@ class Trainer:
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
         """Evaluate and save if they are due."""
         output, last = self.config.output, self.step == self.steps
-        if last or (output.evaluate_every and self.step % output.evaluate_every == 0):
-            self._evaluate(log, bar)
+        if self._evaluation_due():
+            try:
+                self._evaluate(log, bar)
+            except Exception:  # keep the steps; `_evaluate_again` evaluates them when the run continues
+                if self.world.is_first:
+                    self._save()
+                raise
         due = last or stopping or self.step % output.checkpoint_every == 0
         best = self.state.best.get("step") == self.step  # only the first rank evaluates and knows it
         if self.world.is_first and (due or best):
             self._save()
         if due:
             self.world.wait()
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.output.evaluate_every
+        return self.step == self.steps or bool(every and self.step % every == 0)
+
+    def _evaluate_again(self, log: MetricsLog | None, bar: RunProgress) -> None:
+        """Evaluate the loaded checkpoint if its own evaluation is due and failed before."""
+        if not self.step or not self._evaluation_due():
+            return
+        if log is not None and not log.evaluated and self.pairs is not None:
+            self._measure(log, bar)
+            self._save()  # with the metrics
+        self.world.wait()
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -304,24 +339,29 @@ class Trainer:
         return Encoders(self.model, self.world.device, self.config.loop.precision, self.config.loop.chunk_size)
 
     def _evaluate(self, log: MetricsLog | None, bar: RunProgress) -> None:
+        """Evaluate on the first rank while the others wait."""
         if self.pairs is not None:
-            state = self.state
-            with self.average.used() if self.average is not None else nullcontext():
-                try:
-                    state.metrics = evaluate_retrieval(self.encoders(), self.pairs, watch=bar.evaluating)
-                except CancelledError:
-                    raise DataError(
-                        "stopped by a signal while the held-out images could not be read: a read has not returned. "
-                        "The same command continues from the last checkpoint"
-                    ) from None
             assert log is not None
-            log.write(self.step, "eval", state.metrics)
-            k = telling_k(state.metrics)
-            recall = state.metrics[f"t2i_r{k}"]
-            bar.evaluated(k, recall)
-            if recall >= state.best.get("value", -1.0):
-                state.best = {"step": float(self.step), "value": recall}
+            self._measure(log, bar)
         self.world.wait()
+
+    def _measure(self, log: MetricsLog, bar: RunProgress) -> None:
+        state = self.state
+        assert self.pairs is not None
+        with self.average.used() if self.average is not None else nullcontext():
+            try:
+                state.metrics = evaluate_retrieval(self.encoders(), self.pairs, watch=bar.evaluating)
+            except CancelledError:
+                raise DataError(
+                    "stopped by a signal while the held-out images could not be read: a read has not returned. "
+                    "The same command continues from the last checkpoint"
+                ) from None
+        log.write(self.step, "eval", state.metrics)
+        k = telling_k(state.metrics)
+        recall = state.metrics[f"t2i_r{k}"]
+        bar.evaluated(k, recall)
+        if recall >= state.best.get("value", -1.0):
+            state.best = {"step": float(self.step), "value": recall}
 
     def _continue(self) -> None:
         """Load the newest whole checkpoint on every rank."""
@@ -410,6 +450,12 @@ def _train(config: RunConfig, world: World, console: Console | None) -> RunResul
     if result.finished and config.output.report and world.is_first:
         from tilewise.train.report import write_report
 
-        with trainer.average.used() if trainer.average is not None else nullcontext():
-            write_report(config.output.folder, trainer.encoders(), trainer.pairs)
+        try:
+            with trainer.average.used() if trainer.average is not None else nullcontext():
+                write_report(config.output.folder, trainer.encoders(), trainer.pairs)
+        except (OSError, TilewiseError) as error:  # the run itself is finished and saved
+            trainer.messages.say(
+                f"the report {trainer.folder.report} cannot be written: {error}. The run is finished and saved. "
+                f"To write the report later: tilewise report {trainer.folder.path}"
+            )
     return result

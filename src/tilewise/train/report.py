@@ -72,7 +72,10 @@ def write_report(folder: str | Path, encoders: Encoders | None, pairs: EvalPairs
     if pairs is not None and encoders is not None:
         queries = report_queries(pairs)
         results = list(zip(queries, Gallery(encoders, pairs).search(queries, top=10), strict=True))
-    checkpoint, _ = latest_checkpoint(run.checkpoints)
+    try:
+        checkpoint, _ = latest_checkpoint(run.checkpoints)
+    except CheckpointError:  # all of them are damaged
+        checkpoint = None
     memory = checkpoint.state["memory"] if checkpoint is not None else {}
     skipped = checkpoint.state["skips"]["counts"] if checkpoint is not None else {}
     status = _status(run.path)
@@ -89,7 +92,7 @@ def report_run(console: Console, folder: Path, device: str = "auto", which: str 
         _, encoders, checkpoint = load_run(folder, device, which)
         console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
         with counted(console, "reading held-out images") as watch:
-            pairs = open_pairs(config.data, encoders.model.pixels.size, "", "", SkipLog(), watch)
+            pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, "", "", SkipLog(), watch)
     except (CheckpointError, DataError) as error:  # no checkpoint yet, or data that has moved
         note = f"No searches: {error}"
         console.print(note, highlight=False, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,25 +167,40 @@ class MetricsLog:
 
     Attributes:
         damaged: the numbers of the lines that were damaged, and are no longer in the file.
+        evaluated: whether the file has the evaluation of `step`.
     """
 
     def __init__(self, folder: RunFolder, step: int, trackers: Sequence[Tracker] = ()) -> None:
         lines, self.damaged = folder.check_metrics()
         kept = [line for line in lines if line["step"] <= step]
-        write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = folder.metrics_file.open("a", encoding="utf-8")
-        self._trackers = trackers
+        self.evaluated = any(line["step"] == step and line["kind"] == "eval" for line in kept)
+        self._path, self._trackers = folder.metrics_file, trackers
+        with self._writing():
+            write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = folder.metrics_file.open("a", encoding="utf-8")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {self._path}: {error.strerror or error}. The checkpoints are untouched. Free some "
+                "space or repair the folder, then start again with the same command"
+            ) from error
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Write one line. Trackers get the numbers as ``kind/name``."""
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        self._file.flush()
+        with self._writing():
+            self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self._file.flush()
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
             tracker.write(step, numbers)
 
     def close(self) -> None:
-        """Flush everything."""
-        self._file.close()
+        """Close the file and the trackers. Every line was flushed when it was written, or its error was raised."""
+        with suppress(OSError):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()

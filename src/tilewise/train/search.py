@@ -113,9 +113,9 @@ def open_gallery(
     which: str = "best",
 ) -> Gallery:  # fmt: skip
     """Encode the held-out images of a run, or the images at a path, for searching."""
-    config, encoders, _ = load_run(folder, device, which)
+    config, encoders, checkpoint = load_run(folder, device, which)
     with counted(console, "reading images") as watch:
-        pairs = open_pairs(config.data, encoders.model.pixels.size, path, image_root, SkipLog(), watch)
+        pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, path, image_root, SkipLog(), watch)
     if pairs is None:
         raise DataError("this run has no held-out images to search in. Give other images with --pairs")
     with counted(console, "encoding images") as watch:

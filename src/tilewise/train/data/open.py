@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import DataError
-from tilewise.train.config import DataConfig
+from tilewise.train.config import DataConfig, source_of
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.icons import IconSource
 from tilewise.train.data.images import centre_box, decode, to_tensor
 from tilewise.train.data.order import permutation
-from tilewise.train.data.records import Record, RecordError, SkipLog, Source
+from tilewise.train.data.records import Record, RecordError, SkipLog, Source, plain_text
 from tilewise.train.data.shards import ShardSource, expand_shards
 from tilewise.train.data.table import Columns, Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
@@ -31,15 +32,19 @@ def _icons(path: str) -> IconSet:
     return load_icons(path or None)
 
 
+def _check_side(icons: IconSet, image_size: int) -> None:
+    if image_size != icons.side:
+        raise DataError(
+            f"the icons are {icons.side} pixels wide, the model reads {image_size}. Set model.image_size={icons.side} "
+            "for a new run, or give icons of the model's size"
+        )
+
+
 def open_source(config: DataConfig, image_size: int, skips: SkipLog, watch: Watch | None = None) -> Source:
     """Open the training pairs. `watch` is called with the number of shards counted so far."""
     if config.source == "icons":
         icons = _icons(config.path).split("train")
-        if image_size != icons.side:
-            raise DataError(
-                f"the icons are {icons.side} pixels wide, the model reads {image_size}. "
-                f"Set model.image_size={icons.side}"
-            )
+        _check_side(icons, image_size)
         return IconSource(icons, augment=config.augment in ("auto", "icon"))
     crop = config.crop_scale if config.augment in ("auto", "crop") else None
     how = Preparation(image_size, crop, config.crop_ratio)
@@ -140,7 +145,15 @@ class EvalImages:
 
     def _one(self, number: int) -> Tensor:
         assert self.source is not None
-        return self.first[number] if number < len(self.first) else prepare(self.source, self.keys[number])[1]
+        if number < len(self.first):
+            return self.first[number]
+        try:
+            return prepare(self.source, self.keys[number])[1]
+        except RecordError as error:  # it could be read when the pairs were opened
+            raise DataError(
+                f"the held-out image {plain_text(self.name(number))} can no longer be used: {error}. Put the image "
+                "back. With data.eval_path you can also leave it out and start again"
+            ) from error
 
 
 def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]:
@@ -151,24 +164,35 @@ def prepare(source: FileSource | ShardSource, key: int) -> tuple[Record, Tensor]
 
 
 def open_eval_pairs(
-    config: DataConfig, image_size: int, skips: SkipLog, path: str = "", watch: Watch | None = None
-) -> EvalPairs | None:
+    config: DataConfig, image_size: int, skips: SkipLog, path: str = "", watch: Watch | None = None,
+    trained_on: int | None = None,
+) -> EvalPairs | None:  # fmt: skip
     """Open the held-out pairs of a run, or None if it has none. `path` overrides the setting.
 
     Every image is decoded once, so that broken ones are found. `watch` is called with the number of images so far.
+    `trained_on` is the number of training pairs of a saved run. Pairs that are no longer split in the same way are
+    refused, because they would include images that the run was trained on.
     """
     path = path or config.eval_path
     if config.source == "icons":
-        return pairs_of_icons(_icons(path or config.path).split("test"))
+        icons = _icons(path or config.path).split("test")
+        _check_side(icons, image_size)
+        return pairs_of_icons(icons)
     how = Preparation(image_size)
     if not path and config.eval_share and config.source in ("folder", "table"):
-        held_out = _split(config)[1]
+        train, held_out = _split(config)
+        if trained_on is not None and len(train) != trained_on:
+            raise DataError(
+                f"the run was trained on {trained_on} pairs of {config.path}, which now gives {len(train)}. Other "
+                "images would be held out, and some of them were used for training. Restore the data as it was, or "
+                "give other pairs with --pairs"
+            )
         if not held_out:  # a single image
             return None
         return pairs_of_files(FileSource(held_out, how, config.workers), skips, config.eval_memory_mib, watch)
     if not path:
         return None
-    if config.source == "shards" and ".tar" in path:
+    if config.source == "shards" and not os.path.isdir(path) and source_of(path) == "shards":
         source: FileSource | ShardSource = ShardSource(
             expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
         )

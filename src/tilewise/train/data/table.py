@@ -24,7 +24,10 @@ from tilewise.train.untrusted import (
     read_regular,
 )
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+IMAGE_SUFFIXES = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm", ".pbm", ".tga",
+    ".ico",
+)  # fmt: skip
 
 
 class Entry(NamedTuple):
