@@ -203,7 +203,7 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
         invoke("search", tmp_path / "run", "red")
     (tmp_path / "above").mkdir()
     (tmp_path / "classes").rename(tmp_path / "above" / "classes")
-    with pytest.raises(DataError, match="only one sub-folder, 'classes', so every answer would be right"):
+    with pytest.raises(DataError, match="only one sub-folder with images, 'classes', so every answer would be right"):
         invoke("evaluate", tmp_path / "run", "--zero-shot", tmp_path / "above")
     (tmp_path / "above" / "classes").rename(tmp_path / "classes")
     result = invoke("search", tmp_path / "run", "red", "--top", "3", "--pairs", tmp_path / "classes")

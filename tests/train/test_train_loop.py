@@ -158,7 +158,7 @@ def test_a_locked_image_tower_runs_once_and_keeps_its_weights(tmp_path, monkeypa
     monkeypatch.setattr(loop.Trainer, "_step", count)
     monkeypatch.setattr(step_memory, "activation_bytes", lambda run: 0)
     weights = write_clip(tmp_path / "clip", size=32)
-    locked = ["model.name=clip-tiny", f"model.weights={weights}", "model.lock_image=true"]
+    locked = ["model.name=clip-tiny", "model.embed_dim=0", f"model.weights={weights}", "model.lock_image=true"]
     train(small(tmp_path / "run", "loop.steps=2", *locked, "output.evaluate_every=0"))
     assert calls == [False] * (2 * 3)  # three chunks a step, each once, without a graph
 

@@ -61,7 +61,7 @@ _row_products = plain_operator(
 )
 
 
-def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str = "torch") -> Tensor:
+def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:
     """<a_i, own_ik> for the k columns of each row: (n, k), 0 where ``keep`` is False. See `TileOptions.precision`.
 
     Whatever lies behind a False, NaN included, reaches neither the scores nor a gradient.
