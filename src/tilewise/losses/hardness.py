@@ -83,7 +83,7 @@ def hard_logsumexp(
     assert lse is not None
     value = lse.detach()
     # A row without negatives has -inf, and -inf - -inf is NaN.
-    return value + share * torch.where(value > -torch.inf, lse - value, 0.0)
+    return value + share * torch.where(value == -torch.inf, 0.0, lse - value)
 
 
 def others_logsumexp(

@@ -22,7 +22,7 @@ from tilewise.options import TileOptions
 
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
-GUIDED = replace(SOFTMAX, guide="mask")
+BOTH_DIRECTIONS, GUIDED = replace(SOFTMAX, col_lse=True), replace(SOFTMAX, guide="mask")
 NO_ID = -(2**63)  # id of a negative that is never excluded: no query has it
 
 
@@ -126,7 +126,7 @@ def info_nce(
     apart = guided is not None or harder.in_batch > 0
     more = {} if guided is None else guided.keys()
     keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
-    spec = replace(SOFTMAX if guided is None else GUIDED, col_lse=symmetric and not apart)
+    spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
     col_lse = None
     if not in_batch or harder.in_batch:
         pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
