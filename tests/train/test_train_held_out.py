@@ -17,7 +17,7 @@ from tests.train.small_icons import write_small_icons
 from tests.train.test_train_portable import invoke, settings, write_colours
 
 from tilewise.errors import CheckpointError, DataError
-from tilewise.train import loop, progress
+from tilewise.train import held_out, loop, progress
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.data import SkipLog, open_eval_pairs
 from tilewise.train.data import open as module
@@ -73,7 +73,7 @@ def test_evaluate_and_zero_shot_decode_each_image_once(tmp_path, decoded):
 def test_the_best_weights_are_kept_whenever_they_were(tmp_path, monkeypatch):
     recalls = iter([0.2, 0.7, 0.5, 0.6, 0.6])
     made = {f"{side}_{what}10": 0.1 for side in ("t2i", "i2t") for what in ("r", "chance")}
-    monkeypatch.setattr(loop, "evaluate_retrieval", lambda *unused, **more: {**made, "t2i_r10": next(recalls)})
+    monkeypatch.setattr(held_out, "evaluate_retrieval", lambda *unused, **more: {**made, "t2i_r10": next(recalls)})
     settings_of_run = ["model.name=clip-tiny", "loop.steps=5", "output.evaluate_every=1", "output.checkpoint_every=4"]
     train(settings(write_colours(tmp_path / "data"), tmp_path / "run", *settings_of_run, "output.keep_last=1"))
     run = RunFolder(tmp_path / "run")
@@ -177,7 +177,7 @@ def test_a_stop_while_held_out_images_block_saves_the_last_whole_step(tmp_path, 
     def block(*unused, **more):
         raise CancelledError
 
-    monkeypatch.setattr(loop, "evaluate_retrieval", block)
+    monkeypatch.setattr(held_out, "evaluate_retrieval", block)
     with pytest.raises(DataError, match="stopped by a signal"):
         train(settings(longer_run[0], tmp_path, *LONGER))
     assert list_checkpoints(tmp_path / "checkpoints")[-1].name == step_name(3)

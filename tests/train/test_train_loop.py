@@ -18,10 +18,11 @@ from tests.train.small_icons import write_small_icons
 from tests.train.small_weights import write_clip
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
-from tilewise.train import loop, run_state, step_memory
+from tilewise.train import held_out, loop, run_state, step_memory
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.config import load_config
-from tilewise.train.loop import DivergedError, train
+from tilewise.train.diverged import DivergedError
+from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
 
 SMALL = [
@@ -294,7 +295,7 @@ def test_a_run_that_waits_for_its_data_says_so(tmp_path, monkeypatch, data_s):
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(loop.BatchStream, "make", takes(data_s, loop.BatchStream.make))
     monkeypatch.setattr(loop.Trainer, "_step", takes(10.0, loop.Trainer._step))
-    monkeypatch.setattr(loop, "evaluate_retrieval", takes(1000.0, loop.evaluate_retrieval))
+    monkeypatch.setattr(held_out, "evaluate_retrieval", takes(1000.0, held_out.evaluate_retrieval))
     shown = io.StringIO()
     train(small(tmp_path, "loop.steps=4", "data.prefetch=0"), Console(file=shown))
     assert ("\n75 % of the time was spent waiting for images\n" in shown.getvalue()) == (

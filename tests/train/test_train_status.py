@@ -20,7 +20,8 @@ from tilewise.train import loop, status
 from tilewise.train.checkpoint import list_checkpoints, step_name
 from tilewise.train.cli import app
 from tilewise.train.config import load_config
-from tilewise.train.loop import DivergedError, train
+from tilewise.train.diverged import DivergedError
+from tilewise.train.loop import train
 from tilewise.train.run_folder import RunFolder
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import Status, read_status, status_kept, write_status

@@ -1,45 +1,41 @@
-"""The training loop: one step, the schedule of evaluations and checkpoints, and the end of a run."""
+"""The training loop: the schedule of steps, evaluations and checkpoints, and the end of a run."""
 
 from __future__ import annotations
 
-import math
-import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.errors import ConfigError, DataError, GroupError, TilewiseError
+from tilewise.errors import ConfigError, GroupError, TilewiseError
 from tilewise.train.checkpoint import Checkpoint, check_room, latest_checkpoint
-from tilewise.train.config import LoopConfig, RunConfig, check_same_run, settled
-from tilewise.train.data import Batch, BatchStream, EvalPairs, SkipLog, open_eval_pairs, open_source
+from tilewise.train.config import RunConfig, check_same_run, settled
+from tilewise.train.data import Batch, BatchStream, SkipLog, open_eval_pairs, open_source
 from tilewise.train.distributed import World, join_world
-from tilewise.train.diverged import DivergedError, likely_cause
-from tilewise.train.evaluate import Encoders, evaluate_retrieval, telling_k
+from tilewise.train.held_out import HeldOut
 from tilewise.train.memory import tensor_bytes
 from tilewise.train.messages import Messages
-from tilewise.train.models import TwoTowers, describe_model
+from tilewise.train.models import describe_model
 from tilewise.train.objective import Objective
-from tilewise.train.optim import AveragedWeights, build_optimizer, set_learning_rate
-from tilewise.train.plan import change_length, new_plan, planned_rate, planned_steps
+from tilewise.train.optim import AveragedWeights, build_optimizer
+from tilewise.train.plan import change_length, new_plan, planned_steps
+from tilewise.train.prepare import build_model, fit_batch, total_steps
 from tilewise.train.progress import RunProgress, counted
 from tilewise.train.run_folder import MetricsLog, RunFolder
 from tilewise.train.run_state import RunState
-from tilewise.train.settings import build, to_dict
+from tilewise.train.settings import build
 from tilewise.train.signals import StopRequest
 from tilewise.train.status import status_kept
-from tilewise.train.step_memory import memory_counted, memory_now
+from tilewise.train.step_memory import memory_now
 from tilewise.train.trackers import check_trackers, open_trackers
+from tilewise.train.update import Update
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-AUTO_EPOCHS, LEAST_STEPS = 8, 200  # the length of a run if the settings leave it open
 
 
 @dataclass(frozen=True)
@@ -61,11 +57,6 @@ class RunResult:
     metrics: dict[str, float]
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of a step (dropout). It is a function of its arguments, so checkpoints need no random state."""
-    return random.Random(f"step/{seed}/{step}/{rank}").getrandbits(62)
-
-
 class Trainer:
     """A run from its configuration to its last checkpoint.
 
@@ -85,68 +76,28 @@ class Trainer:
         self.seconds = self.waited = 0.0  # time of all steps, and the part spent waiting for data
         self.folder = RunFolder(config.output.folder)
         torch.manual_seed(config.loop.seed)
-        self.model = self._build_model(config)
+        self.model = build_model(self.folder, config, world.device)
         self.skips = SkipLog()
         with counted(self.console if config.data.source == "shards" else None, "counting pairs in shards") as watch:
             source = open_source(config.data, self.model.pixels.size, self.skips, watch)
         self.messages.notices("training pairs", self.skips)
-        self.config = config = self._fit_batch(config, len(source))
+        self.config = config = fit_batch(config, len(source), world.size, self.messages)
         self.stream = BatchStream(
             source, self.model.tokenizer, seed=config.loop.seed, batch_size=config.loop.batch_size,
             rank=world.rank, world=world.size, skips=self.skips, prefetch=config.data.prefetch,
         )  # fmt: skip
-        held_out = SkipLog()
-        self.pairs = self._held_out(held_out) if world.is_first else None
-        self.messages.skipped("held-out pairs", held_out)
-        self.steps = self._length(config.loop)
-        self.optimizer = build_optimizer(self.model, config.optim)
-        self.average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
-        self.objective = Objective(config, self.model, world)
-        self.state = RunState(self.model, self.optimizer, self.average, self.objective.scaler)
+        pairs, skips = None, SkipLog()
+        if world.is_first:
+            with counted(self.console, "reading held-out images") as watch:
+                pairs = open_eval_pairs(config.data, self.model.pixels.size, skips, watch=watch)
+        self.messages.skipped("held-out pairs", skips)
+        self.steps = total_steps(config.loop, self.stream.steps_per_epoch)
+        average = AveragedWeights(self.model, config.optim.ema_decay) if config.optim.ema_decay else None
+        objective = Objective(config, self.model, world)
+        self.state = RunState(self.model, build_optimizer(self.model, config.optim), average, objective.scaler)
         self.state.plan, self.state.pairs = new_plan(self.steps), len(source)
-
-    def _fit_batch(self, config: RunConfig, pairs: int) -> RunConfig:
-        """Return the settings with a batch that is no larger than the data."""
-        least = max(2, self.world.size)
-        if pairs < least:
-            share = config.data.source in ("folder", "table") and config.data.eval_share and not config.data.eval_path
-            advice = ", or set data.eval_share=0, so that no images are held out" if share else ""
-            raise DataError(
-                f"training needs at least {least} pairs{' (one per rank)' if least > 2 else ''}, the data has {pairs}"
-                f"{' beside the held-out images' if share else ''}. Give more data{advice}"
-            )
-        size = max(least, min(config.loop.batch_size, pairs))
-        if size >= config.loop.batch_size:
-            return config
-        self.messages.say(
-            f"there are {pairs:,} training pairs, so a batch has {size:,} instead of {config.loop.batch_size:,}"
-        )
-        return replace(config, loop=replace(config.loop, batch_size=size))
-
-    def _build_model(self, config: RunConfig) -> TwoTowers:
-        try:
-            return self.folder.build_model(config).to(self.world.device)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, TilewiseError):
-                raise
-            sizes = ", ".join(
-                f"model.{name}={value}" for name, value in to_dict(config.model).items() if isinstance(value, int)
-            )
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(
-                f"the model {config.model.name!r} cannot be built on {self.world.device}: {why}. The sizes are "
-                f"{sizes}. Choose smaller ones"
-            ) from error
-
-    def _held_out(self, skips: SkipLog) -> EvalPairs | None:
-        with counted(self.console, "reading held-out images") as watch:
-            return open_eval_pairs(self.config.data, self.model.pixels.size, skips, watch=watch)
-
-    def _length(self, config: LoopConfig) -> int:
-        """Return the total number of steps."""
-        if config.steps or config.epochs:
-            return config.steps or max(1, round(config.epochs * self.stream.steps_per_epoch))
-        return max(LEAST_STEPS, AUTO_EPOCHS * self.stream.steps_per_epoch)
+        self.update = Update(self.state, objective, config, world, self.folder.checkpoints)
+        self.held_out = HeldOut(pairs, self.state, config, world.device, self.steps)
 
     @property
     def step(self) -> int:
@@ -159,7 +110,8 @@ class Trainer:
         """Train until the last step, a signal or an error. An error does not affect the last good checkpoint."""
         with ExitStack() as held:
             self._take_folder(held)
-            held_out = None if self.pairs is None else len(self.pairs.images)
+            pairs = self.held_out.pairs
+            held_out = None if pairs is None else len(pairs.images)
             self.messages.sizes(
                 self.model, self.world, self.state.pairs, held_out, self.steps, self.stream.steps_per_epoch
             )
@@ -169,8 +121,8 @@ class Trainer:
                 self._write_down()
             with self._log() as log, self._status(), StopRequest() as stop, self._bar() as bar:
                 self._train(log, stop, bar)
-            if self.pairs is not None:
-                self.pairs.images.give_up_when(None)
+            if pairs is not None:
+                pairs.images.give_up_when(None)
             self.messages.skipped("training pairs", self.skips)
             self.messages.slow_data(self.seconds, self.waited, self.config.data)
             self.world.wait()
@@ -182,7 +134,7 @@ class Trainer:
         """Lock the folder on the first rank and check that it can be written. If it cannot, every rank stops."""
         problem: TilewiseError | None = None
         if self.world.is_first:
-            copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.average is not None)
+            copies = 1 + (2 if self.config.optim.name == "adamw" else 1) + (self.state.average is not None)
             room = copies * tensor_bytes(self.model.parameters()) + 2**20
             try:
                 held.enter_context(self.folder.locked())
@@ -217,8 +169,8 @@ class Trainer:
         stopping = False
         # One process can stop between two steps. Several ranks must agree in a step; torchrun ends those that block.
         give_up = stop.overdue if self.world.size == 1 else None
-        if self.pairs is not None:
-            self.pairs.images.give_up_when(stop.overdue)
+        if self.held_out.pairs is not None:
+            self.held_out.pairs.images.give_up_when(stop.overdue)
         self._evaluate_again(log, bar)
         for batch in self.stream.batches(self.state.position, self.step, self.steps, give_up):
             waited = time.perf_counter() - before
@@ -258,7 +210,7 @@ class Trainer:
     def _after_step(self, log: MetricsLog | None, bar: RunProgress, stopping: bool) -> None:
         """Evaluate and save if they are due."""
         output, last = self.config.output, self.step == self.steps
-        if self._evaluation_due():
+        if self.held_out.due:
             try:
                 self._evaluate(log, bar)
             except Exception:  # keep the steps; `_evaluate_again` evaluates them when the run continues
@@ -272,96 +224,26 @@ class Trainer:
         if due:
             self.world.wait()
 
-    def _evaluation_due(self) -> bool:
-        every = self.config.output.evaluate_every
-        return self.step == self.steps or bool(every and self.step % every == 0)
-
     def _evaluate_again(self, log: MetricsLog | None, bar: RunProgress) -> None:
         """Evaluate the loaded checkpoint if its own evaluation is due and failed before."""
-        if not self.step or not self._evaluation_due():
+        if not self.step or not self.held_out.due:
             return
-        if log is not None and not log.evaluated and self.pairs is not None:
-            self._measure(log, bar)
+        if log is not None and not log.evaluated and self.held_out.pairs is not None:
+            self.held_out.measure(log, bar)
             self._save()  # with the metrics
         self.world.wait()
 
-    # -- one step ------------------------------------------------------------------------------------------
-
-    def _step(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        config = self.config.optim
-        self.model.train()
-        torch.manual_seed(step_seed(self.config.loop.seed, self.step, self.world.rank))
-        lr = planned_rate(self.step, self.state.plan, config)
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.zero_grad(set_to_none=True)
-        with memory_counted(self.state, self.objective, self.config, batch):
-            loss = self.objective.step(batch)
-        scaler = self.objective.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-        learned = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(learned, config.clip_norm or math.inf)
-        loss_sum, rows, stops = self.world.total(float(loss), len(batch.ids), float(stop.signal_number != 0))
-        value, grad_norm = loss_sum / self.world.size, float(norm)
-        self._check_finite(value, grad_norm, lr)
-        if scaler is not None:
-            scaler.step(self.optimizer)
-            scaler.update()
-        else:
-            self.optimizer.step()
-        self.model.scale.clamp()
-        self.state.step, self.state.position = self.step + 1, batch.after
-        self.state.skips, self.state.skipped = batch.skips, self.state.skipped + self.config.loop.batch_size - int(rows)
-        if self.average is not None:
-            self.average.update(self.step)
-        line = {
-            "epoch": batch.epoch, "loss": value, "lr": lr, "scale": float(self.model.scale().detach()),
-            "grad_norm": grad_norm, "rows": int(rows), "skipped": self.state.skipped,
-        }  # fmt: skip
-        return line, stops > 0
-
-    def _check_finite(self, loss: float, norm: float, lr: float) -> None:
-        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # in fp16 this step is left out
-        if math.isfinite(loss) and (math.isfinite(norm) or overflow):
-            return
-        kept, _ = latest_checkpoint(self.folder.checkpoints) if self.world.is_first else (None, [])
-        saved = f"The last good checkpoint is {kept.path}" if kept else "No checkpoint had been written yet"
-        cause = likely_cause(self.model, loss, lr, self.config.loop.precision)
-        raise DivergedError(
-            f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}. Likely cause: {cause}. {saved}. "
-            "Lower optim.lr, lengthen optim.warmup_steps, or clip more (optim.clip_norm)"
-        )
-
-    # -- evaluation, saving, continuing --------------------------------------------------------------------
-
-    def encoders(self) -> Encoders:
-        """Return the model for encoding."""
-        return Encoders(self.model, self.world.device, self.config.loop.precision, self.config.loop.chunk_size)
-
     def _evaluate(self, log: MetricsLog | None, bar: RunProgress) -> None:
         """Evaluate on the first rank while the others wait."""
-        if self.pairs is not None:
+        if self.held_out.pairs is not None:
             assert log is not None
-            self._measure(log, bar)
+            self.held_out.measure(log, bar)
         self.world.wait()
 
-    def _measure(self, log: MetricsLog, bar: RunProgress) -> None:
-        state = self.state
-        assert self.pairs is not None
-        with self.average.used() if self.average is not None else nullcontext():
-            try:
-                state.metrics = evaluate_retrieval(self.encoders(), self.pairs, watch=bar.evaluating)
-            except CancelledError:
-                raise DataError(
-                    "stopped by a signal while the held-out images could not be read: a read has not returned. "
-                    "The same command continues from the last checkpoint"
-                ) from None
-        log.write(self.step, "eval", state.metrics)
-        k = telling_k(state.metrics)
-        recall = state.metrics[f"t2i_r{k}"]
-        bar.evaluated(k, recall)
-        if recall >= state.best.get("value", -1.0):
-            state.best = {"step": float(self.step), "value": recall}
+    def _step(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        return self.update.run(batch, stop)
+
+    # -- continuing ----------------------------------------------------------------------------------------
 
     def _continue(self) -> None:
         """Load the newest whole checkpoint on every rank."""
@@ -402,7 +284,7 @@ class Trainer:
                 "in another place, or choose another output.folder"
             )
         if "plan" not in saved:  # written by an earlier version
-            self.state.plan = new_plan(self._length(build(RunConfig, saved["config"]).loop))
+            self.state.plan = new_plan(total_steps(build(RunConfig, saved["config"]).loop, self.stream.steps_per_epoch))
 
     # -- small helpers -------------------------------------------------------------------------------------
 
@@ -451,8 +333,9 @@ def _train(config: RunConfig, world: World, console: Console | None) -> RunResul
         from tilewise.train.report import write_report
 
         try:
-            with trainer.average.used() if trainer.average is not None else nullcontext():
-                write_report(config.output.folder, trainer.encoders(), trainer.pairs)
+            average = trainer.state.average
+            with average.used() if average is not None else nullcontext():
+                write_report(config.output.folder, trainer.held_out.encoders(), trainer.held_out.pairs)
         except (OSError, TilewiseError) as error:  # the run itself is finished and saved
             trainer.messages.say(
                 f"the report {trainer.folder.report} cannot be written: {error}. The run is finished and saved. "

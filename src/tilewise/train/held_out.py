@@ -1,0 +1,62 @@
+"""Evaluations during a run, on its held-out pairs."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from contextlib import nullcontext
+
+import torch
+
+from tilewise.errors import DataError
+from tilewise.train.config import RunConfig
+from tilewise.train.data import EvalPairs
+from tilewise.train.evaluate import Encoders, evaluate_retrieval, telling_k
+from tilewise.train.progress import RunProgress
+from tilewise.train.run_folder import MetricsLog
+from tilewise.train.run_state import RunState
+
+
+class HeldOut:
+    """The held-out pairs of a run, and its recalls on them.
+
+    Args:
+        pairs: the pairs; None if there are none, and on all ranks but the first.
+        state: the state of the run. Keeps the metrics of the last evaluation and the best one.
+        config: settings of the run.
+        device: where images and captions are encoded.
+        steps: length of the run.
+    """
+
+    def __init__(
+        self, pairs: EvalPairs | None, state: RunState, config: RunConfig, device: torch.device, steps: int
+    ) -> None:
+        self.pairs, self.state, self.config, self.device, self.steps = pairs, state, config, device, steps
+
+    @property
+    def due(self) -> bool:
+        """Whether the run is evaluated after this step."""
+        every = self.config.output.evaluate_every
+        return self.state.step == self.steps or bool(every and self.state.step % every == 0)
+
+    def encoders(self) -> Encoders:
+        """The model for encoding."""
+        return Encoders(self.state.model, self.device, self.config.loop.precision, self.config.loop.chunk_size)
+
+    def measure(self, log: MetricsLog, bar: RunProgress) -> None:
+        """Compute the recalls, write them to the log, and remember the best step."""
+        state = self.state
+        assert self.pairs is not None
+        with state.average.used() if state.average is not None else nullcontext():
+            try:
+                state.metrics = evaluate_retrieval(self.encoders(), self.pairs, watch=bar.evaluating)
+            except CancelledError:
+                raise DataError(
+                    "stopped by a signal while the held-out images could not be read: a read has not returned. "
+                    "The same command continues from the last checkpoint"
+                ) from None
+        log.write(state.step, "eval", state.metrics)
+        k = telling_k(state.metrics)
+        recall = state.metrics[f"t2i_r{k}"]
+        bar.evaluated(k, recall)
+        if recall >= state.best.get("value", -1.0):
+            state.best = {"step": float(state.step), "value": recall}
