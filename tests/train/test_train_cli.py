@@ -211,6 +211,20 @@ def test_zero_shot_and_other_pairs_with_a_colour_model(tmp_path):
     assert f"sheet: {tmp_path / 'run' / 'search.png'}\n" in result.output
 
 
+@pytest.mark.parametrize("command, needed", [
+    (("evaluate", "run", "--images", "x"), "--pairs"),
+    (("evaluate", "run", "--text-column", "title"), "--pairs"),
+    (("evaluate", "run", "--template", "a {}"), "--zero-shot"),
+    (("search", "run", "red", "--images", "x"), "--pairs"),
+    (("search", "run", "--image", "a.png", "--sheet", "b.png"), "words to search for"),
+    (("embed", "run", "f.safetensors", "--images", "x"), "--pairs"),
+])  # fmt: skip
+def test_an_option_without_effect_is_refused(command, needed):
+    """Before the run is opened: it does not exist here."""
+    with pytest.raises(RangeError, match=f"{command[-2]} has an effect only together with {needed}"):
+        invoke(*command)
+
+
 def test_broken_images_are_left_out_and_named(tmp_path):
     for name in ("red", "blue"):
         (tmp_path / "classes" / name).mkdir(parents=True)

@@ -1,12 +1,14 @@
 """The output of a run in a terminal."""
 
 import io
+from types import SimpleNamespace
 
 from rich.console import Console
 from tests.train.test_train_portable import settings, write_colours
 
 from tilewise.train import loop, messages
 from tilewise.train import progress as module
+from tilewise.train.config import load_config
 from tilewise.train.progress import RunProgress
 
 
@@ -47,3 +49,12 @@ def test_a_run_that_waits_for_files_is_told_of_workers(tmp_path, monkeypatch):
     config = settings(write_colours(tmp_path / "data"), tmp_path / "run", "model.name=clip-tiny", "loop.steps=1")
     loop.train(config, Console(file=shown))
     assert "% of the time was spent waiting for images. Raise data.workers above 2\n" in shown.getvalue()
+
+
+def test_a_run_with_steps_and_epochs_says_which_of_them_counts():
+    for given, warned in ((["loop.steps=5", "loop.epochs=2"], True), (["loop.steps=5"], False)):
+        screen = io.StringIO()
+        messages.Messages(Console(file=screen, width=200)).warnings(
+            SimpleNamespace(kind="icon"), load_config(None, given)
+        )
+        assert ("loop.steps=5 and loop.epochs=2 are both set" in screen.getvalue()) == warned

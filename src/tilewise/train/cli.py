@@ -55,6 +55,15 @@ def options(
     """Train and try image-text models with exact contrastive losses whose memory is linear in the batch."""
 
 
+def _check_together(needed: str, given: object, options: dict[str, object]) -> None:
+    """Refuse options that have no effect without another one."""
+    from tilewise.errors import RangeError
+
+    for name, value in options.items():
+        if value and not given:
+            raise RangeError(f"{name} has an effect only together with {needed}. Give both, or neither")
+
+
 def _is_first() -> bool:
     """Return whether this is the first rank. Only that rank prints."""
     return os.environ.get("RANK", "0") == "0"
@@ -149,6 +158,8 @@ def evaluate(
     """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
     from tilewise.train.evaluate_run import evaluate_run
 
+    _check_together("--pairs", pairs, {"--images": images, "--image-column": image_column, "--text-column": text_column})
+    _check_together("--zero-shot", zero_shot, {"--template": template})
     columns = (image_column, text_column)
     evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
 
@@ -178,6 +189,8 @@ def search(
 
     if not queries and not image:
         raise RangeError("search needs words, or --image with an image file")
+    _check_together("--pairs", pairs, {"--images": images})
+    _check_together("words to search for", queries, {"--sheet": sheet})
     console = _console()
     gallery = open_gallery(run, device, console, pairs, images, checkpoint)
     for file, hits in zip(image or [], gallery.captions(image, top) if image else [], strict=True):
@@ -203,6 +216,7 @@ def embed(
     """Write the features of images and captions as safetensors, and their names as JSON beside it."""
     from tilewise.train.embed import embed_pairs
 
+    _check_together("--pairs", pairs, {"--images": images})
     console = _console()
     for written in embed_pairs(console, run, file, pairs, images, checkpoint, device):
         _say(console, f"written: {written}")

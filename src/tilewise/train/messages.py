@@ -43,6 +43,11 @@ class Messages:
         """Print warnings about settings that are probably not meant."""
         if mismatch := _name_mismatch(model, config):
             self.say(f"warning: {mismatch}")
+        if config.loop.steps and config.loop.epochs:
+            self.say(
+                f"warning: loop.steps={config.loop.steps} and loop.epochs={config.loop.epochs:g} are both set. The run "
+                "has the number of steps, and loop.epochs is not used"
+            )
         if config.data.id_column and not config.loss.mask_same_id:
             self.say(
                 f"warning: data.id_column={config.data.id_column!r} is set, but loss.mask_same_id is false, so "
