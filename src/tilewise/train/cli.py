@@ -158,9 +158,9 @@ def evaluate(
     """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
     from tilewise.train.evaluate_run import evaluate_run
 
-    _check_together("--pairs", pairs, {"--images": images, "--image-column": image_column, "--text-column": text_column})
-    _check_together("--zero-shot", zero_shot, {"--template": template})
     columns = (image_column, text_column)
+    _check_together("--pairs", pairs, {"--images": images, "--image-column": columns[0], "--text-column": columns[1]})
+    _check_together("--zero-shot", zero_shot, {"--template": template})
     evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
 
 
