@@ -12,6 +12,8 @@ from tests.losses.loss_cases import CASES, problem, solve
 import tilewise as tw
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.two_pass import saved as saving
+from tilewise.ops import rows as drop_rows
+from tilewise.ops.rows import PendingRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = Place()
@@ -65,6 +67,42 @@ def test_cuda_graphs(name, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_ignored_rows_are_taken_out_where_that_pays(dtype, seed, monkeypatch):
     checks.check_ignored(GPU, dtype, n=1003, d=72, seed=seed, patch=monkeypatch)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("tolerance", [0.0, 1e-2])
+@pytest.mark.parametrize("want", [None, ("log_prob", "entropy", "argmax")], ids=["loss", "tokens"])
+def test_a_guess_that_no_row_is_dropped_changes_no_number(want, tolerance, monkeypatch, seed):
+    """The first guess is right, the second is wrong: some rows are ignored then."""
+    monkeypatch.setattr(drop_rows, "WORTH_WAITING", 0)
+    monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
+    monkeypatch.setattr("tilewise.kernels.triton_impl.filtered.forward.WORTH_PROBING", 0)
+    for name, value in {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}.items():
+        monkeypatch.setattr(f"tilewise.kernels.triton_impl.two_pass.saved.{name}", value)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, w = (torch.randn(rows, 264, generator=generator, device="cuda").bfloat16() for rows in (1000, 20_011))
+    leaves, options = (x.requires_grad_(), w.requires_grad_()), GPU.options(gradients="backward")
+    options = dataclasses.replace(options, filter_tolerance=tolerance)
+    whole = torch.randint(20_011, (1000,), generator=generator, device="cuda")
+    padded = torch.where(torch.arange(1000, device="cuda") % 4 == 0, -100, whole)
+    guesses, all_stay = [], PendingRows.all_stay
+    monkeypatch.setattr(PendingRows, "all_stay", lambda self: guesses.append(all_stay(self)) or guesses[-1])
+
+    def solve(target):
+        if want is None:
+            values = [tw.linear_cross_entropy(x, w, target, reduction="none", options=options)]
+        else:
+            stats = tw.linear_token_stats(x, w, target, want=want, options=options)
+            values = [stats.log_prob, stats.entropy, stats.argmax]
+        return values + list(torch.autograd.grad(sum(value.sum() for value in values[:2]), leaves))
+
+    monkeypatch.setattr(drop_rows, "_all_stayed", {})
+    exact = solve(padded), solve(whole)
+    assert guesses == []
+    found = solve(whole), solve(padded), solve(padded)
+    assert [guess.tolist() for guess in guesses] == [[1], [0]]
+    for some, right in zip(found, (exact[1], exact[0], exact[0]), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(some, right, strict=True))
 
 
 def test_ignored_rows_stay_in_a_captured_graph(seed, monkeypatch):

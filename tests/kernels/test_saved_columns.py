@@ -308,7 +308,7 @@ def test_later_steps_replay_two_recordings(spread, monkeypatch):
     replay._recordings.clear()
     step(0)
     assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {
-        "forward_saving": True,
+        "forward": True,
         "backward": True,
     }
     monkeypatch.setattr(launch.Call, "__init__", None)

@@ -26,7 +26,7 @@ from tilewise.ops import rows as drop_rows
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, Settings, decode, encode
 from tilewise.ops.paired_scores import own_scores, positive_shift
-from tilewise.ops.rows import KeptRows
+from tilewise.ops.rows import KeptRows, PendingRows
 from tilewise.options import TileOptions
 
 OPTIONS = TileOptions()
@@ -197,8 +197,9 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
     """As on a GPU: those that count, in order, then some that do not."""
     key = torch.arange(10)
     key[torch.randperm(10)[:ignored]] = -1
-    exact, filled = (key >= 0).nonzero().squeeze(1), drop_rows.kept_rows(key, 4)
-    alone = drop_rows.kept_rows(key, 1)
+    exact, filled = (key >= 0).nonzero().squeeze(1), PendingRows(key, 4).wait()
+    alone = PendingRows(key, 1).wait()
+    assert PendingRows(key, 4).all_stay().tolist() == [filled is None]
     assert (alone is None) == (ignored == 0), "all of them"
     assert alone is None or torch.equal(alone.index, exact)
     if -(-len(exact) // 4) * 4 >= 10:
@@ -212,8 +213,8 @@ def test_rows_that_stay_fill_whole_tiles(ignored):
 def test_filled_tiles_change_no_loss(monkeypatch):
     made = loss_cases.problem("cross_entropy_everything")
     want, want_grads = loss_cases.solve(made.ours, made.leaves)
-    kept = drop_rows.kept_rows
-    monkeypatch.setattr(drop_rows, "kept_rows", lambda key, step: kept(key, 16))
+    start = PendingRows.__init__
+    monkeypatch.setattr(PendingRows, "__init__", lambda self, key, step, kind: start(self, key, 16, kind))
     loss, grads = loss_cases.solve(made.ours, made.leaves)
     assert_close(loss, want, 1e-14)
     for leaf, value in want_grads.items():
@@ -221,8 +222,8 @@ def test_filled_tiles_change_no_loss(monkeypatch):
 
 
 def test_backward_takes_the_rows_that_forward_found(monkeypatch):
-    found, find = [], KeptRows.find
-    monkeypatch.setattr(KeptRows, "find", staticmethod(lambda *args: found.append(1) or find(*args)))
+    found, wait = [], PendingRows.wait
+    monkeypatch.setattr(PendingRows, "wait", lambda self: found.append(1) or wait(self))
     hidden = torch.randn(4, 3, requires_grad=True)
     target = torch.tensor([1, -100, 2, 0])
     options = TileOptions(gradients="backward")

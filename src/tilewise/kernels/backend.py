@@ -99,6 +99,10 @@ class Backend:
         """Why this backend cannot serve the call, or None if it can."""
         return None
 
+    def can_skip(self, spec: PairSpec) -> bool:
+        """Whether forward takes almost no time where ``Pair.only_if`` is not 1; also that of `filtered`."""
+        return False
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """The statistics of ``spec``."""
         raise NotImplementedError

@@ -2,6 +2,11 @@
 
 Their number is a value. On the CPU it can be read at once; elsewhere the host waits for the device once, and only where
 the products take much longer than that. Otherwise the rows stay, with weight zero: the result is the same.
+
+While the host waits and then launches, the device has nothing to do, for about 0.5 ms on an H200. So where the last
+call of a kind dropped no row, the host launches forward for all rows first and waits then (`PendingRows.likely_all`).
+If rows must be dropped after all, the kernels find that on the device (`Pair.only_if`) and return at once, and forward
+runs again without these rows. The numbers do not depend on the guess.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks 
 WHOLE_TILES = 128
 ROW_NAMES = tuple(stat.name for stat in STATISTICS if not stat.of_columns)
 AnyStats = TypeVar("AnyStats", bound=Stats)
+MOST_KINDS = 64
+_all_stayed: dict[tuple[Any, ...], bool] = {}  # by kind: whether the last call dropped no row
 
 
 def may_look(pair: Pair, spec: PairSpec) -> bool:
@@ -43,9 +50,8 @@ class KeptRows:
     @staticmethod
     def find(pair: Pair, spec: PairSpec) -> KeptRows | None:
         """Which rows stay, or None when all do or the host may not look. Where it looks, it waits for the device."""
-        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
-            return None
-        return kept_rows(pair.row_key, 1 if pair.a.device.type == "cpu" else WHOLE_TILES)
+        pending = PendingRows.of(pair, spec)
+        return None if pending is None else pending.wait()
 
     def of_pair(self, pair: Pair) -> Pair:
         """The pair with only these rows."""
@@ -73,16 +79,48 @@ class KeptRows:
         return value.new_zeros((self.rows, *value.shape[1:])).index_copy_(0, self.index, value)
 
 
-def kept_rows(key: Tensor, step: int) -> KeptRows | None:
-    """The rows whose key is not negative, and as many others as make their number a multiple of ``step``.
+class PendingRows:
+    """The rows that stay, before the host knows them: those whose key is not negative, and a few more.
 
-    None when all rows stay. With a step above 1 at least ``step`` rows stay.
+    As many others stay as make their number a multiple of ``step``. With a step above 1 at least ``step`` rows stay.
     """
-    ignored, rows = key < 0, key.shape[0]
-    count = HostScalar(ignored.sum(dtype=torch.int32))
-    if step == 1 and not count():
-        return None
-    # Launched before the host waits for the count: the device sorts while the host continues.
-    order = ignored.view(torch.uint8).argsort(stable=True)
-    kept = max(-(-(rows - int(count())) // step), int(step > 1)) * step
-    return KeptRows(order[:kept], rows) if kept < rows else None
+
+    def __init__(self, key: Tensor, step: int, kind: tuple[Any, ...] = ()) -> None:
+        """Let the device count. ``kind``: which calls are likely to drop rows if this one does."""
+        self.ignored, self.rows, self.step, self.kind = key < 0, key.shape[0], step, kind
+        self.count = self.ignored.sum(dtype=torch.int32)
+        self.on_host = HostScalar(self.count)
+
+    @staticmethod
+    def of(pair: Pair, spec: PairSpec) -> PendingRows | None:
+        """Those of a pair; None if all rows stay or the host may not look."""
+        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
+            return None
+        step = 1 if pair.a.device.type == "cpu" else WHOLE_TILES
+        return PendingRows(pair.row_key, step, (pair.a.device, *pair.b.shape))
+
+    @property
+    def likely_all(self) -> bool:
+        """Whether all rows stayed in the last call of this kind, and the host must wait to know it of this one."""
+        return self.on_host.copied is not None and _all_stayed.get(self.kind, False)
+
+    def all_stay(self) -> Tensor:
+        """1 if all rows stay, else 0: (1,) int32 on the device."""
+        whole = (self.rows - 1) // self.step * self.step  # the largest number of rows that can stay if not all do
+        return (self.count < self.rows - whole).to(torch.int32).view(1)
+
+    def wait(self) -> KeptRows | None:
+        """The rows that stay, or None when all do."""
+        # Unless all rows will probably stay, the device sorts them while the host waits.
+        order = None if self.step == 1 or self.likely_all else self._order()
+        kept = max(-(-(self.rows - int(self.on_host())) // self.step), int(self.step > 1)) * self.step
+        if len(_all_stayed) >= MOST_KINDS:
+            _all_stayed.clear()
+        _all_stayed[self.kind] = kept >= self.rows
+        if kept >= self.rows:
+            return None
+        return KeptRows((self._order() if order is None else order)[:kept], self.rows)
+
+    def _order(self) -> Tensor:
+        """Rows that count first."""
+        return self.ignored.view(torch.uint8).argsort(stable=True)

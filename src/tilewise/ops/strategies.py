@@ -25,7 +25,7 @@ from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
 from tilewise.ops.row_blocks import in_blocks
-from tilewise.ops.rows import KeptRows
+from tilewise.ops.rows import KeptRows, PendingRows
 from tilewise.options import TileOptions
 
 NO_STATS = Stats()
@@ -76,20 +76,41 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
     """Statistics by `two_pass` or `filtered`; ``pair`` is that of the call."""
     spec, options, group_name, needs = call.settings[:4]
     with without_autocast(pair.a):
-        rows = KeptRows.find(pair, spec)
-        fewer = pair if rows is None else rows.of_pair(pair)
+        pending = PendingRows.of(pair, spec)
+        guess = None
+        if pending is not None and pending.likely_all and _may_guess(call, way):
+            # Launched before the host waits; see `rows`.
+            guess = _without_group(call, dataclasses.replace(pair, only_if=pending.all_stay()), None, way, eager=eager)
+        rows = None if pending is None else pending.wait()
+        if guess is not None and rows is None:
+            return guess
+        guess = None  # frees its memory
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
+            fewer = pair if rows is None else rows.of_pair(pair)
             found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.must_match))
-        elif way.strategy == "filtered":
-            found = _filtered(call, pair, fewer, rows, eager=eager)
         else:
-            backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
-            found = _two_pass(backend, fewer, call, save=eager)
-            if is_recording() and way.too_small:
-                _record(plans.keep_everything(pair, spec), pair, options)
+            found = _without_group(call, pair, rows, way, eager=eager)
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
+
+
+def _may_guess(call: Call, way: Route) -> bool:
+    """Whether forward may run for all rows before it is known which of them are ignored."""
+    return way.backend.can_skip(call.settings.spec) and not call.settings.group_name and not is_recording()
+
+
+def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *, eager: bool) -> Found:
+    """Statistics of the rows that stay, of this process alone."""
+    spec, options = call.settings[:2]
+    fewer = pair if rows is None else rows.of_pair(pair)
+    if way.strategy == "filtered":
+        return _filtered(call, pair, fewer, rows, eager=eager)
+    backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
+    found = _two_pass(backend, fewer, call, save=eager)
+    if is_recording() and way.too_small:
+        _record(plans.keep_everything(pair, spec), pair, options)
+    return found
 
 
 def _may_save(needs: Needs, spec: PairSpec) -> bool:

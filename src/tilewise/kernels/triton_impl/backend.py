@@ -66,6 +66,10 @@ class TritonBackend(Backend):
             return "a guided tile has neither picked columns nor a scale of each row"
         return None
 
+    def can_skip(self, spec: PairSpec) -> bool:
+        """The kernels of rows can, without a guide."""
+        return spec.guide == "none" and not (spec.col_lse or spec.symmetric)
+
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
         """Statistics, macro-tile by macro-tile."""
         return two_pass.forward(pair, spec, options)[0]

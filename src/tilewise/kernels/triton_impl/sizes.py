@@ -279,3 +279,18 @@ def pair_sizes(device: torch.device, dtype: torch.dtype) -> PairSizes:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of the card; 1 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def whole_rounds(cols: int, step: int, rows: int, device: torch.device, sizes: Sizes) -> int:
+    """``cols`` plus a multiple of ``step``, up to an eighth more, so that the last round leaves the fewest programs idle.
+
+    The programs share the tiles of a macro-tile, one each in a round. On an H200, with 132 programs, 8,192 x 8,448 scores
+    are 16 full rounds of tiles of 128 x 256; those of 8,192 columns leave half of the last round empty.
+    """
+    programs, row_tiles = multiprocessors(device) * sizes.programs, -(-rows // sizes.rows)
+
+    def used(cols: int) -> float:
+        tiles = row_tiles * -(-cols // sizes.cols)
+        return tiles / (programs * -(-tiles // programs))
+
+    return max(range(cols, cols + cols // 8 + 1, step), key=used)

@@ -168,16 +168,16 @@ def column_kernel(a, bias, factor, bias_factor, g, share, bias_share, count, ord
             tl.store(bias_out + col, sums * tl.load(bias_factor), mask=ok_col)
 
 
-@kernel(dynamic=("n",))
-def add_rows_kernel(total, u, pairs, starts, n, D: tl.constexpr, K: tl.constexpr):
-    """total[row] += u[entry] for the entries of the row, which are pairs[starts[row] : starts[row + 1]]."""
+@kernel(dynamic=("first",))
+def add_rows_kernel(total, u, pairs, starts, first, D: tl.constexpr, K: tl.constexpr):
+    """total[row] += u[entry - first] for the entries of the row: pairs[first + starts[row] : first + starts[row + 1]]."""
     row = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
-    first, stop = tl.load(starts + row), tl.load(starts + row + 1)
-    if first < stop:
+    start, stop = tl.load(starts + row), tl.load(starts + row + 1)
+    if start < stop:
         here = total + row.to(tl.int64) * D + at
         value = tl.load(here, mask=at < D, other=0.0)
-        for index in range(first, stop):
-            pair = tl.load(pairs + index).to(tl.int64)
+        for index in range(start, stop):
+            pair = (tl.load(pairs + first + index) - first).to(tl.int64)
             value += tl.load(u + pair * D + at, mask=at < D, other=0.0)
         tl.store(here, value, mask=at < D)

@@ -90,21 +90,22 @@ class FilterForward(FilterCall):
         self.known |= {"most_entropy": math.log2(self.m)}
 
     def _rounding_exceeds(self) -> Tensor:
-        """`filter_plan.rounding_exceeds`, with less work on the host."""
+        """`filter_plan.rounding_exceeds`, with less work on the host. 2 if ``pair.only_if`` is not 1."""
         pair, features = self.pair, min(NORM_FEATURES, triton.next_power_of_2(self.d))
         row_programs = cdiv(self.n, NORM_ROWS)
         programs = row_programs + cdiv(self.m, NORM_ROWS)
-        squares, exceeds = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
+        squares, case = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
         self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
         values: dict[str, Any] = {
             "squares": squares,
-            "exceeds": exceeds,
+            "case": case,
+            "only_if": pair.only_if,
             "row_programs": row_programs,
             "programs": programs,
         }
         limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
         self.prepare(exceeds_kernel, warps=8, limit=limit, BLOCK=NORM_BLOCK, **values).launch(1)
-        return exceeds
+        return case
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
@@ -112,7 +113,8 @@ class FilterForward(FilterCall):
         The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
         """
         pair, asked = self.pair, self._sample_size()
-        # (1,) int32: the exact case is faster, as the probe found, or the scores are rounded too coarsely for the filter.
+        # (1,) int32. 0: the filter. 1: the exact case, because the probe found it faster, or because the scores are rounded
+        # too coarsely for the filter. Above: neither, because nobody will read the results.
         self.keep_all = self._rounding_exceeds()
         if asked:
             self.order, self.place, too_many = self._probe(asked)
@@ -152,10 +154,10 @@ class FilterForward(FilterCall):
         return stats, plan, self.saved
 
     def _exact(self, keep_all: Tensor) -> Stats:
-        """The statistics of the exact case, computed if the device finds ``keep_all`` set."""
+        """The statistics of the exact case, computed if the device finds that ``keep_all`` is 1."""
         # A copy of the features, if one was needed, serves both cases.
-        pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b)
-        stats, self.saved = two_pass.forward(pair, self.spec, self.options, save=self.save, only_if=keep_all)
+        pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b, only_if=keep_all)
+        stats, self.saved = two_pass.forward(pair, self.spec, self.options, save=self.save, beside_plan=True)
         if self.saved is not None and not (keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.saved.probed_exact = HostScalar(keep_all)
         return stats

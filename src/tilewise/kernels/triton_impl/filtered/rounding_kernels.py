@@ -50,9 +50,12 @@ def largest_between(numbers, first, stop, BLOCK: tl.constexpr):
     return tl.max(high, 0)
 
 
-@kernel(optional=("bias",), dynamic=("m", "row_programs", "programs", "limit"))
-def exceeds_kernel(squares, scale, bias, exceeds, m, row_programs, programs, limit, BLOCK: tl.constexpr):
-    """exceeds = 1 if |scale| max |a_i| max |b_j| + max |bias_j| is above ``limit``, else 0. An infinite bias does not count."""
+@kernel(optional=("bias", "only_if"), dynamic=("m", "row_programs", "programs", "limit"))
+def exceeds_kernel(squares, scale, bias, only_if, case, m, row_programs, programs, limit, BLOCK: tl.constexpr):
+    """case = 1 if |scale| max |a_i| max |b_j| + max |bias_j| is above ``limit``, else 0. An infinite bias does not count.
+
+    If ``only_if`` is not 1, case = 2.
+    """
     rows = largest_between(squares, 0, row_programs, BLOCK)
     cols = largest_between(squares, row_programs, programs, BLOCK)
     size = tl.abs(tl.load(scale)) * tl.sqrt(rows) * tl.sqrt(cols)
@@ -63,4 +66,7 @@ def exceeds_kernel(squares, scale, bias, exceeds, m, row_programs, programs, lim
             value = tl.abs(tl.load(bias + at, mask=at < m, other=0.0))
             high = tl.maximum(high, tl.where(value == float("inf"), 0.0, value))
         size += tl.max(high, 0)
-    tl.store(exceeds, (size > limit).to(tl.int32))
+    found = (size > limit).to(tl.int32)
+    if only_if is not None:
+        found = tl.where(tl.load(only_if) == 1, found, 2)
+    tl.store(case, found)

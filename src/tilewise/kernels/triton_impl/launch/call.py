@@ -252,7 +252,7 @@ def replayed(
     columns = None if spec.symmetric else pair.b, None if one_shift else pair.col_shift
     named = pair.row_key, pair.col_key, pair.row_skip, pair.col_skip
     inputs = [pair.a, pair.scale, pair.bias, *named, pair.row_shift, *columns, pair.col_weight]
-    inputs += [pair.pick, pair.row_scale, *more]
+    inputs += [pair.pick, pair.row_scale, pair.only_if, *more]
     precision = float32_precision() if pair.a.dtype == torch.float32 else None
     what = *what, pair.row_start, pair.col_start, one_shift, spec, options, precision
     return replay_or_record(what, inputs, lambda recording: run(Call(pair, spec, options, recording)), pair.a.device)

@@ -21,14 +21,10 @@ MERGE_BLOCK = 16  # rows of one program; divides every tile
 
 
 class Forward:
-    """The statistics of all macro-tiles, merged.
+    """The statistics of all macro-tiles, merged; the arguments are those of `strategy.forward`."""
 
-    ``only_if``: (1,) int32 on the device, or None. If it holds 0, only the scores of the positives are computed, nothing
-    is saved, and the log-sum-exps of the rows are not written.
-    """
-
-    def __init__(self, call: Call, saved: SavedColumns | None = None, only_if: Tensor | None = None) -> None:
-        self.call, self.spec, self.sizes, self.only_if = call, call.spec, call.forward_sizes, only_if
+    def __init__(self, call: Call, saved: SavedColumns | None = None, beside_plan: bool = False) -> None:
+        self.call, self.spec, self.sizes, self.only_if = call, call.spec, call.forward_sizes, call.pair.only_if
         self.n, self.m = call.a.shape[0], call.b.shape[0]
         spec = self.spec
         self.saved = saved
@@ -40,7 +36,7 @@ class Forward:
             if saved.cols > self.col_step or rows < self.n:
                 self.saved = None
             else:
-                more = 0 if only_if is not None else self._room(saved)  # beside a filter's plan there is no room
+                more = 0 if beside_plan else self._room(saved)
                 saved.allocate(max(cols, more), call.empty)
         rows, cols = min(self.n, self.row_step), min(self.m, self.col_step)
         row_tiles, col_tiles = cdiv(rows, self.sizes.rows), cdiv(cols, self.sizes.cols)

@@ -131,7 +131,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     A program computes the STRIP tiles of a strip from top to bottom. It keeps partial column sums in ``near`` and reduces
     them across threads once per strip. With ``e_desc`` it also stores the exponentials, relative to the largest score of
     the sample, or, if each row of a tile has a reference t_i, relative to t_i, which it writes to ``reference``. If
-    ``only_if`` is 0, it computes nothing.
+    ``only_if`` is not 1, it computes nothing.
 
     ``first`` is the index of the macro-tile's first column, ``ahead`` that of its first row less that of its first column.
     MIRROR: the scores are symmetric, so the columns of this macro-tile are rows too, and have positives.
@@ -141,7 +141,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     strips, col_tiles = tl.cdiv(n, R * STRIP), tl.cdiv(m, C)
     steps = tl.cdiv(strips * col_tiles - tl.program_id(0), PROGRAMS) * STRIP
     if only_if is not None:
-        steps = tl.where(tl.load(only_if) != 0, steps, 0)
+        steps = tl.where(tl.load(only_if) == 1, steps, 0)
     s = tl.load(scale)
     top = 0.0
     if peaks is not None:
@@ -391,11 +391,11 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
     """Fold the parts of the rows, and after them those of the columns, into the running statistics.
 
     ROW_FIRST, COL_FIRST: these rows or columns have no statistics yet. LAST: this is the last macro-tile of these rows.
-    If ``only_if`` is 0, nothing is merged; it is never used together with column sums.
+    If ``only_if`` is not 1, nothing is merged; it is never used together with column sums.
     """
     program = tl.program_id(0)
     if only_if is not None:
-        n = tl.where(tl.load(only_if) != 0, n, 0)
+        n = tl.where(tl.load(only_if) == 1, n, 0)
     row_blocks = tl.cdiv(n, BLOCK)
     # BLOCK divides R and C, so the rows of a program lie in one row of tiles.
     if program < row_blocks:

@@ -6,7 +6,7 @@ import torch
 
 from tilewise.kernels.spec import PairShape, PairSpec
 from tilewise.kernels.triton_impl.launch.call import cdiv
-from tilewise.kernels.triton_impl.sizes import Sizes
+from tilewise.kernels.triton_impl.sizes import Sizes, whole_rounds
 from tilewise.kernels.triton_impl.two_pass.saved import CHUNK_ENTRIES
 from tilewise.options import TileOptions
 
@@ -32,8 +32,11 @@ def macro_tile(shape: PairShape, spec: PairSpec, sizes: Sizes, options: TileOpti
     elif m <= ONE_MACRO and all_cols * tile <= entries:
         rows = entries // all_cols // tile * tile
         return min(rows, block) if shape.dtype == torch.float16 else rows, all_cols
+    room = max(tile, entries // rows // tile * tile)
     # Beyond 8192 columns the products are not faster, and with as many rows they are slower.
-    most = min(max(8192, entries // rows // 2), entries // rows) // tile * tile
-    # Scores that are saved for a guide take what G leaves of the workspace.
-    widest = 65536 if spec.guide == "none" else min(65536, max(8192, CHUNK_ENTRIES // rows // tile * tile))
-    return rows, min(all_cols, max(tile, most), widest)
+    cols = min(max(8192, room // 2 // tile * tile), room, 65536)
+    if spec.guide == "none":
+        cols = min(whole_rounds(cols, tile, rows, shape.device, sizes), room)
+    else:  # scores that are saved for a guide take what G leaves of the workspace
+        cols = min(cols, max(8192, CHUNK_ENTRIES // rows // tile * tile))
+    return rows, min(all_cols, cols)

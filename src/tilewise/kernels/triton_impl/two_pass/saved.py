@@ -55,7 +55,7 @@ from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
-from tilewise.kernels.triton_impl.sizes import forward_sizes
+from tilewise.kernels.triton_impl.sizes import forward_sizes, whole_rounds
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
 
@@ -109,12 +109,13 @@ class SavedColumns:
         numbers = n * (8 // pair.b.element_size() if scores else 1)  # of the type of dB, for one column
         room = m * d // max(numbers, d)  # upper bound on the saved columns, reached if chunks are very narrow
         cols = max(COLS, min(CHUNK_ENTRIES // n, room // 4) // FULL_TILES * FULL_TILES)
+        tiles = forward_sizes(pair.a.device, pair.a.dtype, d, columns=False)
+        if not scores:
+            cols = whole_rounds(cols, FULL_TILES, n, pair.a.device, tiles)
         inside = (m - cols) * d // max(numbers, d) // FULL_TILES * FULL_TILES
         if inside < cols and not scores:  # all of a smaller memory would not pay; scores also use the buffer
             return None
-        tile = 0
-        if spec.token_stats and not scores:
-            tile = forward_sizes(pair.a.device, pair.a.dtype, d, columns=False).cols
+        tile = tiles.cols if spec.token_stats and not scores else 0
         return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside, tile=tile, scores=scores)
 
     @property
@@ -202,7 +203,7 @@ class SavedColumns:
     ) -> None:
         """At the end of forward: set ``needs_repair`` if t, estimated from ``peaks``, does not suit some row.
 
-        It is also set if ``repaired`` is set, or if ``only_if`` holds 0, because then nothing was saved.
+        It is also set if ``repaired`` is set, or if ``only_if`` is not 1, because then nothing was saved.
         """
         assert peaks is not None
         assert row_lse is not None
@@ -262,7 +263,7 @@ def check_kernel(peaks, row_lse, repaired, only_if, needs_repair, peak_count, n,
         far |= ((top - level > FARTHEST) & (level > float("-inf"))).to(tl.int32)
     wrong = tl.max(far, 0) | (tl.load(repaired) != 0).to(tl.int32)
     if only_if is not None:
-        wrong |= (tl.load(only_if) == 0).to(tl.int32)
+        wrong |= (tl.load(only_if) != 1).to(tl.int32)
     tl.store(needs_repair, tl.where(wrong != 0, 1e9, 0.0))
 
 

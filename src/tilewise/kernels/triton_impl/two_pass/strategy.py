@@ -31,11 +31,15 @@ STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
 
 
 def forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool = False, only_if: Tensor | None = None
+    pair: Pair, spec: PairSpec, options: TileOptions, *, save: bool = False, beside_plan: bool = False
 ) -> tuple[Stats, SavedColumns | None]:
-    """Statistics, macro-tile by macro-tile. ``only_if``: see `Forward`.
+    """Statistics, macro-tile by macro-tile.
 
     With ``save`` also the exponentials or scores of some columns, where a backward for both sides can use them.
+    ``beside_plan``: a filter's plan takes the workspace that could hold more of them.
+
+    If ``pair.only_if`` is not 1, only the scores of the positives are computed, nothing is saved, and the log-sum-exps
+    of the rows are not written.
     """
     if options.batch_invariant:
         # With this statistic, exponentials are relative to the largest score of each row, and nothing needs repair.
@@ -49,15 +53,15 @@ def forward(
                 # The memory of the column gradients is unused until backward.
                 stats, held = guided_forward(call, options.workspace_bytes + (pair.b.nbytes if save else 0), saved)
             else:
-                work = Forward(call, saved, only_if)
+                work = Forward(call, saved, beside_plan)
                 stats, held = work.run(), work.saved
             found: tuple[Any, ...] = (None,) * 5
             if held is not None:
                 found = held.buffer, held.behind, held.peaks, held.needs_repair, held.reference
             return *(getattr(stats, name) for name in STATISTICS), *found
 
-        kind, memory = ("forward", None) if saved is None else ("forward_saving", saved.memory)
-        values = replayed((kind,), pair, spec, options, [only_if, memory], run)
+        memory = None if saved is None else saved.memory
+        values = replayed(("forward", beside_plan), pair, spec, options, [memory], run)
         stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
         if spec.positive == "many":
             stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
