@@ -44,6 +44,7 @@ class Case:
     methods: tuple[str, ...]
     baseline: str = "dense"
     scores: Scores = "flat"
+    slope: float = 1.8  # of peaked scores, over the logarithm of the rank
 
     @property
     def name(self) -> str:
@@ -154,9 +155,9 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 def _head(case: Case, normal: Callable[[int, int], Tensor], generator: torch.Generator) -> tuple[Tensor, ...]:
     """Hidden states, classifier and targets.
 
-    Flat scores are N(0, 1). Peaked scores are like those of a trained model: -1.8 ln(rank of the word) + N(0, 2), with
-    the target raised by 7. About 0.024 % of the probabilities are then above 2**-12. One feature is constant in the
-    hidden states and holds the frequency of the word in the classifier. Words are in random order.
+    Flat scores are N(0, 1). Peaked scores are like those of a trained model: -slope ln(rank of the word) + N(0, 2),
+    with the target raised by 7. With the slope 1.8, about 0.024 % of the probabilities are above 2**-12. One feature is
+    constant in the hidden states and holds the frequency of the word in the classifier. Words are in random order.
     """
     n, m, d = case.rows, case.cols, case.width
     a, b = normal(n, d), normal(m, d) / math.sqrt(d)
@@ -167,7 +168,7 @@ def _head(case: Case, normal: Callable[[int, int], Tensor], generator: torch.Gen
         own = b[target]
         a += 7.0 * own / own.square().sum(1, keepdim=True)
         a[:, 0] = 1.0
-        b[:, 0] = -1.8 * torch.arange(1, m + 1, device=a.device).log()
+        b[:, 0] = -case.slope * torch.arange(1, m + 1, device=a.device).log()
         place = torch.randperm(m, generator=generator, device=a.device)
         b, target = b[place.argsort()], place[target]
     return a, b, target

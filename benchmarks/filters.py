@@ -77,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.task in (None, task):
             for slope in (1.8, 1.5, 0.0):
                 scores = "peaked" if slope else "flat"
-                case = vocabulary(n, d, classes, "bf16" if device.type == "cuda" else "float32", scores=scores)
-                rows = run_shape(case, device, repeats, budget_s, methods_of(task), slope, task == "loss")
+                dtype = "bf16" if device.type == "cuda" else "float32"
+                case = vocabulary(n, d, classes, dtype, scores=scores, slope=slope)
+                rows = run_shape(case, device, repeats, budget_s, methods_of(task), task == "loss")
                 rival = next(row for row in rows if row["method"] == COMPILED)
                 for row in rows:
                     print(json.dumps({"task": task, "slope": slope} | row | ratios(row, rival)), flush=True)

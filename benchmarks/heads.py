@@ -145,18 +145,13 @@ def run_shape(
     repeats: int,
     budget_s: float,
     methods: dict[str, Callable[[], Head]] = METHODS,
-    slope: float = 1.8,
     loss: bool = False,
 ) -> list[dict[str, Any]]:
     """One result for each method.
 
-    ``slope``: that of peaked scores over the logarithm of the rank. ``loss``: the gradients are those of a mean loss,
-    the same for each token, and none of the entropy.
+    ``loss``: the gradients are those of a mean loss, the same for each token, and none of the entropy.
     """
     x = make_inputs(case, device)
-    if case.scores == "peaked":
-        with torch.no_grad():
-            x["b"][:, 0] *= slope / 1.8
     generator = torch.Generator(device).manual_seed(1)
     x["advantage"], x["bonus"] = (torch.randn(case.rows, generator=generator, device=device) for _ in range(2))
     if loss:

@@ -97,6 +97,9 @@ def gpu_cases() -> list[tuple[str, Case, Call]]:
     def filtered(package: ModuleType, case: Case, x: Inputs) -> Tensor:
         return loss(package, case, x, filter_tolerance=1e-2)
 
+    def within_rounding(package: ModuleType, case: Case, x: Inputs) -> Tensor:
+        return loss(package, case, x, filter_tolerance="rounding")
+
     def mostly_ignored(package: ModuleType, case: Case, x: Inputs) -> Tensor:
         return package.linear_cross_entropy(x["a"], x["b"], x["few"])
 
@@ -116,6 +119,7 @@ def gpu_cases() -> list[tuple[str, Case, Call]]:
         ("cross-entropy 8192 x 2304 x 256000", vocabulary(*wide), loss),
         ("cross-entropy 8192 x 4096 x 128256", vocabulary(*deep), loss),
         ("the same, peaked, tolerance 1e-2", vocabulary(*wide, scores="peaked"), filtered),
+        ("the same, less peaked, rounding", vocabulary(*wide, scores="peaked", slope=1.5), within_rounding),
         ("the same, flat, tolerance 1e-2", vocabulary(*wide), filtered),
         ("the same, 90 % ignored", vocabulary(*wide), mostly_ignored),
         ("token statistics 8192 x 4096 x 128256", vocabulary(*deep), tokens),
