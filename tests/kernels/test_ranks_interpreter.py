@@ -10,6 +10,7 @@ from tilewise.errors import BackendError
 from tilewise.kernels import ranks, registry
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.triton_impl import ranks as fused
+from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.options import TileOptions
 from tilewise.retrieval import retrieval_ranks, retrieval_ranks_both
 
@@ -41,6 +42,19 @@ def both(queries, gallery, *answers, **more):
 def test_item_i_answers_query_i(n, m, d, dtype):
     queries, gallery, _ = numbers(n + d, n, m, d, dtype)
     both(queries, gallery)
+
+
+@pytest.mark.parametrize("rows, cols", [(16, 64), (32, 64), (64, 16)])
+@pytest.mark.parametrize("n, m", [(1, 1), (70, 90), (130, 40)])
+def test_tiles_may_be_wider_than_tall(n, m, rows, cols, monkeypatch):
+    """`tilewise tune` may choose tiles of 128 x 256: the scores of right answers lie in several tiles of a strip."""
+    monkeypatch.setattr(fused, "forward_sizes", lambda *args, **more: Sizes(rows, cols, 16, 1, 1, 1, 2))
+    queries, gallery, generator = numbers(n, n, m, 20)
+    answers = torch.randint(0, m, (n,), generator=generator)
+    both(queries, gallery, answers)
+    score = torch.zeros(n)
+    scorer_of(queries, FUSED).pair_scores(ranks.Block(queries, gallery), answers, score)
+    assert torch.equal(score, (queries * gallery[answers]).sum(1))
 
 
 @pytest.mark.parametrize("answers", [1, 3, 4, 6])

@@ -81,13 +81,14 @@ def count_kernel(a_desc, b_desc, row_score, row_place, row_count, col_score, col
 @kernel(dynamic=("n",))
 def diagonal_kernel(a_desc, b_desc, out, n, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
                     EXACT: tl.constexpr):  # fmt: skip
-    """x_ii of the C columns of this program, from the whole tile that contains them."""
-    first = tl.program_id(0) * C
-    top = first // R * R
-    x = tile_dot(a_desc, b_desc, top, first, D, R, C, K, EXACT)
-    rows, cols = top + tl.arange(0, R), first + tl.arange(0, C)
+    """x_ii of min(R, C) columns, from the whole tile that contains them. It may be wider than tall, or the reverse."""
+    side: tl.constexpr = min(R, C)
+    first = tl.program_id(0) * side
+    top, left = first // R * R, first // C * C
+    x = tile_dot(a_desc, b_desc, top, left, D, R, C, K, EXACT)
+    rows, cols = top + tl.arange(0, R), left + tl.arange(0, C)
     own = tl.sum(tl.where(rows[:, None] == cols[None, :], x, 0.0), 0)
-    tl.store(out + cols, own, mask=cols < n)
+    tl.store(out + cols, own, mask=(cols >= first) & (cols < first + side) & (cols < n))
 
 
 @triton.jit
@@ -158,7 +159,7 @@ class FusedScorer:
         for rows in pieces(block.queries.shape[0] if block.items.shape[0] else 0, self.step):
             items, inside = block.answering(index, rows)
             own = torch.empty(items.shape[0], device=self.device, dtype=self.dtype)
-            programs = cdiv(items.shape[0], self.sizes.cols)
+            programs = cdiv(items.shape[0], min(self.sizes.rows, self.sizes.cols))
             self._launch(diagonal_kernel, block.queries[rows], items, {"out": own, "n": items.shape[0]}, programs)
             into[rows] = torch.where(inside, own, into[rows])
             del items  # free them before the next are gathered
