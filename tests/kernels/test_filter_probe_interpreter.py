@@ -349,6 +349,35 @@ def test_host_scalars_lie_on_the_host_whatever_the_default_device(monkeypatch):
     assert copy() == 1
 
 
+def test_host_scalars_wait_for_the_device_of_their_tensor(monkeypatch):
+    """The copy runs on a stream of that device. The current device may be another."""
+
+    class Event:
+        def record(self, stream="of the current device"):
+            seen.append(stream)
+
+        def synchronize(self):
+            seen.append("waited")
+
+    class OnAnotherCard:
+        is_cuda, device = True, torch.device("cuda", 1)
+        shape, dtype = (), torch.float32
+
+    class Host:
+        def copy_(self, number, non_blocking):
+            seen.append("copied")
+
+        def item(self):
+            return 3.0
+
+    seen = []
+    monkeypatch.setattr(torch, "empty", lambda *args, **how: Host())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"of {device}")
+    assert HostScalar(OnAnotherCard())() == 3.0
+    assert seen == ["copied", "of cuda:1", "waited"]
+
+
 @TYPES
 @pytest.mark.parametrize("n, m, d", [(70, 331, 24), (9, 400, 300)])
 @pytest.mark.parametrize("what", ["scale", "a row", "an ignored row", "a column", "bias", "infinite bias", "nothing"])

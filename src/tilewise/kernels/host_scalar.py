@@ -16,7 +16,7 @@ class HostScalar:
             self.host = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
             self.host.copy_(number, non_blocking=True)
             self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copied.record(torch.cuda.current_stream(number.device))  # of the copy; not of the current device
 
     def __call__(self) -> float:
         """The number."""
