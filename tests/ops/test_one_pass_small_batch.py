@@ -12,6 +12,8 @@ from tilewise.errors import GradientError
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, RowWeights
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.one_pass import products as one_pass_products
+from tilewise.kernels.triton_impl.two_pass import gradient_sum, products
 from tilewise.ops.autograd import pair_loss
 from tilewise.ops.route import route
 from tilewise.options import TileOptions
@@ -46,6 +48,36 @@ def leaves(dtype=torch.float32, n=37, d=12):
 
 def share_of(reduction, a):
     return 1.0 if reduction == "sum" else 1.0 / a.shape[0]
+
+
+@pytest.mark.parametrize("precision, other", [("highest", "high"), ("high", "highest")])
+@pytest.mark.parametrize("loss", ["both directions", "softmax", "sigmoid"])
+def test_products_have_the_precision_of_the_options(loss, precision, other, monkeypatch):
+    """The kernels of the scores had it, and the products by cuBLAS followed the setting of torch."""
+    seen, plain = [], products.product
+
+    def watched(*args):
+        seen.append(torch.get_float32_matmul_precision())
+        plain(*args)
+
+    for module in (gradient_sum, one_pass_products):
+        monkeypatch.setattr(module, "product", watched)
+    options = TileOptions(backend="triton", precision=precision, gradients="forward")
+    a, b, scale = leaves()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(other)
+        for _ in range(2):  # recorded, and replayed
+            if loss == "both directions":
+                symmetric_loss(a, b, scale, 1.0, options).backward()
+            elif loss == "softmax":
+                tw.info_nce(a, b, options=options).backward()
+            else:
+                tw.siglip_loss(a, b, scale, -1.0, options=options).backward()
+        assert torch.get_float32_matmul_precision() == other
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [precision] * 4
 
 
 @pytest.mark.parametrize("upstream", [1.0, 3.7])

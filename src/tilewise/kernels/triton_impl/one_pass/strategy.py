@@ -71,7 +71,7 @@ class TritonOnePass:
         if spec.col_lse:
             assert weights.each is None
             assert weights.square is None
-            with on_device(pair.a):
+            with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
                 loss, grads = small_batch.loss_and_gradients(pair, weights.share, needs, spec, options)
         elif saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
             return exponentials(pair, weights, spec, options, rows)
