@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -11,9 +12,11 @@ from tests.kernels.interpreted import IN_THE_INTERPRETER
 from typer.testing import CliRunner
 
 from tilewise.kernels import tuned_file
+from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl import tune as jobs_of
-from tilewise.tools import tune, tune_cli
+from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
+from tilewise.tools import tune, tune_check, tune_cli
 from tilewise.train.cli import app
 
 pytestmark = IN_THE_INTERPRETER
@@ -31,7 +34,8 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(jobs_of, "candidates", lambda field, item: TWO[field])
     monkeypatch.setattr(jobs_of, "COMPILED", SMALL)
-    monkeypatch.setattr(tune, "calls", functools.partial(tune.calls, rows=16))
+    small = {"rows": 16, "filter_rows": 16, "filter_columns": 64}
+    monkeypatch.setattr(tune_check, "checks", functools.partial(tune_check.checks, **small))
     sizes.forget_tuned()
     yield
     sizes.forget_tuned()
@@ -114,6 +118,71 @@ def test_every_kind_of_call_is_checked(monkeypatch):
     assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]) is None
     monkeypatch.setattr("tilewise.kernels.triton_impl.ranks.FusedScorer.__init__", None)
     assert "TypeError" in tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH])
+
+
+def with_wrong(values, name, change):
+    """The results, of which the last number of one name is changed."""
+    if getattr(values, name) is not None:
+        getattr(values, name)[-1] += change
+    return values
+
+
+FAULTS = {  # a function that launches kernels, and what becomes of its result
+    "two_pass.forward.Forward.run": lambda found: with_wrong(found, "row_lse", 0.3),
+    "two_pass.backward.Backward.run": lambda found: with_wrong(found, "b", 1e-2),
+    "two_pass.strategy.guided_forward": lambda found: (with_wrong(found[0], "row_lse", 0.3), found[1]),
+    "two_pass.gradient_sum.row_product": None,
+    "one_pass.softmax.Softmax.loss_and_grads": lambda found: (found[0] * 1.1, found[1]),
+    "one_pass.sigmoid.Sigmoid.loss_and_grads": lambda found: (found[0] * 1.1, found[1]),
+    "ranks.FusedScorer.count_better": lambda found: (found[0] + 1, found[1]),
+    "ranks.FusedScorer.find_best": None,
+    "filtered.forward.FilterForward.run": lambda found: (with_wrong(found[0], "row_lse", 0.3), *found[1:]),
+    "filtered.backward.FilterBackward.run": lambda found: with_wrong(found, "a", 0.2),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
+    """Of every kernel whose sizes are tuned."""
+    owner, _, last = name.rpartition(".")
+    owner = pkgutil.resolve_name(f"tilewise.kernels.triton_impl.{owner}")
+    plain = getattr(owner, last)
+
+    def wrong(*args, **more):
+        found = plain(*args, **more)
+        if FAULTS[name] is not None:
+            return FAULTS[name](found)
+        written = args[1] if last == "row_product" else args[4].score
+        written[0] += 7.0
+        return found
+
+    monkeypatch.setattr(owner, last, wrong)
+    assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]).startswith("WrongNumbers: ")
+    assert not jobs_of.replay._recordings
+
+
+def test_the_user_learns_which_sizes_were_wrong(monkeypatch):
+    def reason(device, item, row, widths):
+        return "WrongNumbers: info_nce" if row.gradient == TWO["gradient"][1] else None
+
+    monkeypatch.setattr(tune, "why_not_all", reason)
+    rates = {job: float(at) for at, job in enumerate(todo(), start=1)}
+    found = tune.keep_best(CPU, CARD, rates, {}, [WIDTH], Shown())
+    lines = [line for line in tune_cli.report(found, table=False) if line.startswith("not taken")]
+    assert lines == [f"not taken, 4-byte types, gradient: {TWO['gradient'][1]}: WrongNumbers: info_nce"]
+
+
+@pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])
+def test_a_large_head_with_saved_columns_is_checked(width, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tune_check, "check_saved_columns", lambda *how: asked.append(how))
+    for dtype in (torch.bfloat16, torch.float16):
+        tuple(tune_check.checks(CPU, dtype, width))[-1]
+    assert asked == []  # nothing is computed before a check is called
+    rows, classes = tune_check.HEAD_ROWS, tune_check.head_classes(width)
+    a, b = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, classes))
+    pair = Pair(a=a, b=b, scale=torch.empty((), device="meta"), row_key=torch.empty(rows, device="meta"))
+    assert SavedColumns.of(pair, PairSpec(row_lse=True, positive="one")) is not None
 
 
 def test_compiling_reports_what_cannot_be_compiled(monkeypatch):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import tilewise as tw
 from tilewise.errors import DeviceError
 from tilewise.kernels import registry, tuned_file
+from tilewise.tools.tune_check import TYPES, why_not_all
 
 Show = Callable[[str, int, int, str], None]  # (phase, jobs done, jobs in all, the last job)
-TYPES = {"bfloat16": (torch.bfloat16, torch.float16), "float32": (torch.float32,)}  # those that share their sizes
 WIDTHS = (512, 2048)
 
 
@@ -40,6 +38,7 @@ class Tuning:
     before: dict[int, Any]  # the row of the size table in use, for each number of bytes of a type
     after: dict[int, Any]
     rows: list[str]  # the new rows, as Python
+    refused: list[str] = dataclasses.field(default_factory=list)  # fast sizes that were not taken, with the reasons
 
 
 def check_tunable() -> torch.device:
@@ -112,16 +111,17 @@ def measure_all(
 def keep_best(
     device: torch.device, card: str, rates: dict[Any, float], failed: dict[Any, str], widths: Sequence[int], show: Show
 ) -> Tuning:
-    """Choose the fastest sizes that every kernel can be compiled with, and write them to the file of this card."""
+    """Choose the fastest sizes with which every kernel is right, and write them to the file of this card."""
     module, sizes = registry.tuner(), registry.size_table()
     items = sorted({job.dtype.itemsize for job in rates})
     before = {item: module.base_row(device, item) for item in items}
     after = dict(before)
     kept, _ = tuned_file.read(card, sizes.parse_tuned)
     found: dict[int, dict[str, Any]] = kept or {}
+    refused: list[str] = []
     for done, item in enumerate(items, start=1):
         show("checking", done, len(items), f"types of {item} bytes")
-        best = best_fields(device, item, before[item], rates, widths)
+        best = best_fields(device, item, before[item], rates, widths, refused)
         after[item] = dataclasses.replace(before[item], **best)
         found.setdefault(item, {}).update(best)
     lists = {
@@ -131,66 +131,28 @@ def keep_best(
     sizes.forget_tuned()
     name = sizes.architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "other"
     rows = [module.table_row(name, item, row) for item, row in after.items()]
-    return Tuning(card, path, rates, failed, before, after, rows)
+    return Tuning(card, path, rates, failed, before, after, rows, refused)
 
 
 def best_fields(
-    device: torch.device, item: int, row: Any, rates: dict[Any, float], widths: Sequence[int]
+    device: torch.device, item: int, row: Any, rates: dict[Any, float], widths: Sequence[int], refused: list[str]
 ) -> dict[str, Any]:
-    """The fastest sizes for each field with which every call can be computed."""
+    """The fastest sizes for each field with which every call is computed, and right. Adds others to ``refused``."""
     fields = dict.fromkeys(job.field for job in rates if job.dtype.itemsize == item)
     ranked = {field: registry.tuner().ranking(rates, field, item) for field in fields}
     best = {field: found[0] for field, found in ranked.items() if found}
     if why_not_all(device, item, dataclasses.replace(row, **best), widths) is None:
         return best
     best = {}
-    for field, found in ranked.items():  # some sizes are too large for another kernel: one field at a time
+    for field, found in ranked.items():  # some sizes do not suit another kernel: one field at a time
         for sizes in found:
             tried = dataclasses.replace(row, **best, **{field: sizes})
-            if tried == row or why_not_all(device, item, tried, widths) is None:
+            reason = None if tried == row else why_not_all(device, item, tried, widths)
+            if reason is None:
                 best[field] = sizes
                 break
+            refused.append(f"{item}-byte types, {field}: {sizes}: {reason}")
     return best
-
-
-def why_not_all(device: torch.device, item: int, row: Any, widths: Sequence[int]) -> str | None:
-    """Why some call cannot be computed with this row of sizes, or None. The jobs time only a few of the kernels."""
-    sizes, module = registry.size_table(), registry.tuner()
-    with sizes.trying(device, item, row):
-        for dtype in next(types for types in TYPES.values() if types[0].itemsize == item):
-            for width in widths:
-                module.replay._recordings.clear()  # recorded launches have other sizes
-                try:
-                    for result in calls(device, dtype, width):
-                        result.backward()
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-                except Exception as error:
-                    return f"{type(error).__name__}: {error}"
-    module.replay._recordings.clear()
-    return None
-
-
-def calls(device: torch.device, dtype: torch.dtype, width: int, rows: int = 512) -> Iterator[Tensor]:
-    """One loss for each kind of kernel."""
-    x, y = (torch.randn(rows, width, device=device, dtype=dtype).div_(width**0.5).requires_grad_() for _ in range(2))
-    number = torch.arange(rows, device=device)
-    bias = torch.zeros(rows, device=device, requires_grad=True)
-    both = tw.TileOptions(backend="triton"), tw.TileOptions(backend="triton", gradients="forward")
-    for options in both:
-        yield tw.clip_loss(x, y, 10.0, options=options)
-        yield tw.siglip_loss(x, y, 10.0, -10.0, options=options)
-        yield tw.info_nce(x, y, options=options)
-        yield tw.linear_cross_entropy(x, y, number, linear_bias=bias, softcap=30.0, options=options)
-    options = both[0]
-    yield tw.linear_cross_entropy(x, y, number, label_smoothing=0.1, z_loss=1e-4, options=options)
-    yield tw.info_nce(x, y, query_ids=number // 2, key_ids=number // 2, symmetric=True, options=options)
-    yield tw.nt_xent(torch.cat([x, y]), options=options)
-    yield tw.supcon_loss(x, number // 4, options=options)
-    found = tw.linear_token_stats(x, y, number, linear_bias=bias, softcap=30.0, options=options)
-    assert found.entropy is not None
-    yield found.entropy.sum()
-    tw.retrieval_ranks_both(x.detach(), y.detach(), options=options)
 
 
 def name_of(job: Any) -> str:

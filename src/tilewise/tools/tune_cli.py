@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import ConfigError
-from tilewise.tools.tune import TYPES, WIDTHS, Tuning, Untunable, check_tunable, tune
+from tilewise.tools.tune import WIDTHS, Tuning, Untunable, check_tunable, tune
+from tilewise.tools.tune_check import TYPES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +59,7 @@ def report(found: Tuning, table: bool) -> list[str]:
     if found.rates:
         lines += [] if len(lines) > 1 else ["the sizes in use are the fastest of those measured"]
         lines.append(f"saved in {found.path}; every later process uses them")
+    lines += [f"not taken, {reason}" for reason in found.refused]
     if table:
         rates = sorted(found.rates.items(), key=lambda each: (each[0].field, each[0].case, -each[1]))
         lines += [f"{job.field:14} {job.case:14} {rate:6.0f} TFLOP/s  {short(job.sizes)}" for job, rate in rates]
