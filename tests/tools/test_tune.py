@@ -1,5 +1,6 @@
 """`tilewise tune` in Triton's interpreter, with a fake timer: what is chosen, kept and used."""
 
+import contextlib
 import dataclasses
 import functools
 import pkgutil
@@ -211,6 +212,69 @@ def test_large_tiles_are_not_compiled_in_vain(monkeypatch):
     assert jobs_of.may_fit(sizes.TABLE["other", 2].filter_pairs, 2, cuda)
 
 
+@pytest.fixture
+def current(monkeypatch):
+    """Two cards, of which the first is the current one; a list with the current device at each job."""
+    at, seen = [0], []
+
+    @contextlib.contextmanager
+    def device_of(device):
+        before, at[0] = at[0], device.index
+        yield
+        at[0] = before
+
+    def run_job(*args):
+        seen.append(at[0])
+        return 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: at[0])
+    monkeypatch.setattr(torch.cuda, "device", device_of)
+    monkeypatch.setattr(jobs_of, "run_job", run_job)
+    return seen
+
+
+def test_another_card_than_the_first_is_current_while_it_is_tuned(current, monkeypatch):
+    some, kept = todo()[:2], []
+    monkeypatch.setattr(jobs_of, "jobs", lambda device, *args: some if device.index == 1 else [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", lambda *args: ThreadPoolExecutor(1))
+    monkeypatch.setattr(tune, "keep_best", lambda device, *args: kept.append((device, torch.cuda.current_device())))
+    tune.tune(["float32"], [WIDTH], 1, Shown(), "cuda:1")
+    assert current == [1] * 4  # two compiled, two measured
+    assert kept == [(torch.device("cuda", 1), 1)]
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_job_in_a_process_of_its_own_runs_on_its_device(monkeypatch):
+    """There the first card is the current one."""
+    seen, inside = [], []
+
+    @contextlib.contextmanager
+    def watched(features):
+        seen.append(features.device)
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def timer(call):
+        assert inside
+        return 1.0
+
+    monkeypatch.setattr(jobs_of, "on_device", watched)
+    jobs_of.run_job(todo()[0], CPU, SMALL, timer)
+    assert seen == [CPU]
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "cpu", "gpu"])
+def test_a_device_that_is_not_there(name, current):
+    with pytest.raises(tune.Untunable, match=f"one of cuda:0 to cuda:1, got {name}"):
+        tune.check_tunable(name)
+    assert tune.check_tunable("cuda:1") == torch.device("cuda", 1)
+    assert tune.check_tunable() == tune.check_tunable("cuda") == torch.device("cuda", 0)
+
+
 def test_without_a_card_there_is_one_sentence_and_exit_code_2():
     done = CliRunner().invoke(app, ["tune"])
     assert done.exit_code == 2
@@ -224,16 +288,18 @@ def test_the_command_tunes_and_reports(monkeypatch, tmp_path):
     found = tune.Tuning(CARD, tmp_path / "file.json", {job: 5.0}, {}, {4: row}, {4: row}, ["a row"])
     wanted = {}
 
-    def fake(types, widths, processes, show):
-        wanted.update(types=types, widths=widths, processes=processes)
+    def fake(types, widths, processes, show, device):
+        wanted.update(types=types, widths=widths, processes=processes, device=device)
         show("compiling", 1, 2, "a job")
         return found
 
-    monkeypatch.setattr(tune_cli, "check_tunable", lambda: CPU)
+    monkeypatch.setattr(tune_cli, "check_tunable", lambda device: CPU)
     monkeypatch.setattr(tune_cli, "tune", fake)
-    done = CliRunner().invoke(app, ["tune", "--dtype", "float32", "--width", "64", "--jobs", "3", "--table"])
+    done = CliRunner().invoke(
+        app, ["tune", "--dtype", "float32", "--width", "64", "--jobs", "3", "--table", "--device", "cuda:1"]
+    )
     assert done.exit_code == 0, done.output
-    assert wanted == {"types": ["float32"], "widths": [64], "processes": 3}
+    assert wanted == {"types": ["float32"], "widths": [64], "processes": 3, "device": "cuda:1"}
     assert "the sizes in use are the fastest of those measured" in done.stdout
     assert "a row" in done.stdout
 
@@ -242,7 +308,7 @@ def test_a_tuning_in_which_everything_fails_is_no_success(monkeypatch, tmp_path)
     row = sizes.TABLE["other", 4]
     job = jobs_of.Job("forward", "clip", row.forward, 64, torch.float32)
     found = tune.Tuning(CARD, tmp_path / "file.json", {}, {job: "RuntimeError: no"}, {4: row}, {4: row}, [])
-    monkeypatch.setattr(tune_cli, "check_tunable", lambda: CPU)
+    monkeypatch.setattr(tune_cli, "check_tunable", lambda device: CPU)
     monkeypatch.setattr(tune_cli, "tune", lambda *_: found)
     done = CliRunner().invoke(app, ["tune"])
     assert done.exit_code == 1

@@ -41,15 +41,25 @@ class Tuning:
     refused: list[str] = dataclasses.field(default_factory=list)  # fast sizes that were not taken, with the reasons
 
 
-def check_tunable() -> torch.device:
-    """The current CUDA device. Raises `Untunable` if there is none, or no Triton."""
+def check_tunable(name: str | None = None) -> torch.device:
+    """The CUDA device of that name, by default the current one. Raises `Untunable` if there is none, or no Triton."""
     if not torch.cuda.is_available():
         raise Untunable("tune needs a CUDA device, and torch sees none (see `tilewise doctor`)")
     if not registry.installed("triton"):
         raise Untunable(
             "tune measures Triton kernels, and the package triton is not installed. Run: pip install triton"
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    try:
+        device = torch.device(name or "cuda")
+    except RuntimeError:
+        device = torch.device("cpu")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.type != "cuda" or index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise Untunable(
+            f"--device is one of cuda:0 to cuda:{last}, got {name}. Run `tilewise doctor` to see the devices"
+        )
+    return torch.device("cuda", index)
 
 
 def tune(
@@ -57,23 +67,26 @@ def tune(
     widths: Sequence[int] = WIDTHS,
     processes: int | None = None,
     show: Show = print,
+    device_name: str | None = None,
 ) -> Tuning:
-    """Measure all candidates on the current device, and write the file with the best ones.
+    """Measure all candidates on a device, and write the file with the best ones.
 
     Args:
         types: names of `TYPES`.
         widths: features of a row. From 1,024 on, the sizes for wide features are measured.
         processes: how many compile side by side; by default one per core, at most 8.
         show: is called after each job.
+        device_name: such as "cuda:1"; by default the current device.
     """
-    device, module = check_tunable(), registry.tuner()
+    device, module = check_tunable(device_name), registry.tuner()
     processes = processes or min(8, os.cpu_count() or 1)
-    todo = [job for name in types for job in module.jobs(device, TYPES[name][0], widths)]
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        failed = compile_all(todo, device, pool, show)
-    timed = [job for job in todo if job not in failed]
-    rates, more = measure_all(timed, device, module.bench, show)
-    return keep_best(device, torch.cuda.get_device_name(device), rates, failed | more, widths, show)
+    with torch.cuda.device(device):
+        todo = [job for name in types for job in module.jobs(device, TYPES[name][0], widths)]
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            failed = compile_all(todo, device, pool, show)
+        timed = [job for job in todo if job not in failed]
+        rates, more = measure_all(timed, device, module.bench, show)
+        return keep_best(device, torch.cuda.get_device_name(device), rates, failed | more, widths, show)
 
 
 def compile_all(todo: Sequence[Any], device: torch.device, pool: Executor, show: Show) -> dict[Any, str]:

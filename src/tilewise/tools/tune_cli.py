@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 
 
 def run_tune(
-    console: Console, types: list[str] | None, widths: list[int] | None, processes: int | None, table: bool
+    console: Console,
+    types: list[str] | None,
+    widths: list[int] | None,
+    processes: int | None,
+    table: bool,
+    device: str | None = None,
 ) -> int:
-    """Tune the current device. Returns the exit code: 1 if nothing could be measured, 2 without a GPU to tune."""
+    """Tune a device. Returns the exit code: 1 if nothing could be measured, 2 without a GPU to tune."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     unknown = set(types or ()) - TYPES.keys()
     if unknown:
         raise ConfigError(f"--dtype is one of {', '.join(TYPES)}, got {', '.join(sorted(unknown))}")
     try:
-        check_tunable()
+        check_tunable(device)
     except Untunable as error:
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
@@ -39,7 +44,7 @@ def run_tune(
                     console.print(f"{phase}: {total} jobs")
             bar.update(tasks[phase], completed=done, total=total, job=job)
 
-        found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show)
+        found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show, device)
     for line in report(found, table):
         console.print(line, highlight=False, soft_wrap=True)
     return 0 if found.rates else 1

@@ -278,11 +278,12 @@ def tune(
     width: Annotated[list[int] | None, typer.Option(help="features of a row; may be repeated", min=16)] = None,
     jobs: Annotated[int | None, typer.Option(help="processes that compile side by side", min=1)] = None,
     table: Annotated[bool, typer.Option("--table", help="also print rows for the size table of the source")] = False,
+    device: Annotated[str | None, typer.Option(help="such as cuda:1. Default: the first")] = None,
 ) -> None:
     """Measure tile sizes of the kernels on this GPU, and use the best ones from now on. Takes some minutes."""
     from tilewise.tools.tune_cli import run_tune
 
-    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table))
+    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table, device))
 
 
 @app.command()
