@@ -4,12 +4,17 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
+from tilewise.errors import BackendError
 from tilewise.kernels import known_faults, registry
 from tilewise.kernels.spec import PairShape, PairSpec
 from tilewise.kernels.torch_impl.backend import TorchBackend
+from tilewise.ops.route import forget_routes
 from tilewise.options import TileOptions
+from tilewise.tools.doctor import environment_problems
+from tilewise.tools.tune import Untunable, check_tunable
 
 CARD = torch.device("cuda", 0)
 ROWS = PairSpec(row_lse=True)
@@ -87,3 +92,41 @@ def test_explain_says_why(monkeypatch):
     assert f"backend   torch; triton not chosen: {reason}" in str(tw.explain(tw.nt_xent, x))
     named = tw.TileOptions(backend="torch")
     assert tw.explain(tw.nt_xent, x, options=named).calls[0].refused == ()
+
+
+@pytest.fixture
+def rocm(machine, monkeypatch):
+    """A build of torch for AMD cards, which calls them cuda. The capability is that of an MI250."""
+    machine("3.7.1", (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    forget_routes()
+    yield
+    forget_routes()
+
+
+def test_amd_cards_take_the_torch_backend(rocm, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "scorer", lambda *args: "scorer of torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # faults of NVIDIA cards are none of theirs
+        assert registry.choose_backend(shape(), ROWS, AUTO).name == "torch"
+        assert registry.choose_scorer(CARD, 32, torch.float16, AUTO) == "scorer of torch"
+        assert known_faults.faults_on(CARD) == []
+    with pytest.raises(BackendError, match=r"for AMD cards \(ROCm 6\.4\.0\).*backend=\"auto\""):
+        registry.choose_backend(shape(), ROWS, NAMED)
+
+
+def test_explain_says_that_the_kernels_are_for_nvidia_cards(rocm):
+    with FakeTensorMode():
+        x = torch.empty(64, 32, device=CARD, dtype=torch.float16)
+    (found,) = tw.explain(tw.nt_xent, x).calls
+    assert found.backend == "torch"
+    assert "made for NVIDIA cards, and this torch is for AMD cards" in dict(found.refused)["triton"]
+
+
+def test_on_amd_cards_there_is_nothing_to_tune_or_to_install(rocm, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(Untunable, match="kernels for NVIDIA cards"):
+        check_tunable()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    versions = {"torch": "2.13.0", "triton": None, "cuda": None, "driver": None}
+    assert environment_problems(versions) == []

@@ -87,7 +87,7 @@ def triton_version() -> str | None:
 def faults_on(device: torch.device) -> list[Fault]:
     """The faults that the installed Triton has on this device."""
     version = triton_version()
-    if device.type != "cuda" or version is None:
+    if device.type != "cuda" or version is None or torch.version.hip is not None:  # AMD cards have other capabilities
         return []
     capability = torch.cuda.get_device_capability(device)
     return [fault for fault in FAULTS if release(version) in fault.versions and capability in fault.capabilities]

@@ -51,6 +51,8 @@ def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str 
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and options.backend == "triton"
         if not interpreted:
             return "it needs a CUDA device (or TRITON_INTERPRET=1, for tests)"
+    elif torch.version.hip is not None:
+        return f"its kernels are made for NVIDIA cards, and this torch is for AMD cards (ROCm {torch.version.hip})"
     return None if installed("triton") else "the package triton is not installed"
 
 

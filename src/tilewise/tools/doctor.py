@@ -155,7 +155,7 @@ def environment_problems(versions: dict[str, str | None]) -> list[Problem]:
         what = f"there is an NVIDIA driver ({versions['driver']}), but torch {version} sees no CUDA device"
         remedy = "Install a CUDA build of torch" if versions["cuda"] is None else "Install a newer driver"
         found.append(Problem(what, f"{remedy}, and check CUDA_VISIBLE_DEVICES"))
-    if cuda and triton is None:
+    if cuda and triton is None and torch.version.hip is None:  # AMD cards are served by torch in any case
         what = "Triton is missing, so CUDA tensors are served by the slower torch backend"
         found.append(Problem(what, "Run: pip install triton"))
     if triton is not None and minor(triton) not in known_faults.TESTED_TRITON:

@@ -45,6 +45,8 @@ def check_tunable(name: str | None = None) -> torch.device:
     """The CUDA device of that name, by default the current one. Raises `Untunable` if there is none, or no Triton."""
     if not torch.cuda.is_available():
         raise Untunable("tune needs a CUDA device, and torch sees none (see `tilewise doctor`)")
+    if torch.version.hip is not None:
+        raise Untunable("tune measures kernels for NVIDIA cards, and this torch is for AMD cards. They need no tuning")
     if not registry.installed("triton"):
         raise Untunable(
             "tune measures Triton kernels, and the package triton is not installed. Run: pip install triton"
