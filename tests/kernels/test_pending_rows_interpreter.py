@@ -54,3 +54,12 @@ def test_a_guess_that_no_row_is_dropped_changes_no_number(backend, tolerance, mo
     assert seen == [(60, None), (80, None), (80, [1]), (80, [0]), (60, None), (60, None)]
     for some, index in zip(found, (1, 0, 0, 1, 1), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(some, want[index], strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9])
+def test_the_device_and_the_host_find_the_same(rows, monkeypatch):
+    """Also where all rows are ignored and still stay, because they are no more than one step."""
+    monkeypatch.setattr(drop_rows, "_all_stayed", {})
+    for ignored in range(rows + 1):
+        pending = PendingRows(torch.arange(rows) - ignored, step=4)
+        assert pending.all_stay().tolist() == [int(pending.wait() is None)], ignored

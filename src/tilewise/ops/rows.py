@@ -107,6 +107,8 @@ class PendingRows:
     def all_stay(self) -> Tensor:
         """1 if all rows stay, else 0: (1,) int32 on the device."""
         whole = (self.rows - 1) // self.step * self.step  # the largest number of rows that can stay if not all do
+        if self.step > 1 and whole == 0:  # at least a step of rows stays, even if all are ignored
+            return torch.ones_like(self.count).view(1)
         return (self.count < self.rows - whole).to(torch.int32).view(1)
 
     def wait(self) -> KeptRows | None:
