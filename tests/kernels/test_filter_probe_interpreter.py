@@ -17,6 +17,7 @@ from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import Needs, PairSpec, Stats
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
+from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
 from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.launch import replay
@@ -347,6 +348,17 @@ def test_host_scalars_lie_on_the_host_whatever_the_default_device(monkeypatch):
     with torch.device("meta"):
         copy = HostScalar(number)
     assert copy() == 1
+
+
+def test_entries_are_sorted_by_row_whatever_the_default_device():
+    """The ends of the parts are pinned, so they lie on the host. The keys of the sort have 64 bits."""
+    work = object.__new__(FilterBackward)
+    work.n, work.device = 2**31 - 1, torch.device("cpu")
+    work.rows = torch.tensor([5, 2, 5, 9, 1, 0], dtype=torch.int32)
+    with torch.device("meta"):
+        rows, pairs = work._by_row([slice(0, 2), slice(2, 4), slice(4, 6)])
+    assert rows.tolist() == [2, 5, 5, 9, 0, 1]
+    assert pairs.tolist() == [1, 0, 2, 3, 5, 4]
 
 
 def test_host_scalars_wait_for_the_device_of_their_tensor(monkeypatch):

@@ -137,7 +137,7 @@ class FilterBackward(FilterCall):
         One sort of all entries is much less work for the host than one for each part.
         """
         entries, cuda = parts[-1].stop, self.device.type == "cuda"
-        ends = torch.tensor([part.stop for part in parts], dtype=torch.int32, pin_memory=cuda)
+        ends = torch.tensor([part.stop for part in parts], dtype=torch.int32, device="cpu", pin_memory=cuda)
         entry = torch.arange(entries, dtype=torch.int32, device=self.device)
         part = torch.bucketize(entry, ends.to(self.device, non_blocking=True), right=True)
         pairs = torch.sort(part * self.n + self.rows[:entries], stable=True).indices
