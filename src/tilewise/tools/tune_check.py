@@ -19,7 +19,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.kernels import filter_plan, registry
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import GradStats, Needs
+from tilewise.kernels.spec import GradStats, Needs, Pair
 
 TYPES = {"bfloat16": (torch.bfloat16, torch.float16), "float32": (torch.float32,)}  # those that share their sizes
 # Largest difference, as a share of the largest number. A half type rounds the gradient of each score.
@@ -258,15 +258,14 @@ def check_ranks(given: Inputs) -> None:
 
 def check_filter(device: torch.device, dtype: torch.dtype, width: int, rows: int, cols: int) -> None:
     """The log-sum-exps of the filter, and the gradients of one entry in eight."""
-    module, filtered = registry.tuner(), registry.load_backend("triton").filtered
+    filtered = registry.load_backend("triton").filtered
     assert filtered is not None
-    spec, options = module.FILTER, tw.TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
+    spec = registry.tuner().FILTER
+    options = tw.TileOptions(backend="triton", precision="highest", filter_tolerance=1e-2)
     given = inputs(device, dtype, width, rows, cols)
     a, b = given.x.detach(), given.y.detach()
     scale, shift = torch.tensor(SCALE, device=device), torch.zeros(rows, device=device)
-    pair = dataclasses.replace(
-        module.problem(spec, 1, 1, width, dtype, device), a=a, b=b, scale=scale, row_key=given.number, row_shift=shift
-    )
+    pair = Pair(a=a, b=b, scale=scale, row_key=given.number, row_shift=shift)
     stats, plan = filtered.forward(pair, spec, options)
     wide_a, wide_b = a.float(), b.float()
     with matmul_precision("highest"):
