@@ -19,7 +19,7 @@ from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
 from tilewise.train.data.open import EvalImages, try_images
 from tilewise.train.data.records import plain_text
-from tilewise.train.data.table import IMAGE_SUFFIXES, Entry, FileSource, words_of
+from tilewise.train.data.table import Entry, FileSource, image_files, words_of
 from tilewise.train.evaluate import KS, Encoders, check_templates, evaluate_retrieval, evaluate_zero_shot
 from tilewise.train.load_run import load_run
 from tilewise.train.models.towers import Pixels
@@ -161,7 +161,7 @@ def open_classes(
     entries: list[Entry] = []
     labels: list[int] = []
     for path in sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []:
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
+        files = image_files(path)
         if path.name.startswith(".") or not files:
             continue
         name = plain_text(words_of(path.name))

@@ -40,6 +40,15 @@ def id_of(value: object) -> int:
     )
 
 
+def is_of_macos(name: str) -> bool:
+    """Return whether a file is one that macOS adds to folders and archives. It is no part of the data.
+
+    >>> is_of_macos("._a.png"), is_of_macos(".DS_Store"), is_of_macos("a.png")
+    (True, True, False)
+    """
+    return name.startswith("._") or name == ".DS_Store"
+
+
 def plain_text(value: object) -> str:
     """Return a caption or path as valid text, without spaces around it. What is not valid becomes ``?`` or U+FFFD.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
 from tilewise.train.data.order import permutation
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of, is_of_macos
 from tilewise.train.data.table import IMAGE_SUFFIXES
 from tilewise.train.data.tar import Member, TarDamage, TarEndedEarly, scan_tar
 from tilewise.train.data.workers import Workers
@@ -80,6 +80,8 @@ def index_shard(path: str, skips: SkipLog) -> list[Entry]:
         with open(path, "rb") as file:
             for member in scan_tar(file.fileno(), os.fstat(file.fileno()).st_size, _logged(path, skips)):
                 folder, _, name = member.name.rpartition("/")
+                if is_of_macos(name):
+                    continue
                 stem, _, suffix = name.partition(".")
                 files.setdefault(f"{folder}/{stem}".lstrip("/"), {})[f".{suffix.lower()}"] = member
     except TarEndedEarly as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.errors import DataError
 from tilewise.train.data.files import Preparation, prepare_rows
-from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of
+from tilewise.train.data.records import Draw, Record, RecordError, Rows, SkipLog, captions_of, id_of, is_of_macos
 from tilewise.train.data.workers import Workers
 from tilewise.train.untrusted import (
     IMAGE_LIMIT,
@@ -46,7 +46,7 @@ def read_folder(folder: Path) -> list[Entry]:
             came, advice = "is not a folder", "For a table set data.source='table', for tar shards 'shards'"
         raise DataError(f"{folder} {came}; data.source='folder' needs a folder of images. {advice}")
     entries: list[Entry] = []
-    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES):
+    for path in image_files(folder):
         beside = path.with_suffix(".txt")
         try:
             lines = read_regular(beside, TEXT_LIMIT).decode("utf-8-sig").splitlines()
@@ -58,6 +58,12 @@ def read_folder(folder: Path) -> list[Entry]:
     if not entries:
         raise DataError(f"no images below {folder}; their names must end in {', '.join(IMAGE_SUFFIXES)}")
     return entries
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the paths below a folder that end like images, sorted."""
+    paths = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in paths if not is_of_macos(path.name))
 
 
 def words_of(stem: str) -> str:
