@@ -37,12 +37,18 @@ Status = Literal["ok", "oom", "absent", "error"]
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 RETURNS_MEMORY |= {"MIMALLOC_PURGE_DELAY": "0"}
 
+RESET_PEAK = Path("/proc/self/clear_refs")
+
 # torch's CPU allocator raises a RuntimeError; its words depend on the platform.
 NO_CPU_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 
 
 class MeasurementError(RuntimeError):
     """A measurement that could not be taken. It is not replaced by a guess."""
+
+
+class NoCounterError(MeasurementError):
+    """This system has no counter of a process's peak memory that can be reset. Linux has one."""
 
 
 @dataclass
@@ -235,6 +241,7 @@ def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 60
         arguments: plain values; they are passed as JSON.
         timeout_s: limit on the time of the process.
     """
+    require_counter()
     command = [sys.executable, "-m", "benchmarks.measure", target, json.dumps(arguments)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **RETURNS_MEMORY, "PYTHONPATH": path}
@@ -250,6 +257,12 @@ def cpu_peak_bytes(target: str, arguments: dict[str, Any], timeout_s: float = 60
     return int(json.loads(done.stdout.splitlines()[-1])["peak_bytes"])
 
 
+def require_counter() -> None:
+    """Raise `NoCounterError` on a system without the counter, for instance macOS."""
+    if not RESET_PEAK.exists():
+        raise NoCounterError(f"the peak memory of a CPU step is measured on Linux only: there is no {RESET_PEAK}")
+
+
 def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
     """Resident memory of this process: now (VmRSS), or its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -263,7 +276,7 @@ def peak_bytes_here(step: Callable[[], Any]) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        RESET_PEAK.write_text("5")
     except OSError as error:
         raise MeasurementError(f"the high-water mark cannot be reset: {error}") from error
     before = resident_bytes("VmRSS")

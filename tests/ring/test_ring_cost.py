@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.measure import without_huge_pages
+from benchmarks.measure import require_counter, without_huge_pages
 from reproductions.cost_model import Loss, backward_bytes, forward_bytes, memory_bytes
 from tests.ring.crew import Crew, crew  # noqa: F401
 from tests.ring.virtual import run_virtual
@@ -149,6 +149,7 @@ def peak_mib(group: Any, rows: int, width: int, dtype: torch.dtype) -> float:
 @pytest.mark.group
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(crew: Crew, dtype):  # noqa: F811
+    require_counter()
     rows, width = 256, 4096
     block = rows * width * 4 / 2**20  # of a float32 gradient
     two, four = (max(crew.run(peak_mib, rows, width, dtype, world=world)) for world in (2, 4))
