@@ -1,26 +1,36 @@
-"""Processes for tests, forked from a server that has imported torch. The import takes longer than most jobs."""
+"""Processes for tests, forked from a server that has imported torch. The import takes longer than most jobs.
+
+macOS's own libraries may not be used in a forked process. There each process is a new one.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+START = "spawn" if sys.platform == "darwin" else "forkserver"
+# The host's own name often leads nowhere on macOS.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+
 # Large tensors are mapped separately, so that resident memory is allocated memory. New memory is filled with 0xfe (a
-# huge float), so that reads of uninitialized memory show. Set for these processes only.
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
+# huge float), so that reads of uninitialized memory show. Set for these processes only; macOS ignores it.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
 IMPORTED = ["torch.distributed", "torch._dynamo", "tilewise", "tilewise.train.loop"]
 
 
-def forked() -> ForkServerContext:
+def forked() -> BaseContext:
     """The context of such processes. A pytest process has one server, and its first caller starts it."""
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(START)
+    if START == "spawn":
+        return context
     context.set_forkserver_preload(IMPORTED)
     with mock.patch.dict(os.environ, ENVIRONMENT | dict(os.environ)):
         forkserver.ensure_running()
@@ -32,7 +42,7 @@ def run_ranks(work: Callable[..., None], args: tuple[Any, ...], world: int) -> N
     import torch.multiprocessing as mp
 
     forked()
-    mp.start_processes(work, args, nprocs=world, start_method="forkserver")
+    mp.start_processes(work, args, nprocs=world, start_method=START)
 
 
 Command = tuple[dict[str, str], list[str]]  # environment and arguments
@@ -60,3 +70,12 @@ def _command(main: Callable[[], object], output: str, environment: dict[str, str
     os.dup2(target, 1)
     os.dup2(target, 2)
     main()
+
+
+def children(parent: int) -> list[int]:
+    """Ids of the processes that a process has started, oldest first."""
+    listed = Path(f"/proc/{parent}/task/{parent}/children")
+    if listed.exists():
+        return [int(child) for child in listed.read_text().split()]
+    pairs = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True).stdout
+    return sorted(int(child) for one, child in map(str.split, pairs.splitlines()) if int(one) == parent)

@@ -13,7 +13,6 @@ Then it has to be that file.
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import shlex
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -140,7 +139,7 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the pages speak of a machine as users have it
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     run_blocks(all_blocks(page.read_text()), name(page))
-    assert Path(os.getcwd()) == tmp_path
+    assert Path.cwd().samefile(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.processes import TORCHRUN
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -91,8 +92,7 @@ def test_a_student_with_few_captions_learns_more_from_its_teacher(example: Any) 
 @pytest.mark.slow
 @pytest.mark.group
 def test_several_processes_have_the_loss_of_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "several_processes.py"), "--steps", "3"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(EXAMPLES / "several_processes.py"), "--steps", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

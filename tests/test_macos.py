@@ -1,16 +1,31 @@
 """What differs on macOS, imitated here: files that it adds, a linked folder, other units, missing functions."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests import processes
 from tests.train.small_pictures import picture
 
-from tilewise.train.config import DataConfig
+import tilewise as tw
+from benchmarks import measure
+from tilewise.errors import ConfigError
+from tilewise.ops import budget
+from tilewise.train import memory
+from tilewise.train.checkpoint import step_name
+from tilewise.train.config import DataConfig, load_config
 from tilewise.train.data.open import open_source
 from tilewise.train.data.records import Draw, SkipLog
 from tilewise.train.data.table import image_files
+from tilewise.train.distributed import choose_device
+from tilewise.train.run_folder import check_not_moved
 
 APPLE_DOUBLE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X" + 100 * b"\0"
 
@@ -44,3 +59,73 @@ def test_files_that_macos_adds_are_no_damage(pictures: Path, tmp_path_factory: p
 
 def test_classes_of_zero_shot_have_no_such_files(pictures: Path):
     assert [path.name for path in image_files(pictures)] == ["a.png", "b.png"]
+
+
+def test_a_temporary_folder_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """/tmp and the user's own temporary folder are links there: a run may be named in two ways."""
+    (tmp_path / "private" / "run" / "checkpoints" / step_name(1)).mkdir(parents=True)
+    (tmp_path / "var").symlink_to("private")
+    config = load_config(None, [f"output.folder={tmp_path / 'var' / 'run'}"])
+    check_not_moved(tmp_path / "private" / "run" / "config.toml", config, [])
+    monkeypatch.chdir(tmp_path / "var")
+    check_not_moved(Path("run/config.toml"), config, [])
+    (tmp_path / "var" / "other").mkdir()
+    with pytest.raises(ConfigError, match="another folder"):
+        check_not_moved(Path("run/config.toml"), load_config(None, ["output.folder=other"]), [])
+
+
+def test_the_peak_of_a_process_has_other_units(monkeypatch: pytest.MonkeyPatch):
+    """`ru_maxrss` is in KiB on Linux and in bytes on macOS."""
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5 * 2**20))
+    found = {}
+    for system in ("linux", "darwin"):
+        monkeypatch.setattr(sys, "platform", system)
+        found[system] = memory.process_peak_bytes()
+    assert found == {"linux": 5 * 2**30, "darwin": 5 * 2**20}
+
+
+def test_free_memory_is_not_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 29})
+    assert budget.free_bytes(torch.device("cpu")) is None
+    options = tw.TileOptions(workspace_mib="auto")
+    assert tw.clip_loss(torch.eye(4), torch.eye(4), 1.0, options=options).isfinite()
+
+
+def test_memory_that_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(measure, "RESET_PEAK", tmp_path / "clear_refs")
+    with pytest.raises(measure.NoCounterError, match="on Linux only: there is no"):
+        measure.cpu_peak_bytes("tests.memory_steps:measured", {})
+
+
+def test_the_trainer_does_not_take_an_apple_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="must be auto, cpu or cuda, got 'mps'"):
+        choose_device("mps")
+
+
+def meet(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    loss = tw.clip_loss(torch.eye(4), torch.eye(4), 1.0, group=dist.group.WORLD)
+    Path(folder, f"{rank}.txt").write_text(f"{loss:.4f} {os.environ['GLOO_SOCKET_IFNAME']}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.group
+def test_ranks_that_are_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "START", "spawn")
+    processes.run_ranks(meet, (str(tmp_path),), 2)
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+
+
+def test_children_without_proc(monkeypatch: pytest.MonkeyPatch):
+    """The list of processes is read from ps where there is no /proc."""
+    if shutil.which("ps") is None:
+        pytest.skip("there is no ps on this machine (Debian package: procps)")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        monkeypatch.setattr(Path, "exists", lambda path: False)
+        found = processes.children(os.getpid())
+        child.kill()
+    assert child.pid in found

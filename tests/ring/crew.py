@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import pickle
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import forked
+from tests.processes import IMPORTED, forked
 
 Job = Callable[..., Any]
 
@@ -34,6 +35,8 @@ class Failed:
 
 def _serve(rank: int, world: int, path: str, timeout_s: float, pipe: Any) -> None:
     torch.set_num_threads(1)
+    for name in IMPORTED:  # a forked process has them already
+        importlib.import_module(name)
     store = dist.FileStore(path, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world)}

@@ -7,14 +7,15 @@ be bitwise that of the other run at the same step; at the end, all metrics must 
 prints its counts.
 """
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.train.small_icons import write_small_icons
@@ -37,22 +38,16 @@ def settings(icons: Path, folder: Path, steps: int, keep: int) -> RunConfig:
     ])  # fmt: skip
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Call `work` in a forked process and return its id. This process never runs torch, so the fork is safe."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(1)
+def in_child(work: Callable[..., object], *args: object) -> BaseProcess:
+    """Call `work` in a process of its own. This process never runs torch, so a fork is safe, except on macOS."""
+    child = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "fork").Process(target=work, args=args)
+    child.start()
     return child
 
 
-def ended_well(child: int) -> bool:
-    return os.waitpid(child, 0)[1] == 0
+def ended_well(child: BaseProcess) -> bool:
+    child.join()
+    return child.exitcode == 0
 
 
 def is_writing(checkpoints: Path) -> bool:
@@ -62,20 +57,19 @@ def is_writing(checkpoints: Path) -> bool:
 def kill_in_a_save(config: RunConfig, rng: random.Random) -> bool:
     """Start the run and kill it inside a checkpoint write. Return whether the kill came inside one."""
     checkpoints = Path(config.output.folder) / "checkpoints"
-    child = in_child(lambda: train(config))
+    child = in_child(train, config)
     after, delay = time.monotonic() + rng.uniform(0.0, 0.2), rng.uniform(0.0, 0.01)
     started = False
     while True:
-        ended, _ = os.waitpid(child, os.WNOHANG)
-        if ended:
+        if not child.is_alive():
             return False
         if not started:  # leftovers of the kill before are cleared when the run takes its folder
             started = not is_writing(checkpoints)
             after = time.monotonic() + rng.uniform(0.0, 0.2) if started else after
         elif time.monotonic() > after and is_writing(checkpoints):
             time.sleep(delay)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.kill()
+            child.join()
             return is_writing(checkpoints)
         time.sleep(0.0005)
 
@@ -93,9 +87,9 @@ def check(kills: int, seed: int, folder: Path) -> dict[str, int]:
     rng = random.Random(seed)
     steps = 4 * kills + 8
     icons = folder / "icons.zip"
-    assert ended_well(in_child(lambda: write_small_icons(icons)))
+    assert ended_well(in_child(write_small_icons, icons))
     whole, cut = settings(icons, folder / "whole", steps, steps), settings(icons, folder / "cut", steps, 2)
-    assert ended_well(in_child(lambda: train(whole)))
+    assert ended_well(in_child(train, whole))
     inside = outside = 0
     while inside < kills:
         if kill_in_a_save(cut, rng):
@@ -106,7 +100,7 @@ def check(kills: int, seed: int, folder: Path) -> dict[str, int]:
         if newest is not None:
             assert bitwise(newest.path, folder / "whole" / "checkpoints" / newest.path.name), newest.path.name
             assert newest.step < steps, "the run ended before it was killed often enough"
-    assert ended_well(in_child(lambda: train(cut)))
+    assert ended_well(in_child(train, cut))
     last = Path("checkpoints") / step_name(steps)
     assert bitwise(folder / "cut" / last, folder / "whole" / last)
     assert lines(folder / "cut") == lines(folder / "whole")

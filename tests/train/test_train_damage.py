@@ -1,7 +1,9 @@
 """Damaged files of a run: the damage is named in one sentence, and the run continues from the last good checkpoint."""
 
+import errno
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -140,10 +142,17 @@ def test_damaged_lines_of_metrics_are_named_and_left_out(stopped, whole, tmp_pat
     assert lines(tmp_path) == lines(whole)
 
 
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_disk_that_is_full_of_metrics_is_one_sentence(tmp_path):
     log = MetricsLog(RunFolder(tmp_path), 0)
     log._file.close()
-    log._file = open("/dev/full", "w")  # noqa: SIM115
+    log._file = Full()
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: No space left.*start again"):
         log.write(1, "train", {"loss": 1.0})
     log.close()

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from tests.processes import TORCHRUN, children
 from tests.train.small_icons import write_small_icons
 from typer.testing import CliRunner
 
@@ -205,8 +205,8 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     (tmp_path / "c.toml").write_text("")
     run = tmp_path / "run"
     settings = [*SETTINGS, icons, f"output.folder={run}", "loop.steps=100000", "output.checkpoint_every=100000"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, "-m", "tilewise.train.cli", "train", str(tmp_path / "c.toml"), *settings]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "tilewise.train.cli", "train", str(tmp_path / "c.toml")]
+    command += settings
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -218,8 +218,7 @@ def test_a_signal_under_torchrun_leaves_a_run_that_is_told_from_a_crash(icons, t
     if whom == "torchrun":
         process.send_signal(signal.SIGTERM)
     else:  # the second rank, which does not write
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        os.kill(int(ranks.split()[-1]), signal.SIGTERM)
+        os.kill(children(process.pid)[-1], signal.SIGTERM)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output  # always 1, so only the folder has the status
     code, said = status_of(run)
