@@ -21,9 +21,10 @@ from tilewise.ops import budget
 from tilewise.train import memory
 from tilewise.train.checkpoint import step_name
 from tilewise.train.config import DataConfig, load_config
-from tilewise.train.data.open import open_source
+from tilewise.train.data.files import Preparation
+from tilewise.train.data.open import EvalImages, open_source
 from tilewise.train.data.records import Draw, SkipLog
-from tilewise.train.data.table import image_files
+from tilewise.train.data.table import Entry, FileSource, image_files
 from tilewise.train.distributed import choose_device
 from tilewise.train.run_folder import check_not_moved
 
@@ -72,6 +73,17 @@ def test_a_temporary_folder_behind_a_link(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "var" / "other").mkdir()
     with pytest.raises(ConfigError, match="another folder"):
         check_not_moved(Path("run/config.toml"), load_config(None, ["output.folder=other"]), [])
+
+
+def test_a_file_with_two_names(tmp_path: Path):
+    """Case is ignored there, so a.png and A.PNG are one file. Here a second link is a second name."""
+    (tmp_path / "a.png").write_bytes(picture())
+    os.link(tmp_path / "a.png", tmp_path / "b.png")
+    images = EvalImages(source=FileSource([Entry(str(tmp_path / "a.png"), ["a cup"])], Preparation(8)), keys=[0])
+    assert images.number_of(tmp_path / "b.png") == 0
+    (tmp_path / "c.png").write_bytes(picture())
+    assert images.number_of(tmp_path / "c.png") is None
+    assert images.number_of(tmp_path / "none.png") is None
 
 
 def test_the_peak_of_a_process_has_other_units(monkeypatch: pytest.MonkeyPatch):

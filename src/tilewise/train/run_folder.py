@@ -17,7 +17,7 @@ from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
 from tilewise.train.trackers import Tracker
-from tilewise.train.untrusted import parse_json
+from tilewise.train.untrusted import is_same_file, parse_json
 
 
 def why_no_run(path: Path) -> str:
@@ -45,7 +45,7 @@ def check_not_moved(config_file: Path, config: RunConfig, overrides: Sequence[st
     home = config_file.parent
     if config_file.name != "config.toml" or any(given.startswith("output.folder=") for given in overrides):
         return
-    if list_checkpoints(home / "checkpoints") and Path(config.output.folder).resolve() != home.resolve():
+    if list_checkpoints(home / "checkpoints") and not is_same_file(config.output.folder, home):
         raise ConfigError(
             f"{home} is the folder of a run, but its settings have output.folder={config.output.folder!r}, which is "
             f"another folder. To continue the run, add output.folder={home}. To train a new run, add its folder"

@@ -48,6 +48,14 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     return data
 
 
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Return whether two paths name the same file or folder: through links, or in other letters if case is ignored."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):  # one of them does not exist, or cannot
+        return False
+
+
 def _check_regular(found: os.stat_result, limit: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise NotRegularError("not a regular file")

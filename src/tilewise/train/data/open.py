@@ -21,6 +21,7 @@ from tilewise.train.data.records import Record, RecordError, SkipLog, Source, pl
 from tilewise.train.data.shards import ShardSource, expand_shards
 from tilewise.train.data.table import Columns, Entry, FileSource, read_folder, read_table
 from tilewise.train.icons import IconSet, load_icons
+from tilewise.train.untrusted import is_same_file
 
 Watch = Callable[[int, int], None]  # how many are done, of how many
 AUTO_HELD_OUT = 1000  # most images that are held out if the settings leave the share open
@@ -130,11 +131,8 @@ class EvalImages:
         """Return the number of the image with this path, or None if there is none."""
         if not isinstance(self.source, FileSource):
             return None
-        wanted = file.resolve()
         names = (self.source.entries[key].image for key in self.keys)
-        return next(
-            (n for n, name in enumerate(names) if isinstance(name, str) and Path(name).resolve() == wanted), None
-        )
+        return next((n for n, name in enumerate(names) if isinstance(name, str) and is_same_file(name, file)), None)
 
     def take(self, numbers: range | list[int]) -> Tensor:
         """Return the images with these numbers."""
