@@ -597,7 +597,11 @@ BAD = {
     "triton on the CPU": (
         lambda: tw.nt_xent(A.double(), options=OPTIONS(backend="triton")),
         BackendError,
-        ("backend 'triton' cannot serve", r"float64 on cpu: it (needs a CUDA|multiplies)", 'backend="auto"'),
+        (
+            "backend 'triton' cannot serve",
+            r"float64 on cpu: (it needs a CUDA|it multiplies|the package triton is not installed)",
+            'backend="auto"',
+        ),
     ),
     "backend": (lambda: OPTIONS(backend="cuda"), ConfigError, ("no backend", "cuda", "auto, triton, torch")),
     "precision": (lambda: OPTIONS(precision="tf32"), ConfigError, ("no precision", "tf32", "torch, highest, high")),

@@ -395,7 +395,7 @@ REFUSED = {
     "group, both": (DtypeError, "process group", lambda: retrieval_ranks_both(X, Y, group=object())),
     "backend": (
         BackendError,
-        "cannot rank torch.float64 features of width 4 on cpu: it ",
+        "cannot rank torch.float64 features of width 4 on cpu: ",
         lambda: retrieval_ranks(X.double(), Y.double(), options=TileOptions(backend="triton")),
     ),
     "workspace": (

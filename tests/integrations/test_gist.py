@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.compare import assert_close, assert_no_worse
 from tests.integrations.matryoshka import shortened
-from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.marks import INTERPRETED
 from torch import nn
 
 import tilewise as tw

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.kernels.marks import INTERPRETED
 from tests.kernels.pair_checks import check_backward, check_forward
 
 from tilewise.kernels.triton_impl.backend import TritonBackend
@@ -9,14 +10,6 @@ from tilewise.kernels.triton_impl.two_pass import macro_tile
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
 
-# NumPy warns where a GPU does not: for log2(0), or for sums of undefined memory whose result is not used.
-INTERPRETED = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled: make test-gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
-    pytest.mark.filterwarnings("ignore:.* encountered in reduce:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
-    pytest.mark.usefixtures("nan_filled_empty"),
-]
 IN_THE_INTERPRETER = [*INTERPRETED, pytest.mark.usefixtures("quick")]
 BACKEND, OPTIONS = TritonBackend(), TileOptions(backend="triton", precision="highest")
 TYPES = {"float32": torch.float32, "float16": torch.float16}

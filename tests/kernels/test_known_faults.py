@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from tests.kernels.marks import NEEDS_TRITON
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
@@ -16,6 +17,7 @@ from tilewise.options import TileOptions
 from tilewise.tools.doctor import environment_problems
 from tilewise.tools.tune import Untunable, check_tunable
 
+pytestmark = NEEDS_TRITON
 CARD = torch.device("cuda", 0)
 ROWS = PairSpec(row_lse=True)
 AUTO, NAMED = TileOptions(), TileOptions(backend="triton")

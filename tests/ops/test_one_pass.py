@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmarks.measure import cpu_peak_bytes
 from tests.compare import assert_close, assert_no_worse
+from tests.kernels.marks import NEEDS_TRITON
 from tests.losses.loss_cases import converted, problem, solve
 from tests.ops.one_pass_cases import FEW, ONE_PASS, SERVED, TWO_PASS, count_calls
 from torch.nn.functional import normalize
@@ -14,8 +15,6 @@ import tilewise as tw
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.one_pass.products import saves_exponentials
 from tilewise.ops.route import forget_routes, route
 
 MIB = 2**20
@@ -204,7 +203,10 @@ def test_auto_goes_by_the_workspace(monkeypatch):
     assert not early(0, 8192, 256)
 
 
+@NEEDS_TRITON
 def test_auto_on_a_gpu(monkeypatch):
+    from tilewise.kernels.triton_impl.backend import TritonBackend
+
     gpu = functools.lru_cache(lambda shape, spec, options: TritonBackend())  # there is none here, and none is needed
     monkeypatch.setattr("tilewise.ops.route.choose_backend", gpu)
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -220,8 +222,10 @@ def test_auto_on_a_gpu(monkeypatch):
     assert early(512, 512, 512, gradients="forward", **bf16)
 
 
+@NEEDS_TRITON
 def test_exponentials_are_saved_where_a_large_classifier_would_be():
     """As float32 its gradient would take as much memory as all scores of the call."""
+    from tilewise.kernels.triton_impl.one_pass.products import saves_exponentials
 
     def waits(n, m, d, dtype=torch.bfloat16, spec=SOFTMAX, mib=2100, **needs):
         shape = PairShape(n, m, d, dtype, torch.device("cuda"))
