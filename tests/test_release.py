@@ -60,6 +60,15 @@ def test_the_workflow_runs_every_python_of_the_classifiers():
     assert min(named, key=minor) == PROJECT["requires-python"].removeprefix(">=")
 
 
+def test_the_workflow_runs_the_commands_of_the_readme_on_macos():
+    yaml = pytest.importorskip("yaml")
+    section = (ROOT / "README.md").read_text().split("\n## Two commands\n")[1].split("\n## ")[0]
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["mac"]
+    commands = [step["run"] for step in job["steps"] if step.get("run", "").startswith("make ")]
+    assert commands == re.findall(r"^make [a-z-]+", section, re.MULTILINE) == ["make demo", "make test"]
+    assert job["runs-on"].startswith("macos-")
+
+
 def test_ruff_is_the_same_before_a_commit():
     assert f"rev: v{PINS['ruff']}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
 
