@@ -9,6 +9,8 @@ from tests.gpu.checks import Place, peak_bytes
 from tests.kernels.pair_cases import CASES
 
 import tilewise as tw
+from tilewise.kernels import registry
+from tilewise.tools.tune_check import TYPES, why_not_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, MIB = Place(), 2**20
@@ -154,3 +156,9 @@ def test_auto_takes_triton_and_says_why_not(caplog):
         tw.nt_xent(torch.eye(64, device="cuda", dtype=torch.float64))
     assert "backend triton not chosen: it multiplies float16, bfloat16 and float32" in caplog.text
     assert "backend torch chosen" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_the_check_of_tuned_sizes_accepts_those_of_the_table(name):
+    device, item = torch.device("cuda", torch.cuda.current_device()), TYPES[name][0].itemsize
+    assert why_not_all(device, item, registry.tuner().base_row(device, item), (512, 1024)) is None
