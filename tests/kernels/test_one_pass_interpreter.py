@@ -160,6 +160,34 @@ def test_a_target_that_no_column_has_is_not_a_number():
     assert grads.b.isnan().any()
 
 
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS], ids=["one_pass", "two_pass"])
+def test_a_wrong_target_where_the_host_may_not_look(options, monkeypatch):
+    """NaN as loss, and as gradient of the row and of all classes, in both strategies."""
+    monkeypatch.setattr("tilewise._check.can_read", lambda values: False)
+    hidden, classes = torch.randn(9, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    for wrong in (43, -5):
+        target = torch.arange(9)
+        target[2] = wrong
+        loss = tw.linear_cross_entropy(hidden, classes, target, options=options)
+        of_hidden, of_classes = torch.autograd.grad(loss, (hidden, classes))
+        assert loss.isnan()
+        assert of_hidden.isnan().any(1).tolist() == [row == 2 for row in range(9)]
+        assert of_classes.isnan().all()
+
+
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS], ids=["one_pass", "two_pass"])
+@pytest.mark.parametrize(("score", "at"), [(torch.inf, 0), (torch.inf, 30), (-torch.inf, slice(None))])
+def test_a_score_that_makes_the_dense_loss_nan(options, score, at):
+    """Then so are its gradients, and ours."""
+    hidden, classes = torch.randn(9, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    bias = torch.zeros(40)
+    bias[at] = score
+    leaves = hidden, classes, bias.requires_grad_()
+    loss = tw.linear_cross_entropy(hidden, classes, torch.arange(9), linear_bias=bias, options=options)
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, leaves))
+
+
 def test_a_z_loss_that_cancels_the_weight_of_a_row():
     pair, spec = softmax_pair(20, 30, 8, 1.0)
     lse = torch.logsumexp(pair.a @ pair.b.T, 1)

@@ -151,6 +151,43 @@ def test_a_target_that_a_bias_rules_out(options, dtype):
         assert_close(grad, want, {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype])
 
 
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS, tw.TileOptions(filter_tolerance=1e-9)])
+@pytest.mark.parametrize("settings", [{}, {"z_loss": 0.1}, {"weight": torch.rand(40)}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("wrong", [43, -5])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_wrong_target_where_the_host_may_not_look(options, settings, wrong, reduction, monkeypatch):
+    """As on a GPU: NaN as loss, and as gradient of the row and of all classes, and nothing else changes."""
+    monkeypatch.setattr("tilewise._check.can_read", lambda values: False)
+    hidden, classes = torch.randn(9, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
+    target, row = torch.arange(9), torch.arange(9) == 2
+    target[5] = -100
+
+    def solved(target):
+        loss = tw.linear_cross_entropy(hidden, classes, target, reduction=reduction, options=options, **settings)
+        return loss.sum(), *torch.autograd.grad(loss.sum(), (hidden, classes))
+
+    _, right, _ = solved(target)
+    target[2] = wrong
+    loss, of_hidden, of_classes = solved(target)
+    assert loss.isnan()
+    assert of_hidden[row].isnan().all()
+    assert_close(of_hidden[~row], right[~row], 1e-6)
+    assert of_classes.isnan().all()
+
+
+@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS])
+@pytest.mark.parametrize(("score", "at"), [(torch.inf, 0), (torch.inf, 30), (-torch.inf, slice(None))])
+def test_a_score_that_makes_the_dense_loss_nan(options, score, at):
+    """Then so are its gradients, and ours."""
+    hidden, classes = torch.randn(9, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
+    bias, target = torch.zeros(40), torch.arange(9)
+    bias[at] = score
+    leaves = hidden, classes, bias.requires_grad_()
+    loss = tw.linear_cross_entropy(hidden, classes, target, linear_bias=bias, options=options)
+    assert loss.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, leaves))
+
+
 @pytest.mark.parametrize("options", [ONE_PASS, TWO_PASS, tw.TileOptions(filter_tolerance=1e-3)])
 @pytest.mark.parametrize("changed", range(4))
 def test_inputs_that_change_before_backward_are_noticed(options, changed):

@@ -59,11 +59,14 @@ def loss_of_stats(
     counts, lse_grad = weight != 0, weight
     # A target out of range has 0 positives, and 0 / 0 gives NaN. A row of weight 0 is not an error.
     positives = torch.where(counts, stats.num_positives, 1.0)
-    loss = torch.where(counts, wide * (stats.row_lse - stats.row_pos / positives), 0.0).sum()
+    each = torch.where(counts, wide * (stats.row_lse - stats.row_pos / positives), 0.0)
+    loss, wrong = each.sum(), each.isnan()
     if square is not None:
         lse, squared = stats.row_lse if row_shift is None else stats.row_lse + row_shift, square != 0
         loss = loss + torch.where(squared, square.double() * lse.square(), 0.0).sum()
         lse_grad = lse_grad + torch.where(squared, 2.0 * square * lse, 0.0).to(lse_grad.dtype)
+    # A row whose loss is NaN has the gradient NaN, never a plausible one.
+    lse_grad = torch.where(wrong, torch.nan, lse_grad)
     return loss, GradStats(row_lse=lse_grad, row_pos=-weight / positives)
 
 

@@ -434,6 +434,8 @@ class FilterPlan:
 def largest_gradient(grad: GradStats, options: TileOptions = DEFAULT_OPTIONS) -> Tensor:
     """The largest absolute value among the gradients of the statistics, as a 0-d tensor; 1 if all are zero.
 
+    It is also 1 if one is infinite or NaN, so that the gradients of other rows stay what they are.
+
     With ``batch_invariant`` it is 1, because it depends on all rows; the caller has divided each row by its own size.
 
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
@@ -443,4 +445,4 @@ def largest_gradient(grad: GradStats, options: TileOptions = DEFAULT_OPTIONS) ->
     if not tops or options.batch_invariant:
         return torch.ones(())
     top = torch.stack(tops).amax()
-    return torch.where(top > 0, top, torch.ones_like(top))
+    return torch.where((top > 0) & top.isfinite(), top, torch.ones_like(top))

@@ -19,6 +19,7 @@ from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import TileOptions
 
 NAMES = ("input", "linear_weight")
+NO_CLASS = 2**31 - 1  # an index beyond all classes
 
 
 @overload
@@ -148,32 +149,37 @@ def linear_cross_entropy(
 
     valid = y != ignore_index
     key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
+    if not _check.can_read(y):  # a negative target is wrong, not ignored: it becomes one beyond the classes
+        key = torch.where(valid & (y < 0), NO_CLASS, key)
     own = key - start if name else key
     row_shift = _target_scores(a, c, own, scale, bias, cap, name, options)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
         col_weight = torch.ones(c.shape[0], dtype=stat, device=a.device) if weight is None else weight.to(stat)
-    target_weight = None if weight is None else sum_over_ranks(_pick(weight.to(stat), own), name)
+    target_weight = None
+    if weight is not None:
+        picked = _pick(weight.to(stat), own, 0.0 if name else torch.nan)
+        target_weight = torch.where(valid, sum_over_ranks(picked, name), 0.0)
     keys = PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight)
     spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
     count = valid.sum().to(stat) if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
     if reduction != "none" and not smooth and not name and not return_lse:
-        each = valid.to(stat) if target_weight is None else torch.where(valid, target_weight, 0.0)
+        each = valid.to(stat) if target_weight is None else target_weight
         total = each.sum() if reduction == "mean" and weight is not None else count
         square = torch.where(valid, z_loss / count, 0.0).to(stat) if z_loss else None
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
         loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, spec=spec, options=options)
-        return loss + _nan_if_wrong(total, valid, key)
+        return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
     stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     assert stats.row_lse is not None
     assert stats.row_pos is not None
     assert stats.num_positives is not None
-    # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
+    # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
-    loss_n = stats.row_lse - stats.row_pos / positives
+    loss_n = (stats.row_lse - stats.row_pos) * (positives / positives)
     if target_weight is not None:
         loss_n = target_weight * loss_n
     lse = stats.row_lse if row_shift is None else stats.row_lse + row_shift
@@ -188,19 +194,11 @@ def linear_cross_entropy(
     else:
         total = count
         if reduction == "mean" and target_weight is not None:
-            total = torch.where(valid, target_weight, 0.0).sum()
+            total = target_weight.sum()
         loss = loss_n.sum() / total
         if z_loss:
             loss = loss + z_loss / count * lse.square().sum()
     return (loss, lse.reshape(shape)) if return_lse else loss
-
-
-def _nan_if_wrong(total: Tensor, valid: Tensor, key: Tensor) -> Tensor:
-    """0, or NaN if no row is valid, or if a valid row has a negative target, which would otherwise be ignored."""
-    wrong = total == 0
-    if not _check.can_read(key):
-        wrong = wrong | (valid & (key < 0)).any()
-    return torch.zeros_like(total).masked_fill(wrong, torch.nan)
 
 
 def check_z_loss(z_loss: float) -> None:
@@ -293,12 +291,12 @@ def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
     return checked
 
 
-def _pick(values_v: Tensor, own: Tensor) -> Tensor:
-    """values[own], and 0 for a class of another rank."""
+def _pick(values_v: Tensor, own: Tensor, outside: float) -> Tensor:
+    """values[own], and ``outside`` for a class that is not here, but of another rank or out of range."""
     inside = (own >= 0) & (own < values_v.shape[0])
     if values_v.shape[0] == 0:
-        return torch.zeros(own.shape, dtype=values_v.dtype, device=own.device)
-    return torch.where(inside, values_v[own.clamp(0, values_v.shape[0] - 1)], 0.0)
+        return torch.full(own.shape, outside, dtype=values_v.dtype, device=own.device)
+    return torch.where(inside, values_v[own.clamp(0, values_v.shape[0] - 1)], outside)
 
 
 def _target_scores(
@@ -317,7 +315,7 @@ def _target_scores(
         return None
     score = torch.where((own >= 0) & (own < c.shape[0]), shift, 0.0)
     if bias is not None:
-        score = score + _pick(bias.detach().to(score.dtype), own)
+        score = score + _pick(bias.detach().to(score.dtype), own, 0.0)
     score = sum_over_ranks(score, group_name)
     if softcap:
         return softcap * torch.tanh(score / softcap)

@@ -152,7 +152,7 @@ class _Blocks:
         self.loss += loss
         assert grad.row_lse is not None
         assert grad.row_pos is not None
-        factor = torch.where(total > 0, grad.row_lse / self.size / total, 0.0)
+        factor = grad.row_lse / self.size / torch.where(total == 0, 1.0, total)
         x_rc.mul_(factor.to(x_rc.dtype)[:, None])
         self.at_positive[i] = (grad.row_pos / self.size).to(self.at_positive.dtype)
         keys.add_at_positives_(x_rc, self.at_positive, i, j, x_rc)

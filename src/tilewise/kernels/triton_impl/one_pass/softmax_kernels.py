@@ -134,8 +134,8 @@ def rows_kernel(softcap, row_key, shift,  # scores, keys, shift
         invalid = invalid | (z != 0.0)
     least = tl.abs(w) * SMALLEST_SHARE  # tensor first: the interpreter of Triton 3.7 cannot compare the other order
     lse_grad = tl.where(tl.abs(lse_grad) < least, least, lse_grad)
-    # A row that counts without a positive has a target out of range: its loss is NaN.
-    invalid = invalid & (key < 0)
+    # A row that counts without a positive has a target out of range: its loss is NaN. So is that of a score of +inf.
+    invalid = invalid & ((key < 0) | (total == float("inf")))
     loss = tl.where(invalid, float("nan"), tl.where(counts, loss, 0.0))
     f = tl.where(invalid, float("nan"), tl.where(counts, lse_grad / total, 0.0))
     tl.store(factor + rows, f, mask=ok)
