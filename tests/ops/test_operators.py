@@ -78,6 +78,37 @@ def test_registered_operators_pass_opcheck(name):
     torch.library.opcheck(torch.ops.tilewise.pair_stats.default, inputs)
 
 
+@pytest.mark.parametrize("backend", ["torch", "transposed"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_results_have_the_strides_of_the_fakes(backend, batch_invariant):
+    """Whatever the strides of the features are, and those of a backend's results. Compiled code relies on it."""
+
+    class Transposed(TorchBackend):
+        name = "transposed"
+
+        def backward(self, *args, **more):
+            grads = super().backward(*args, **more)
+            turned = {name: g.T.contiguous().T for name, g in vars(grads).items() if g is not None and g.dim() == 2}
+            return dataclasses.replace(grads, **turned)
+
+    if backend == "transposed":
+        select.register_backend(Transposed())
+    pair, spec = make_case("cross_entropy_smoothed_and_capped", torch.float32)
+    pair = dataclasses.replace(pair, a=pair.a.T.contiguous().T, b=pair.b.T.contiguous().T)
+    options = TileOptions(backend=backend, batch_invariant=batch_invariant)
+    settings = encode(Settings(spec, options, needs=Needs(True, True, True, True)))
+    inputs = *plain_inputs(pair, spec)[:-1], settings
+    try:
+        found = torch.ops.tilewise.pair_stats(*inputs)
+        coming = [torch.ones_like(value) for value in found]
+        torch.library.opcheck(torch.ops.tilewise.pair_stats.default, inputs, test_utils="test_faketensor")
+        inputs = *inputs[:-1], found, coming, [True] * 4, settings
+        torch.library.opcheck(torch.ops.tilewise.pair_stats_backward.default, inputs, test_utils="test_faketensor")
+    finally:
+        if backend == "transposed":
+            select.unregister_backend("transposed")
+
+
 def test_eager_and_registered_operator_agree():
     for name in TYPICAL:
         pair, spec = make_case(name, torch.float64)

@@ -187,7 +187,7 @@ def _register(operator: Operator) -> None:
 
     def forward(*arguments: Any) -> list[Tensor]:
         done = operator.forward(_call_of(arguments), eager=False)
-        return [*done.outputs, *done.saved]
+        return [value.contiguous() for value in (*done.outputs, *done.saved)]  # as the fake promises
 
     def forward_fake(*arguments: Any) -> list[Tensor]:
         call = _call_of(arguments)
@@ -200,7 +200,7 @@ def _register(operator: Operator) -> None:
         found = operator.backward(call, saved, None, grads, Needs(*needs), eager=False)
         assert found is not None
         values = _in_types(found, call.leaves, Needs(*needs))
-        return [_nothing(call) if value is None else value for value in values]
+        return [_nothing(call) if value is None else value.contiguous() for value in values]
 
     def backward_fake(*arguments: Any) -> list[Tensor]:
         call, needs = _call_of(arguments), arguments[-2]

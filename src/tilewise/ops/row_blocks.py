@@ -81,7 +81,7 @@ class RowBlocks(Backend):
             others = self.inner.backward(pair, stats, grad, rest, spec, ordinary, grad_dtype=grad_dtype)
         if not needs.a:
             return others
-        out = torch.empty_like(pair.a, dtype=grad_dtype)
+        out = pair.a.new_empty(pair.a.shape, dtype=grad_dtype)
         size, small = None, pair.a.dtype == torch.float16
         if small:  # G must stay near 1 in float16, in every row
             size = _row_sizes(grad)
