@@ -1,5 +1,7 @@
 """A backend that is registered by a test and offers only `two_pass` runs every loss and retrieval."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.compare import assert_close
@@ -98,3 +100,20 @@ def test_auto_does_not_choose_it(calls):
 def test_a_name_that_is_not_registered_is_refused():
     with pytest.raises(ConfigError, match=r"no backend 'nothing'.*oracle"):
         tw.TileOptions(backend="nothing")
+
+
+def test_a_backend_that_takes_the_name_of_another_serves_the_next_call(calls):
+    """Also a call that was routed before."""
+    made, options = problem("clip"), tw.TileOptions(backend="oracle")
+    made.ours(SimpleNamespace(**made.leaves), options=options)
+    before, used = len(calls), []
+
+    class Later(OracleBackend):
+        def forward(self, *args):
+            used.append("forward")
+            return super().forward(*args)
+
+    register_backend(Later())
+    made.ours(SimpleNamespace(**made.leaves), options=options)
+    assert used == ["forward"]
+    assert len(calls) == before

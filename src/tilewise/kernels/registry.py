@@ -88,19 +88,32 @@ def size_table() -> ModuleType:
     return sizes
 
 
+_forgetters: list[Callable[[], None]] = []
+
+
+def forget_with_backends(clear: Callable[[], None]) -> None:
+    """Call ``clear``, which empties a cache of backends, whenever another backend gets a name."""
+    _forgetters.append(clear)
+
+
+def _forget() -> None:
+    for clear in _forgetters:
+        clear()
+
+
 def register_backend(backend: Backend) -> None:
     """Make a backend available as ``TileOptions(backend=backend.name)``. "auto" does not choose it."""
     _LOADERS[backend.name] = lambda: backend
     if backend.name not in BACKEND_NAMES:
         BACKEND_NAMES.append(backend.name)
-    choose_backend.cache_clear()
+    _forget()
 
 
 def unregister_backend(name: str) -> None:
     """Undo `register_backend`."""
     del _LOADERS[name]
     BACKEND_NAMES.remove(name)
-    choose_backend.cache_clear()
+    _forget()
 
 
 def load_backend(name: str) -> Backend:
@@ -148,6 +161,9 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
             return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
     raise BackendError(f"no backend can serve this call on {shape.device}: {reason}")
+
+
+forget_with_backends(choose_backend.cache_clear)
 
 
 def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:

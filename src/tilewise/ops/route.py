@@ -16,7 +16,7 @@ import torch
 
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend
-from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.registry import choose_backend, forget_with_backends
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.row_blocks import in_blocks
 from tilewise.options import TileOptions
@@ -98,6 +98,9 @@ def _route(
     if why_two is None:
         return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
     return Route("two_pass", why_two, backend)
+
+
+forget_with_backends(_route.cache_clear)
 
 
 def _filter_reason(options: TileOptions, tolerance: float) -> str:
