@@ -97,14 +97,17 @@ def test_the_call_takes_the_strategy_that_was_explained(name, strategy, monkeypa
     assert set(taken) == {told.strategy}
 
 
-def measured(n, m, d, dtype, workspace_mib):
+def measured(n, m, d, dtype, workspace_mib, ignored=0, gradients="auto"):
     """A small step and the one that counts; see `cpu_peak_bytes`."""
 
     def step(n, m, mib):
         kind = getattr(torch, dtype)
         a, b = (torch.randn(rows, d).to(kind).requires_grad_() for rows in (n, m))
-        options = tw.TileOptions(workspace_mib=mib)
-        return lambda: torch.autograd.grad(tw.linear_cross_entropy(a, b, torch.arange(n) % m, options=options), (a, b))
+        options = tw.TileOptions(workspace_mib=mib, gradients=gradients)
+        target = torch.arange(n) % m
+        if ignored:
+            target[::ignored] = -100
+        return lambda: torch.autograd.grad(tw.linear_cross_entropy(a, b, target, options=options), (a, b))
 
     return step(256, 256, 1), step(n, m, workspace_mib)
 
@@ -120,6 +123,31 @@ def test_the_bound_holds(dtype):
     peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
     assert peak <= found.peak_bytes + vectors + 2 * MIB
     assert found.peak_bytes < 4 * n * m, "far below the scores"
+
+
+@pytest.mark.parametrize("ignored", [2, 16])
+@pytest.mark.parametrize("gradients", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bound_holds_with_ignored_tokens(dtype, gradients, ignored):
+    """Every second or every sixteenth: the others are copied, and so is their gradient. Both are large here."""
+    n, m, d, mib = 16_384, 512, 512, 4
+    options = tw.TileOptions(workspace_mib=mib, gradients=gradients)
+    hidden, classes = head(n, m, d, getattr(torch, dtype))
+    (found,) = tw.explain(tw.linear_cross_entropy, hidden, classes, torch.zeros(n).long(), options=options).calls
+    assert found.copy_bytes == 2 * hidden.nbytes
+    arguments = {"n": n, "m": m, "d": d, "dtype": dtype, "workspace_mib": mib}
+    arguments |= {"ignored": ignored, "gradients": gradients}
+    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    assert peak <= found.peak_bytes + 24 * (n + m) * 8 + 2 * MIB
+
+
+def test_copies_are_counted_where_rows_can_be_dropped():
+    x, y = head(64, 64, 8)
+    assert tw.explain(tw.clip_loss, x, y, 2.0).calls[0].copy_bytes == 0
+    with torch.no_grad():
+        (found,) = tw.explain(tw.linear_cross_entropy, x, y, torch.zeros(64).long()).calls
+    assert found.copy_bytes == x.nbytes
+    assert "copies 1," in str(found)
 
 
 def measured_ring(n, d, workspace_mib):

@@ -16,6 +16,7 @@ from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, stat_dtype
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
+from tilewise.ops.rows import copied_bytes
 from tilewise.ring.exchange import find_exchange
 
 MIB = 2**20
@@ -36,6 +37,7 @@ class Decision:
         accumulator_bytes: float32 sums or saved float32 gradients of half types; over a group also the blocks that
             travel and the sums over them, for shards of equal size.
         workspace_bytes: ``TileOptions.workspace_mib``; what is used of it depends on the call.
+        copy_bytes: if some tokens are ignored, a copy of the others, and their gradient before it is put back.
     """
 
     operator: str
@@ -51,17 +53,19 @@ class Decision:
     accumulator_bytes: int
     workspace_bytes: int
     refused: tuple[tuple[str, str], ...] = ()
+    copy_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """The most memory that forward and backward take together, above the inputs."""
-        return self.gradient_bytes + self.accumulator_bytes + self.workspace_bytes
+        return self.gradient_bytes + self.accumulator_bytes + self.copy_bytes + self.workspace_bytes
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         parts = {
             "gradients": self.gradient_bytes,
             "accumulators": self.accumulator_bytes,
+            "copies": self.copy_bytes,
             "workspace": self.workspace_bytes,
         }
         memory = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in parts.items() if size)
@@ -112,6 +116,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
         workspace_bytes=settings.options.workspace_bytes,
         refused=tuple(refusals(shape, settings.spec, settings.options).items()),
+        copy_bytes=copied_bytes(shape, settings.spec, needs.a),
     )
     for found in _listeners:
         found.append(decision)

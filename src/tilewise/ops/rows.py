@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairSpec, Stats
+from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
 USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks must decide alike
@@ -35,10 +35,20 @@ def may_look(pair: Pair, spec: PairSpec) -> bool:
     """Whether the host may read which rows count: always on the CPU; elsewhere if it pays and nothing is captured."""
     if pair.a.device.type == "cpu":
         return True
-    cols = USUAL_SHARD if spec.same_rows else pair.b.shape[0]
-    if pair.a.shape[0] * cols * pair.a.shape[1] < WORTH_WAITING:
-        return False
-    return not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing())
+    return pays(pair.shape, spec) and not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def pays(shape: PairShape, spec: PairSpec) -> bool:
+    """Whether it pays to read which rows count: always on the CPU."""
+    cols = USUAL_SHARD if spec.same_rows else shape.cols
+    return shape.device.type == "cpu" or shape.rows * cols * shape.width >= WORTH_WAITING
+
+
+def copied_bytes(shape: PairShape, spec: PairSpec, needs_a: bool) -> int:
+    """The most memory of the features of the rows that stay, and of their gradient; 0 if no row can be dropped."""
+    if not spec.drop_rows or not shape.has_row_key or not pays(shape, spec):
+        return 0
+    return shape.rows * (shape.width * (1 + needs_a) + shape.guide_width) * shape.dtype.itemsize
 
 
 class KeptRows:
