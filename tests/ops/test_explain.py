@@ -141,6 +141,15 @@ def test_the_bound_holds_with_ignored_tokens(dtype, gradients, ignored):
     assert peak <= found.peak_bytes + 24 * (n + m) * 8 + 2 * MIB
 
 
+def test_the_shift_of_each_row_stays_within_the_workspace():
+    """The picked columns of all rows would take 32 MiB, and so would their products."""
+    n, m, d, mib = 16_384, 512, 512, 4
+    arguments = {"n": n, "m": m, "d": d, "dtype": "float32", "workspace_mib": mib}
+    gradients = 4 * (n + m) * d
+    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    assert peak <= gradients + 24 * (n + m) * 8 + (mib + 2) * MIB
+
+
 def test_copies_are_counted_where_rows_can_be_dropped():
     x, y = head(64, 64, 8)
     assert tw.explain(tw.clip_loss, x, y, 2.0).calls[0].copy_bytes == 0

@@ -58,7 +58,7 @@ def clip_loss(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     scale = _check.check_scalar("logit_scale", logit_scale, a)
-    shift = positive_shift(a, b, scale)
+    shift = positive_shift(a, b, scale, options=options)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
         must_match = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""

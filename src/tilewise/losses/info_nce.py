@@ -98,7 +98,7 @@ def info_nce(
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
-    shift = positive_shift(a, b, scale)
+    shift = positive_shift(a, b, scale, options=options)
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)

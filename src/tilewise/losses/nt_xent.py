@@ -58,7 +58,7 @@ def nt_xent(
     scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
-    shift = positive_shift(z, z, scale, other)
+    shift = positive_shift(z, z, scale, other, options)
     stats = pair_stats(
         z,
         None,

@@ -58,7 +58,7 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-    shift = positive_shift(z, z, scale, None if z.dtype in HALF else _next_of_label(key))
+    shift = positive_shift(z, z, scale, None if z.dtype in HALF else _next_of_label(key), options)
     stats = pair_stats(
         z,
         None,

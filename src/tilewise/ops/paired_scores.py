@@ -22,8 +22,8 @@ OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
 CHUNK_ELEMENTS = 2**23  # 32 MiB of float32 at a time
 
 
-def _chunks(rows: int, width: int) -> list[slice]:
-    return slices(rows, max(1, CHUNK_ELEMENTS // max(width, 1)))
+def _chunks(rows: int, width: int, elements: int = 0) -> list[slice]:
+    return slices(rows, max(1, (elements or CHUNK_ELEMENTS) // max(width, 1)))
 
 
 def positive_shift(
@@ -32,16 +32,18 @@ def positive_shift(
     """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), without gradient. The shift of each row.
 
     It need not be exact, only near the positive's score. None for half types, whose products are coarser than what a
-    shift saves.
+    shift saves. The workspace is not in use yet: the picked columns and their products may take half of it.
     """
     if a.dtype in HALF_TYPES:
         return None
-    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index, block_rows(a.device, options))
+    elements = min(CHUNK_ELEMENTS, options.workspace_bytes // (4 * a.dtype.itemsize))
+    block = block_rows(a.device, options)
+    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index, block, elements)
     return shift
 
 
-def _find_row_products(a: Tensor, b: Tensor, index: OptTensor, block: int) -> Tensor:
-    """In blocks of ``block`` rows, or, if it is 0, of any number of rows."""
+def _find_row_products(a: Tensor, b: Tensor, index: OptTensor, block: int, elements: int) -> Tensor:
+    """In blocks of ``block`` rows, or, if it is 0, of about ``elements`` numbers."""
     out = a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
     if b.shape[0] == 0:  # a rank's shard of the columns may be empty
         return out.zero_()
@@ -50,14 +52,14 @@ def _find_row_products(a: Tensor, b: Tensor, index: OptTensor, block: int) -> Te
             picked = b[rows if index is None else index[rows].clamp(0, b.shape[0] - 1)]
             out[rows[:used]] = (a[rows] * picked).sum(1, dtype=out.dtype)[:used]
         return out
-    for part in _chunks(a.shape[0], a.shape[1]):
+    for part in _chunks(a.shape[0], a.shape[1], elements):
         picked = b[part] if index is None else b[index[part].clamp(0, b.shape[0] - 1)]
         out[part] = (a[part] * picked).sum(1, dtype=out.dtype)
     return out
 
 
 _row_products = plain_operator(
-    "row_products", _find_row_products, lambda a, b, index, block: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
+    "row_products", _find_row_products, lambda a, *more: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
 )
 
 
