@@ -195,9 +195,11 @@ def test_precision_is_set_for_the_call_and_put_back(monkeypatch):
 
 @pytest.fixture
 def told():
-    """What `torch.backends` holds of float32 products, put back afterwards."""
+    """What `torch.backends` holds of float32 products: nothing at first, and put back afterwards."""
     places = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "none"
     yield places
     for place, value in zip(places, before, strict=True):
         place.fp32_precision = value
