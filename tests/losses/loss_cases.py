@@ -150,6 +150,11 @@ def supcon_lonely_rows(make: Maker) -> Problem:
     return _supcon(make, make.integers(make.n, make.n) * 2**40 - 2**41)
 
 
+def bring_close(queries: Tensor, keys: Tensor, make: Maker) -> None:
+    """Write each key near its query, as unit vectors."""
+    keys.copy_(F.normalize(queries.float() + 0.02 * make.unit(*queries.shape[:-1]).float(), dim=-1))
+
+
 def _info_nce(make: Maker, negatives: Tensor | None = None, **fixed: Any) -> Problem:
     leaves = {"query": make.unit(make.n), "key": make.unit(make.n), "temperature": make.number(0.1)}
     if negatives is not None:

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.compare import assert_no_worse
+from tests.losses.loss_cases import CASES, Maker, bring_close, converted, solve
 
 import tilewise as tw
 
@@ -29,6 +31,32 @@ def test_a_softmax_over_one_score_has_no_loss_and_no_gradient(name, dtype, gradi
         loss = ALONE[name](*leaves, tw.TileOptions(gradients=gradients))
         assert loss.item() == 0.0
         assert all((grad == 0).all() for grad in torch.autograd.grad(loss, leaves))
+
+
+PAIRS = {"image": "text", "query": "key"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", [name for name, build in CASES.items() if PAIRS.keys() & build(Maker(torch.half)).leaves]
+)
+def test_gradients_of_close_pairs_in_half_types(name, dtype):
+    """Probabilities are near 1 and gradients small. Large terms must cancel before they are rounded."""
+    make = Maker(dtype, n=64, d=48)
+    made = CASES[name](make)
+    pair = next((one, PAIRS[one]) for one in PAIRS if one in made.leaves)
+    bring_close(*(made.leaves[leaf] for leaf in pair), make)
+    for leaf, factor in {"scale": 2.0, "temperature": 0.5}.items():
+        if leaf in made.leaves:
+            made.leaves[leaf] *= factor
+    exact = {leaf: value.requires_grad_() for leaf, value in converted(made.leaves, torch.float64).items()}
+    for value in made.leaves.values():
+        value.requires_grad_()
+    one = torch.ones(())
+    (_, got), (_, dense) = solve(made.ours, made.leaves, one), solve(made.dense, made.leaves, one)
+    _, want = solve(made.dense, exact, one)
+    for leaf in pair:
+        assert_no_worse(got[leaf], dense[leaf], want[leaf], leaf)
 
 
 OPTIONS = {

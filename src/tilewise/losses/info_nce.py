@@ -127,7 +127,7 @@ def info_nce(
     more = {} if guided is None else guided.keys()
     keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
-    col_lse = None
+    other = None  # the losses of the keys, in the other direction
     if not in_batch or harder.in_batch:
         pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
         if in_batch:  # all keys but the query's own, which is not raised
@@ -140,11 +140,17 @@ def info_nce(
         stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
         assert stats.row_pos is not None
         assert stats.row_lse is not None
-        pos, lse, col_lse = stats.row_pos, stats.row_lse, stats.col_lse
+        pos, lse = stats.row_pos, stats.row_lse
+        if stats.col_lse is not None:
+            other = stats.col_lse - pos
     if symmetric and apart:
         more = {} if guided is None else guided.keys(swap=True)
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
-        col_lse = pair_stats(b, a, scale, keys=keys, spec=spec, **how).row_lse
+        stats = pair_stats(b, a, scale, keys=keys, spec=spec, **how)
+        assert stats.row_pos is not None
+        assert stats.row_lse is not None
+        # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
+        other = stats.row_lse - stats.row_pos
     if negatives is not None and negatives.dim() == 3:
         own_nk = own_scores(a, negatives, negative_mask, options.precision)
         x_nk = _shifted(scale * own_nk, shift)
@@ -160,8 +166,8 @@ def info_nce(
         shared = _shared_lse(a, negatives, scale, shift, ids, negative_mask, guided, hardness=harder.hard, **how)
         lse = torch.logaddexp(lse, shared)
     loss_n = lse - pos  # both relative to `shift`
-    if col_lse is not None:
-        loss_n = (loss_n + col_lse - pos) / 2
+    if other is not None:
+        loss_n = (loss_n + other) / 2
     return reduce_rows(loss_n, reduction, group_name)
 
 
