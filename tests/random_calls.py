@@ -220,7 +220,7 @@ def judged(what: str, got: Tensor, dense: Tensor, want: Tensor, floor: float, ep
         got, dense, want = (values.nan_to_num(0.0) for values in (got, dense, want))
     ours, theirs = relative_error(got, want), relative_error(dense, want)
     theirs = eps if math.isnan(theirs) else theirs
-    return [] if ours <= max(1.5 * theirs + 1e-6, floor) else [f"{what}: error {ours:.3g}, dense {theirs:.3g}"]
+    return [] if ours <= max(1.5 * theirs, floor) else [f"{what}: error {ours:.3g}, dense {theirs:.3g}"]
 
 
 def ask(place: Place, seeds: range, seconds: float, largest: int = 3000) -> int:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.compare import assert_no_worse
+from tests.compare import assert_close, assert_no_worse
 from tests.losses.loss_cases import CASES, Maker, bring_close, converted, solve
 
 import tilewise as tw
@@ -90,3 +90,14 @@ def test_the_error_of_a_small_loss_in_float32(name, how):
             assert ((got - want).abs() <= bound).all(), (seed, size)
             small += int((want.mean() < 0.03) & (want.mean() > 1e-3))
     assert small >= 10  # the losses in question were among them
+
+
+def test_gradients_of_a_bucket_with_nearly_all_probability_in_float32():
+    """Gradients of the student's probabilities cancel there, and float32 would lose two digits."""
+    made = CASES["sparse_distillation_reverse"](Maker(torch.float32, n=1000, d=64))
+    exact = {leaf: value.requires_grad_() for leaf, value in converted(made.leaves, torch.float64).items()}
+    for value in made.leaves.values():
+        value.requires_grad_()
+    (_, got), (_, want) = (solve(*each, torch.ones(())) for each in ((made.ours, made.leaves), (made.dense, exact)))
+    for leaf in want:
+        assert_close(got[leaf], want[leaf], 2e-6, leaf)

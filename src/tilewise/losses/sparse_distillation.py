@@ -157,13 +157,16 @@ def linear_sparse_distillation_loss(
     )
     assert stats.row_lse is not None
     assert stats.row_picked is not None
-    x, lse = torch.where(here & (ids >= classes), torch.nan, stats.row_picked), stats.row_lse[:, None]
+    # In float64, because gradients cancel where one class has nearly all probability; these are few numbers.
+    x = torch.where(here & (ids >= classes), torch.nan, stats.row_picked).double()
+    lse = stats.row_lse[:, None].double()
     if bucket:  # one more class: all others of the student, if there are any, and what the teacher has left
         x, rest = torch.cat([x, lse], 1), counted[:, None] & (lse != -torch.inf)
         here, t = torch.cat([here, rest], 1), torch.cat([t, torch.where(rest, _log_rest(t), -torch.inf)], 1)
         # Rows that do not count keep their finite values: a row of -inf alone would have NaN gradients.
         lse = torch.where(here | ~counted[:, None], x, -torch.inf).logsumexp(1, keepdim=True)
-    loss_n = torch.where(counted, _divergence(x - lse, t, here, counted, divergence, tail), 0.0)
+    loss_n = _divergence(x - lse, t.double(), here, counted, divergence, tail)
+    loss_n = torch.where(counted, loss_n, 0.0).to(stats.row_lse.dtype)
     if reduction == "none":
         return loss_n.reshape(shape)
     return loss_n.sum() / counted.sum() if reduction == "mean" else loss_n.sum()
