@@ -92,14 +92,14 @@ def test_a_student_with_few_captions_learns_more_from_its_teacher(example: Any) 
 @pytest.mark.slow
 @pytest.mark.group
 def test_several_processes_have_the_loss_of_one(tmp_path: Path) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", "2", str(EXAMPLES / "several_processes.py"), "--steps", "3"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(EXAMPLES / "several_processes.py"), "--steps", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = re.findall(r"loss ([\d.]+) of 2 ranks, ([\d.]+) in one process", done.stdout)
-    assert len(losses) == 4
+    assert len(losses) == 2
     assert all(abs(float(a) - float(b)) <= 2e-4 for a, b in losses)
-    assert float(losses[0][0]) > float(losses[-1][0])
+    assert float(losses[0][0]) > float(losses[1][0])
 
 
 def run_notebook(name: str, steps: int | None = None) -> dict[str, Any]:

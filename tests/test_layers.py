@@ -1,6 +1,7 @@
 """Imports point one way. The table of the design, read from the source."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or path.is_dir()
 
 
-def imports(source: str) -> set[str]:
+@functools.cache
+def imports(source: str) -> frozenset[str]:
     """Dotted names of all modules that a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -71,7 +73,7 @@ def imports(source: str) -> set[str]:
             assert node.module is not None
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def own_imports(source: str) -> set[str]:
