@@ -101,3 +101,18 @@ def test_gradients_of_a_bucket_with_nearly_all_probability_in_float32():
     (_, got), (_, want) = (solve(*each, torch.ones(())) for each in ((made.ours, made.leaves), (made.dense, exact)))
     for leaf in want:
         assert_close(got[leaf], want[leaf], 2e-6, leaf)
+
+
+def test_far_negatives_of_each_query_in_float32():
+    """Their small terms must not be lost in a sum with the 1 of the positive."""
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        query, noise = (F.normalize(torch.randn(64, 128, generator=g), dim=1) for _ in range(2))
+        key, negatives = F.normalize(query + 0.02 * noise, dim=1), torch.randn(64, 3, 128, generator=g)
+        given = query, key, F.normalize(negatives, dim=-1)
+        got, want = (
+            tw.info_nce(*(x.to(dtype) for x in given), in_batch=False, temperature=0.1)
+            for dtype in (torch.float32, torch.float64)
+        )
+        assert 1e-4 < want < 4e-4
+        assert_close(got, want, 2e-6)

@@ -160,12 +160,13 @@ def info_nce(
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
             x_nk = x_nk.masked_fill(guided.excludes_own(options.precision), -torch.inf)
-        lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1), 1)
+        # In float64: a float32 sum of 1 and the small terms of far negatives would lose their digits.
+        lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1).double(), 1)
     elif negatives is not None:
         ids = query_id, negative_id
         shared = _shared_lse(a, negatives, scale, shift, ids, negative_mask, guided, hardness=harder.hard, **how)
         lse = torch.logaddexp(lse, shared)
-    loss_n = lse - pos  # both relative to `shift`
+    loss_n = (lse - pos).to(pos.dtype)  # both relative to `shift`
     if other is not None:
         loss_n = (loss_n + other) / 2
     return reduce_rows(loss_n, reduction, group_name)
