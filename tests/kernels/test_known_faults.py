@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import known_faults, registry
+from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.spec import PairShape, PairSpec
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.ops.route import forget_routes
 from tilewise.options import TileOptions
 from tilewise.tools.doctor import environment_problems
 from tilewise.tools.tune import Untunable, check_tunable
@@ -101,9 +101,9 @@ def rocm(machine, monkeypatch):
     """A build of torch for AMD cards, which calls them cuda. The capability is that of an MI250."""
     machine("3.7.1", (9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    forget_routes()
+    forget_choices()
     yield
-    forget_routes()
+    forget_choices()
 
 
 def test_amd_cards_take_the_torch_backend(rocm, monkeypatch):

@@ -13,9 +13,9 @@ from tests.compare import relative_error
 
 import tilewise as tw
 from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.call import Settings, decode, encode
-from tilewise.ops.route import forget_routes
 from tilewise.options import TileOptions
 
 ROUNDING = TileOptions(filter_tolerance="rounding", gradients="backward")
@@ -102,11 +102,11 @@ def as_if(monkeypatch):
     def patch(dtype):
         monkeypatch.setattr(plans, "ROUNDING_SHARE", 1e9)
         monkeypatch.setattr(plans, "tolerance_of", lambda options, _: torch.finfo(dtype).eps)
-        forget_routes()
+        forget_choices()
 
     yield patch
     monkeypatch.undo()
-    forget_routes()
+    forget_choices()
 
 
 def total(log_prob, entropy, kind, seed=5):

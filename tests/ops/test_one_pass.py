@@ -12,10 +12,11 @@ from tests.ops.one_pass_cases import FEW, ONE_PASS, SERVED, TWO_PASS, count_call
 from torch.nn.functional import normalize
 
 import tilewise as tw
+from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.ops.route import forget_routes, route
+from tilewise.ops.route import route
 
 MIB = 2**20
 NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_entropy_smoothed", "nt_xent", "supcon"]
@@ -26,7 +27,7 @@ def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
     monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
-    forget_routes()
+    forget_choices()
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_losses_that_cannot_do_it_do_as_before(name, calls):
 
 
 def early(n, m, d, dtype=torch.float32, device="cpu", spec=SOFTMAX, group="", **settings):
-    forget_routes()
+    forget_choices()
     shape, options = PairShape(n, m, d, dtype, torch.device(device)), tw.TileOptions(**settings)
     way = route(shape, spec, options, Needs(), scalar=True, over_group=bool(group))
     return way.strategy == "one_pass"

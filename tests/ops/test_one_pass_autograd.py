@@ -13,8 +13,8 @@ from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
+from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.torch_impl import one_pass as kernels
-from tilewise.ops.route import forget_routes
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def small_blocks(monkeypatch, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
     monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
-    forget_routes()
+    forget_choices()
 
 
 @pytest.fixture

@@ -105,14 +105,18 @@ def test_sizes_that_fail_in_one_case_are_skipped(monkeypatch):
 
 
 def test_sizes_with_which_another_kernel_fails_are_skipped(monkeypatch):
+    """And the user learns which ones, and why."""
+
     def reason(device, item, row, widths):
-        return "no" if row.gradient == TWO["gradient"][1] else None
+        return "WrongNumbers: info_nce" if row.gradient == TWO["gradient"][1] else None
 
     monkeypatch.setattr(tune, "why_not_all", reason)
     rates = {job: float(at) for at, job in enumerate(todo(), start=1)}
     found = tune.keep_best(CPU, CARD, rates, {}, [WIDTH], Shown())
     assert found.after[4].gradient == TWO["gradient"][0]
     assert found.after[4].forward == TWO["forward"][1]
+    lines = [line for line in tune_cli.report(found, table=False) if line.startswith("not taken")]
+    assert lines == [f"not taken, 4-byte types, gradient: {TWO['gradient'][1]}: WrongNumbers: info_nce"]
 
 
 def test_every_kind_of_call_is_checked(monkeypatch):
@@ -160,17 +164,6 @@ def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
     monkeypatch.setattr(owner, last, wrong)
     assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]).startswith("WrongNumbers: ")
     assert not jobs_of.replay._recordings
-
-
-def test_the_user_learns_which_sizes_were_wrong(monkeypatch):
-    def reason(device, item, row, widths):
-        return "WrongNumbers: info_nce" if row.gradient == TWO["gradient"][1] else None
-
-    monkeypatch.setattr(tune, "why_not_all", reason)
-    rates = {job: float(at) for at, job in enumerate(todo(), start=1)}
-    found = tune.keep_best(CPU, CARD, rates, {}, [WIDTH], Shown())
-    lines = [line for line in tune_cli.report(found, table=False) if line.startswith("not taken")]
-    assert lines == [f"not taken, 4-byte types, gradient: {TWO['gradient'][1]}: WrongNumbers: info_nce"]
 
 
 @pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])

@@ -96,7 +96,8 @@ def forget_with_backends(clear: Callable[[], None]) -> None:
     _forgetters.append(clear)
 
 
-def _forget() -> None:
+def forget_choices() -> None:
+    """Empty all caches of backends; also for tests that change a threshold."""
     for clear in _forgetters:
         clear()
 
@@ -106,14 +107,14 @@ def register_backend(backend: Backend) -> None:
     _LOADERS[backend.name] = lambda: backend
     if backend.name not in BACKEND_NAMES:
         BACKEND_NAMES.append(backend.name)
-    _forget()
+    forget_choices()
 
 
 def unregister_backend(name: str) -> None:
     """Undo `register_backend`."""
     del _LOADERS[name]
     BACKEND_NAMES.remove(name)
-    _forget()
+    forget_choices()
 
 
 def load_backend(name: str) -> Backend:

@@ -174,12 +174,6 @@ def _why_not_one_pass(
     return f"the workspace holds the scores of {rows} rows; one pass needs all rows, or at least {enough}"
 
 
-def forget_routes() -> None:
-    """Empty the cache: for tests that change a threshold or a backend."""
-    _route.cache_clear()
-    choose_backend.cache_clear()
-
-
 def is_capturing(features: torch.Tensor) -> bool:
     """Whether a CUDA graph is being captured."""
     return features.is_cuda and torch.cuda.is_current_stream_capturing()
