@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.compare import assert_close, assert_no_worse
+from tests.compare import assert_close
 from tests.losses.loss_cases import CASES, Maker, bring_close, converted, solve
 
 import tilewise as tw
@@ -41,22 +41,17 @@ PAIRS = {"image": "text", "query": "key"}
     "name", [name for name, build in CASES.items() if PAIRS.keys() & build(Maker(torch.half)).leaves]
 )
 def test_gradients_of_close_pairs_in_half_types(name, dtype):
-    """Probabilities are near 1 and gradients small. Large terms must cancel before they are rounded."""
+    """Probabilities are near 1. Large terms must cancel before they are rounded; the dense path is off by up to 100 %."""
     make = Maker(dtype, n=64, d=48)
     made = CASES[name](make)
     pair = next((one, PAIRS[one]) for one in PAIRS if one in made.leaves)
     bring_close(*(made.leaves[leaf] for leaf in pair), make)
-    for leaf, factor in {"scale": 2.0, "temperature": 0.5}.items():
-        if leaf in made.leaves:
-            made.leaves[leaf] *= factor
     exact = {leaf: value.requires_grad_() for leaf, value in converted(made.leaves, torch.float64).items()}
     for value in made.leaves.values():
         value.requires_grad_()
-    one = torch.ones(())
-    (_, got), (_, dense) = solve(made.ours, made.leaves, one), solve(made.dense, made.leaves, one)
-    _, want = solve(made.dense, exact, one)
+    (_, got), (_, want) = (solve(*each, torch.ones(())) for each in ((made.ours, made.leaves), (made.dense, exact)))
     for leaf in pair:
-        assert_no_worse(got[leaf], dense[leaf], want[leaf], leaf)
+        assert_close(got[leaf], want[leaf], 1e-2, leaf)
 
 
 OPTIONS = {
