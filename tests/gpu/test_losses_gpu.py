@@ -202,6 +202,31 @@ def test_exponentials_are_saved_in_the_memory_of_the_gradient(spread, mib, seed,
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("mib", [256, 8], ids=["all saved", "a part saved"])
+def test_saved_exponentials_of_flat_scores_round_positives_once(mib, seed, seen):
+    """With flat scores the classifier's gradient is that of the targets, whose weight 1/n bfloat16 has exactly."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden = torch.randn(1024, 1024, device="cuda", generator=generator).bfloat16().requires_grad_()
+    head = (torch.randn(40_000, 1024, device="cuda", generator=generator) / 32).bfloat16().requires_grad_()
+    target = torch.randint(0, 40_000, (1024,), device="cuda", generator=generator)
+    target[100:300] = 7  # more than one program adds up
+    options = tw.TileOptions(backend="triton", gradients="backward", workspace_mib=mib)
+    loss = tw.linear_cross_entropy(hidden, head, target, options=options)
+    found = torch.autograd.grad(loss, (hidden, head))
+    assert len(seen) == 1
+    assert bool(seen[0].needs_repair == 0)
+
+    def dense(dtype):
+        leaves = [value.detach().to(dtype).requires_grad_() for value in (hidden, head)]
+        logits = leaves[0] @ leaves[1].T
+        logits = logits if dtype == torch.float64 else logits.float()
+        return torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target), leaves)
+
+    for got, low, exact in zip(found, dense(torch.bfloat16), dense(torch.float64), strict=True):
+        assert_no_worse(got, low, exact, factor=1.1)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize("mib", [256, 16], ids=["all saved", "a part saved"])
 @pytest.mark.parametrize("spread", [1.0, 6.0, 300.0], ids=["plain", "peaked", "far apart"])
 def test_statistics_of_tokens_save_exponentials(spread, mib, seed, seen):

@@ -6,6 +6,7 @@ from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 from tilewise.kernels.triton_impl.one_pass import product_kernels, sigmoid_kernels, softmax_kernels
 from tilewise.kernels.triton_impl.one_pass.softmax import MANY_PARTS
+from tilewise.kernels.triton_impl.two_pass import rounded_positives
 
 DIAGONAL, ONE = bit.DIAGONAL.value, bit.ONE.value
 BIAS_AND_CAP, SKIP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True)), bit.SKIP.value
@@ -33,8 +34,9 @@ SMALL = {
         {"D": 4096, "BLOCK": 8, "WIDTH": 256},
         {"b", "entry", "column", "out", "scaled", "dots"},
     ),
-    "positives": (product_kernels.positives_kernel, RUNS | {"EPS": 2.0**-7}, set()),
-    "runs": (product_kernels.runs_kernel, RUNS, set()),
+    "positives": (rounded_positives.positives_kernel, RUNS | {"EPS": 2.0**-7}, {"scale"}),
+    "positives of saved columns": (rounded_positives.positives_kernel, RUNS | {"EPS": 2.0**-7}, set()),
+    "runs": (rounded_positives.runs_kernel, RUNS, {"scale"}),
     "bias": (product_kernels.bias_kernel, {"FIRST": False, "BLOCK": 32, "WIDTH": 128}, set()),
     "times": (
         product_kernels.times_kernel,

@@ -118,7 +118,7 @@ def small_kernels(loss, kind, sizes):
         picked = {"POSITIVE": PICKED}
         found += [(positive.positive_kernel, picked, set()), (positive.positive_gradient_kernel, picked, set())]
     if loss == "cross entropy, saved":
-        for more in (set(), {"grad_picked"}):
+        for more in (set(), {"entry"}, {"entry", "grad_picked"}):
             found += [(saved.factor_kernel, {"BLOCK": saved.FACTOR_ROWS, "WIDTH": saved.WIDTH}, more)]
         found += [(saved.check_kernel, {"BLOCK": saved.CHECKED_ROWS}, set())]
     if loss in TOKENS:

@@ -14,8 +14,9 @@ from triton.runtime import interpreter
 
 from tilewise.kernels.spec import Needs, Pair, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, row_width
-from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials
 from tilewise.kernels.triton_impl.one_pass.strategy import gradients, loss_and_gradients
+from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 
 pytestmark = IN_THE_INTERPRETER
 
@@ -164,8 +165,8 @@ def test_a_gradient_saved_in_float32_has_the_whole_share(monkeypatch, several_bl
     assert_close(grads.scale, (exact[0] * pair.a.double()).sum() / pair.scale, 1e-4)
 
 
-@pytest.mark.parametrize("most", [1, 64, 65, 300])
-def test_a_column_may_have_any_number_of_rows(most):
+@pytest.mark.parametrize("most, scale", [(1, 1.5), (64, 1.5), (65, 1.0), (300, 1.5)])
+def test_a_column_may_have_any_number_of_rows(most, scale):
     """Those of a long run are added up in several parts; a row without a positive has none."""
     generator = torch.Generator().manual_seed(most)
     n, d, columns = 330, 40, 50
@@ -174,13 +175,11 @@ def test_a_column_may_have_any_number_of_rows(most):
     column = torch.randint(0, columns, (n,), generator=generator, dtype=torch.int32)
     column[torch.randperm(n, generator=generator)[:most]] = 7
     column[::30] = -1
-    held = Exponentials(e=a[:, :1], factor=factor, entry=entry, column=column)
-    work = object.__new__(Products)
     pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(1.5))
-    work.call, work.d = Call(pair, SOFTMAX, ONE_PASS), d
-    grad = torch.zeros(columns, d)
-    work._positives(held, pair.a, scaled, grad)
-    exact = 1.5 * (factor * entry).double()[:, None] * pair.a.double()
+    grad, call = torch.zeros(columns, d), Call(pair, SOFTMAX, ONE_PASS)
+    given = {"a": pair.a, "scaled": scaled, "factor": factor, "entry": entry}
+    correct_positives(call, grad, column.sort(stable=True), **given, scale=pair.scale if scale != 1.0 else None)
+    exact = scale * (factor * entry).double()[:, None] * pair.a.double()
     each = exact - entry.half().double()[:, None] * scaled.double()
     want = torch.zeros(columns, d).double().index_add_(0, column.clamp(min=0), each * (column >= 0)[:, None])
     assert_close(grad, want, 1e-6)
@@ -198,10 +197,8 @@ def test_two_roundings_leave_little_more_than_one(negatives):
     share = negatives * other
     grad = (share + entry.bfloat16()[:, None].float() * scaled.float()).bfloat16()
     column = torch.arange(128, dtype=torch.int32)
-    held = Exponentials(e=a[:, :1], factor=k * factor, entry=entry, column=column)
-    work = object.__new__(Products)
-    work.call, work.d = Call(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS), 200
-    work._positives(held, a, scaled, grad)
+    call = Call(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS)
+    correct_positives(call, grad, column.sort(stable=True), a=a, scaled=scaled, factor=k * factor, entry=entry)
     want = share.double() - 3.0 * a.double()
     assert relative_error(grad, want) <= 1.45 * relative_error(want.bfloat16(), want)
 

@@ -97,6 +97,28 @@ def test_every_kind_of_incoming_gradient(kind, scale):
     assert abs(got.scale - want.scale) <= 2e-5 * terms
 
 
+def test_positives_are_rounded_once(monkeypatch):
+    """Where scores are flat, a column's gradient is that of its positives. Many rows share one of them."""
+    monkeypatch.setattr(saving, "DTYPES", (torch.float16,))
+    n, m = 100, 400
+    pair = pair_of(n, m)
+    key = torch.randint(0, m, (n,), generator=torch.Generator().manual_seed(2))
+    key[10:90] = 11  # more than one program adds up
+    pair = dataclasses.replace(pair, a=pair.a.half(), b=pair.b.half(), bias=None, row_key=key)
+    pair = dataclasses.replace(pair, scale=torch.tensor(2.0**-6))
+    stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
+    assert held is not None
+    saved = slice(0, held.end)
+    grad = GradStats(row_lse=torch.ones(n), row_pos=-torch.ones(n))
+    plain = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
+    x = pair.scale.double() * pair.a.double() @ pair.b.double().T
+    g = x.softmax(1) - torch.nn.functional.one_hot(key, m)
+    exact = pair.scale.double() * g.T @ pair.a.double()
+    assert_no_worse(got.b[saved], plain.b[saved], exact[saved], "saved columns", factor=1.1)
+    assert_no_worse(got.b[11], plain.b[11], exact[11], "the column of many rows", factor=1.1)
+
+
 PICKED = dataclasses.replace(SPEC, row_picked=True)
 PICKS_COMING = {  # gradients of the log-sum-exp, the positive and the picked columns
     "all": lambda lse, pos, picked: (lse, pos, picked),

@@ -12,7 +12,7 @@ products then include ``grad_output``, so that gradients are still rounded only 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,12 +23,11 @@ from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
 from tilewise.kernels.triton_impl.one_pass import product_kernels
 from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 from tilewise.kernels.triton_impl.two_pass.products import product
+from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 from tilewise.options import TileOptions
 
 FINISH_BLOCK, FINISH_WIDTH = 8, 256  # rows and features of `finish_rows_kernel`; four times as many spill registers
 BIAS_ROWS, BIAS_COLS = 32, 128  # rows and columns of `bias_kernel`
-POSITIVES_BLOCK, POSITIVES_WIDTH, POSITIVES_WARPS = 4, 512, 2  # rows, features and warps of `positives_kernel`
-POSITIVES_RUN = 64  # most rows with the same positive that one program adds up
 
 
 class Exponentials(NamedTuple):
@@ -117,7 +116,9 @@ class Products:
                 self.grad_b = call.empty(self.m, self.d, dtype=self.dtype)
             product(self.grad_b, held.e.T, scaled, i.start == 0)
             if held.rounded:
-                self._positives(held, a, scaled, self.grad_b)
+                given = {"a": a, "scaled": scaled, "factor": held.factor, "entry": held.entry}
+                column, order = torch.sort(held.column, stable=True)
+                correct_positives(call, self.grad_b, (column, order), **given, scale=call.pair.scale)
 
     def grads(self) -> Grads:
         """The gradients, after all rows were added."""
@@ -137,27 +138,12 @@ class Products:
             self.dots.append(dots)
         finish = call.prepare(product_kernels.finish_rows_kernel).offer(call.fixed)
         finish.put({"a": a, "n": len(a), "total": total, "out": out, "scaled": scaled, "dots": dots})
-        finish.put({"factor": held.factor, "BLOCK": FINISH_BLOCK, "WIDTH": power_of_two(self.d, FINISH_WIDTH)})
+        finish.put(
+            {"factor": held.factor, "BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}
+        )
         if held.rounded:
             finish.put({"entry": held.entry, "column": held.column, "b": call.b})
         finish.launch(programs)
-
-    def _positives(self, held: Exponentials, a: Tensor, scaled: Tensor, out: Tensor) -> None:
-        """Correct dB, given as ``out``, in the columns that are the positive of a row.
-
-        Rows are sorted by the column of their positive, so that the rows of one column are added in a fixed order.
-        """
-        call, width = self.call, power_of_two(self.d, POSITIVES_WIDTH)
-        column, order = torch.sort(held.column, stable=True)
-        chunks, runs = cdiv(self.d, width), cdiv(len(a), POSITIVES_RUN)
-        values: dict[str, Any] = {"a": a, "scaled": scaled, "column": column, "order": order, "n": len(a)}
-        values |= {"factor": held.factor, "entry": held.entry, "scale": call.pair.scale}
-        values |= {"exacts": call.empty(runs, self.d), "helds": call.empty(runs, self.d)}
-        values |= {"D": self.d, "STRIDE": a.stride(0), "RUN": POSITIVES_RUN, "BLOCK": POSITIVES_BLOCK, "WIDTH": width}
-        if runs > 1:
-            call.prepare(product_kernels.runs_kernel, POSITIVES_WARPS).put(values).launch((runs - 1) * chunks)
-        values |= {"grad": out, "EPS": 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps}
-        call.prepare(product_kernels.positives_kernel, POSITIVES_WARPS).put(values).launch(len(a) * chunks)
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
         """Write the terms of these rows to the bias's gradient ``out``, or add them if they are not the first rows."""
@@ -170,11 +156,6 @@ class Products:
             out.index_put_(
                 (held.column.clamp(min=0).long(),), lost, accumulate=True
             )  # torch sorts the indices here and uses no atomics
-
-
-def power_of_two(size: int, most: int) -> int:
-    """The size rounded up to a power of two, at most ``most``."""
-    return min(most, triton.next_power_of_2(size))
 
 
 def sum_parts(parts: list[Tensor]) -> Tensor:

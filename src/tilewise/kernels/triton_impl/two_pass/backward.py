@@ -18,7 +18,7 @@ from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import RowFactors, SavedColumns, column_pieces
 
 SPAN_BLOCK = 1024
 ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most one in a row
@@ -99,7 +99,7 @@ class Backward:
         serves = self.guided or (grad.row_lse is not None and not needs.bias)
         in_place = self.need_b and grad_dtype == self.pair.a.dtype and self.row_step >= self.n
         self.saved = saved if serves and in_place else None
-        self.factors: tuple[Tensor, Tensor] | None = None  # f_i and f_i a_i
+        self.factors: RowFactors | None = None
         self.inside: Tensor = scale if factors[0] is None else factors[0]
         self.outside = factors[1]
         call.by_row |= {
@@ -204,16 +204,19 @@ class Backward:
                 g, a = g_all[: i.stop - i.start, : j.stop - j.start], call.rows(i, self.sizes)["a"]
                 ready = None if self.saved is None else self.saved.chunk(j)
                 if ready is not None:
-                    g, a = ready, a if self.factors is None else self.factors[1]
+                    g, a = ready, a if self.factors is None else self.factors.scaled
                 self._gradient(g, tile_descriptor(g, self.sizes), i, j, bias)
                 if grad_a is not None:
                     grad_a.add(i, g, call.cols(j, self.sizes)["b"])
                     if sym and i != j:
                         grad_a.add(j, g.T, a)
                     if self.factors is not None and j.stop == others_from:
-                        grad_a.scale_rows(i, self.factors[0])
+                        grad_a.scale_rows(i, self.factors.each)
                 if grad_b is not None:
                     grad_b.add(j, g.T, a)
+                    if self.factors is not None and j.stop == others_from:
+                        assert self.saved is not None
+                        self.saved.correct_positives(call, grad_b.sums, self.factors)
             if grad_a is not None and not sym:
                 grad_a.finish(i, call.a)
         del g_all, g, ready
@@ -250,7 +253,7 @@ class Backward:
         is_saved = self.saved is not None and j.start < self.saved.end
         if is_saved and self.factors is not None:
             assert self.saved is not None
-            row_factor = self.factors[0]
+            row_factor = self.factors.each
             span = self.saved.needs_repair  # a span that is wide only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
         if self.guided:

@@ -83,10 +83,16 @@ class GradientSum:
         if self.call.recording is not None:
             self.call.recording.multiplied(run, target, *operands)
 
-    def _accumulator(self, i: slice) -> Tensor:
-        """The rows i of the accumulator."""
+    @property
+    def sums(self) -> Tensor:
+        """The accumulator."""
         sums = self.out if self.total is None else self.total
         assert sums is not None
+        return sums
+
+    def _accumulator(self, i: slice) -> Tensor:
+        """The rows i of the accumulator."""
+        sums = self.sums
         return sums[: i.stop - i.start] if self.total is not None and not self.whole else sums[i]
 
     def finish(self, i: slice, features: Tensor) -> None:

@@ -13,6 +13,9 @@ G of these columns is not formed: f_i multiplies the rows of A and of dA instead
 
     dA_i = f_i sum_j E_ij b_j + the terms of columns that are not saved        dB_j = sum_i E_ij (f_i a_i)    j saved
 
+f_i a_i is rounded to the type of the features. For the positives, whose term may be all of dB_j, that rounding is
+corrected afterwards (`rounded_positives`).
+
 The first columns are saved, in chunks k = 0 .. K of c_k <= c columns. The chunks lie at the end of the memory. So dB can
 be written from the start of the memory, chunk by chunk, and never overwrites exponentials that are still to be read:
 
@@ -44,20 +47,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.spec import GradStats, Pair, PairSpec
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
 from tilewise.kernels.triton_impl.sizes import forward_sizes, whole_rounds
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
+from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 
 GUIDES = ("kl", "reverse_kl")  # a Jensen-Shannon divergence needs the memory of dB in forward
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
@@ -80,6 +84,14 @@ GRADIENT_ROWS = 32  # rows of one program of `saved_gradient_kernel`
 CHECKED_ROWS = 1024  # rows that `check_kernel` reads at a time
 
 
+class RowFactors(NamedTuple):
+    """f_i of all rows, by which exponentials are multiplied."""
+
+    each: Tensor  # (n,) f_i
+    scaled: Tensor  # (n, d) f_i a_i, rounded
+    entry: Tensor | None  # (n,) the positive's entry of E, unrounded; None if positives are not corrected
+
+
 @dataclass
 class SavedColumns:
     """The exponentials of some columns, in the memory that becomes dB and in a buffer."""
@@ -95,6 +107,7 @@ class SavedColumns:
     tile: int = 0  # columns of such a tile; 0 if all rows have the same reference
     scores: bool = False  # whether both scores of an entry are saved, in float32, instead of an exponential
     needs_repair: Tensor | None = None  # (1,) float32: 0, or 1e9 if backward must compute G of the saved columns
+    positives: tuple[Tensor, Tensor] | None = None  # see `sort_positives`
     probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
 
     @staticmethod
@@ -212,19 +225,41 @@ class SavedColumns:
         values |= {"repaired": repaired, "only_if": only_if, "needs_repair": self.needs_repair, "BLOCK": CHECKED_ROWS}
         call.prepare(check_kernel, warps=8).put(values).launch(1)
 
-    def factors(self, call: Call, factor: Tensor, place: Tensor | None) -> tuple[Tensor, Tensor]:
-        """f_i: (n,), and f_i a_i: (n, d), written to ``place`` if given. ``factor`` multiplies all gradients."""
+    def sort_positives(self, pair: Pair, grad: GradStats) -> None:
+        """Set `positives`, for `correct_positives`: the saved columns that are a row's positive, and their rows.
+
+        They stay None if exponentials of these columns are not multiplied by f_i, or the positives have no gradient.
+        """
+        if grad.row_pos is None or self.relative or self.scores or not self.end:
+            return
+        key = pair.row_key
+        if key is None:
+            key = torch.arange(pair.row_start, pair.row_start + self.rows, device=self.memory.device)
+        here = (key - pair.col_start).int()
+        self.positives = torch.sort(torch.where((here >= 0) & (here < self.end), here, -1), stable=True)
+
+    def factors(self, call: Call, factor: Tensor, place: Tensor | None) -> RowFactors:
+        """The factors of all rows, f_i a_i written to ``place`` if given. ``factor`` multiplies all gradients."""
         assert self.peaks is not None
         n, d = call.a.shape
         each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
+        entry = None if self.positives is None else call.empty(n)
         start = call.pair.col_start
         values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": self.needs_repair}
         values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "first": start, "n": n, "m": self.end}
-        values |= {"each": each, "scaled": scaled, "ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
+        values |= {"each": each, "scaled": scaled, "entry": entry}
+        values |= {"ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
         values["picks"] = 0 if call.pick is None else call.pick.shape[1]
         prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
         prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
-        return each, scaled
+        return RowFactors(each, scaled, entry)
+
+    def correct_positives(self, call: Call, grad: Tensor, factors: RowFactors) -> None:
+        """Correct ``grad``, the gradient of the saved columns, for the rounding of f_i a_i in the terms of positives."""
+        if self.positives is not None:
+            assert factors.entry is not None
+            given = {"a": call.a, "scaled": factors.scaled, "factor": factors.each, "entry": factors.entry}
+            correct_positives(call, grad, self.positives, **given)
 
 
 def _suits(pair: Pair, spec: PairSpec) -> bool:
@@ -291,11 +326,11 @@ def saved_gradient_kernel(e, reference, row_lse, grad_row, grad_entropy, grad_sq
 
 
 @kernel(
-    optional=("own", "row_key", "grad_pos", "grad_picked"),
+    optional=("own", "row_key", "grad_pos", "grad_picked", "entry"),
     dynamic=("peak_count", "n", "m", "first", "ahead", "picks", "a_stride"),
 )
 def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_picked, factor, needs_repair,  # in
-                  each, scaled,  # outputs
+                  each, scaled, entry,  # outputs
                   peak_count, a_stride, n, m, first, ahead, picks,
                   D: tl.constexpr, POSITIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """each_i = f_i = g_i exp(t - lse_i) and scaled_i = f_i a_i; 1 and a_i if ``needs_repair`` is set.
@@ -304,7 +339,7 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
 
     The positive's entry is often the largest of its row in E, and most of the row's gradient. In E it is rounded to the
     type of the features. If the positive is among the m saved columns, f_i is changed by at most that rounding, so that
-    f_i times the rounded entry is G.
+    f_i times the rounded entry is G. ``entry`` is the unrounded one, G / f_i.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
@@ -323,12 +358,14 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
     f = tl.where(tl.abs(coming) < least, least, coming) * lift
     if grad_pos is not None:
         value = coming * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + worth
-        entry = (value / f).to(a.dtype.element_ty).to(tl.float32)
+        rounded = (value / f).to(a.dtype.element_ty).to(tl.float32)
         there = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE) >= 0
-        fits = value / tl.where(entry == 0.0, 1.0, entry)
+        fits = value / tl.where(rounded == 0.0, 1.0, rounded)
         f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
     f = tl.where((tl.load(needs_repair) < 1.0) & (level < float("inf")), f, 1.0)
     tl.store(each + rows, f, mask=ok)
+    if entry is not None:
+        tl.store(entry + rows, tl.where(f == 0.0, 0.0, value / f), mask=ok)
     for k in range(0, D, WIDTH):
         at = k + tl.arange(0, WIDTH)
         inside = ok[:, None] & (at < D)[None, :]

@@ -105,7 +105,9 @@ def backward(
         known = [stats.row_lse, stats.row_pos, stats.col_lse, stats.row_picked, *vars(folded).values(), *factors]
         layout = None
         if saved is not None:
+            saved.sort_positives(pair, folded)
             known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair, saved.reference]
+            known += saved.positives or ()
             layout = saved.inside, saved.behind
         a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
         if saved is not None:

@@ -1,0 +1,153 @@
+"""Corrects the gradient of the columns for the roundings in the terms of the positives.
+
+Gradients from exponentials are the product dB_j = sum_i E_ij s_i, with s_i = f_i a_i. With features of a half type, the term
+of a positive contains two roundings: v_i of its entry e_i, and that of s_i. The term may be most of the gradient, or all of
+it where scores are flat, and a dense loss rounds it once. So for the positives alone
+
+    dB_j += sum of f_i e_i a_i - v_i s_i    over the rows i whose positive is j
+
+is added after the product, in float32. Rows are sorted by the column of their positive, so that the rows of one column are
+added in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.kernels.triton_impl.launch.call import Call, cdiv
+from tilewise.kernels.triton_impl.launch.prepared import kernel
+
+ROWS, MOST_WIDTH, WARPS = 4, 512, 2  # rows, features and warps of a program
+LONGEST_RUN = 64  # most rows with the same positive that one program adds up
+
+
+def correct_positives(
+    call: Call,
+    grad: Tensor,
+    positives: tuple[Tensor, Tensor],
+    *,
+    a: Tensor,
+    scaled: Tensor,
+    factor: Tensor,
+    entry: Tensor,
+    scale: Tensor | None = None,
+) -> None:
+    """Correct ``grad``, the gradient of the columns.
+
+    Args:
+        call: the call.
+        grad: (m, d), float32 or the type of the features.
+        positives: of `torch.sort`: the column of each row's positive in ascending order, -1 for none, and the rows.
+        a, scaled: (n, d) a_i and s_i.
+        factor, entry: (n,) f_i and e_i.
+        scale: multiplies every f_i; None for 1.
+    """
+    n, d = a.shape
+    column, order = positives
+    width = min(MOST_WIDTH, triton.next_power_of_2(d))
+    chunks, runs = cdiv(d, width), cdiv(n, LONGEST_RUN)
+    values: dict[str, Any] = {"a": a, "scaled": scaled, "column": column, "order": order, "n": n, "scale": scale}
+    values |= {"factor": factor, "entry": entry, "exacts": call.empty(runs, d), "helds": call.empty(runs, d)}
+    values |= {"D": d, "STRIDE": a.stride(0), "RUN": LONGEST_RUN, "BLOCK": ROWS, "WIDTH": width}
+    if runs > 1:
+        call.prepare(runs_kernel, WARPS).put(values).launch((runs - 1) * chunks)
+    values |= {"grad": grad, "EPS": 0.0 if grad.dtype == torch.float32 else torch.finfo(grad.dtype).eps}
+    call.prepare(positives_kernel, WARPS).put(values).launch(n * chunks)
+
+
+@triton.jit
+def positives_from(place, stop, mine, col, a, scale, scaled, factor, entry, order, column, D: tl.constexpr,
+                   STRIDE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Sums of f_i e_i a_i and of v_i s_i over the rows i whose column is mine; f_i is ``factor`` times ``scale``, if given.
+
+    Their sorted places are ``place`` up to ``stop``, at most RUN of them.
+    """
+    all_places = place + tl.arange(0, RUN)
+    found = tl.load(column + all_places, mask=all_places < stop, other=-2) == mine
+    end = place + tl.sum(found.to(tl.int32), 0)
+    s = 1.0
+    if scale is not None:
+        s = tl.load(scale)
+    exact = tl.zeros((WIDTH,), tl.float32)
+    held = tl.zeros((WIDTH,), tl.float32)
+    for start in range(place, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = tl.load(order + at, mask=at < end, other=0)[:, None]
+        here = (at < end)[:, None] & (col < D)[None, :]
+        e = tl.load(entry + row)
+        x = tl.load(a + row * STRIDE + col[None, :], mask=here, other=0.0).to(tl.float32)
+        y = tl.load(scaled + row * D + col[None, :], mask=here, other=0.0).to(tl.float32)
+        v = e.to(scaled.dtype.element_ty).to(tl.float32)
+        # Elsewhere values may be infinite.
+        exact += tl.sum(tl.where(here, (s * tl.load(factor + row) * e) * x, 0.0), 0)
+        held += tl.sum(tl.where(here, v * y, 0.0), 0)
+    return exact, held
+
+
+@kernel(optional=("scale",), dynamic=("n",))
+def runs_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, n,
+                D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Partial sums for `positives_kernel`, of a column with many rows: from each RUN-th sorted place to the next."""
+    chunks = tl.cdiv(D, WIDTH)
+    run = tl.program_id(0) // chunks + 1
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + run * RUN)
+    goes = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
+    stop = tl.where(goes, tl.minimum(n, run * RUN + RUN), 0)
+    exact, held = positives_from(
+        run * RUN, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    here = goes & (col < D)
+    tl.store(exacts + run * D + col, exact, mask=here)
+    tl.store(helds + run * D + col, held, mask=here)
+
+
+@kernel(optional=("scale",), dynamic=("n",))
+def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, grad, n,
+                     D: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+                     WIDTH: tl.constexpr):  # fmt: skip
+    """grad_j += sum of f_i e_i a_i - v_i s_i over the rows i whose positive is j.
+
+    ``column`` is sorted; ``order`` has the row of each place. A program has WIDTH features of one sorted place. The first
+    program of a column adds all its rows, in order; the others return. From the next RUN-th place on, `runs_kernel` has
+    added up the rows of a column.
+
+    A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before and is rounded again. Besides sum v_i s_i
+    it holds the share of the negatives and a rounding error, whose mean square is known: ulp^2 / 12. To reduce that error,
+    the sum of both is multiplied by the negatives' part of its squares (Stein's estimate), where it is no larger than a
+    rounding can be. A share of the negatives below the rounding vanishes, as in a rounded dense gradient, and the share of
+    the positives is then rounded once.
+    """
+    chunks = tl.cdiv(D, WIDTH)
+    place = tl.program_id(0) // chunks
+    col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
+    mine = tl.load(column + place)
+    first = mine != tl.load(column + place - 1, mask=place > 0, other=-1)  # false for -1, which sorts first
+    where = grad + mine.to(tl.int64) * D + col
+    here = first & (col < D)
+    before = tl.load(where, mask=here, other=0.0).to(tl.float32)
+    run = place // RUN + 1
+    stop = tl.where(first, tl.minimum(n, run * RUN), 0)
+    exact, held = positives_from(
+        place, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
+    )
+    goes = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
+    while goes:
+        exact += tl.load(exacts + run * D + col, mask=here, other=0.0)
+        held += tl.load(helds + run * D + col, mask=here, other=0.0)
+        run += 1
+        goes = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
+    rest = tl.where(tl.abs(before) < float("inf"), before - held, before)
+    if EPS > 0.0:
+        ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        seen = tl.sum(rest * rest, 0)
+        rounding = tl.sum(ulp * ulp, 0) * (1.0 / 12.0)
+        share = 1.0 - rounding / tl.where(seen == 0.0, 1.0, seen)
+        rounding_only = (tl.abs(rest) <= ulp) & (ulp < float("inf"))
+        rest = tl.where(rounding_only, rest * tl.where(share > 0.0, share, 0.0), rest)
+    tl.store(where, (exact + rest).to(grad.dtype.element_ty), mask=here)
