@@ -10,7 +10,9 @@ from tests.losses.loss_cases import CASES, problem, solve
 
 import tilewise as tw
 from tilewise.errors import ConfigError
-from tilewise.kernels.registry import register_backend, unregister_backend
+from tilewise.kernels.registry import choose_backend, register_backend, unregister_backend
+from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.options import BACKEND_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +119,20 @@ def test_a_backend_that_takes_the_name_of_another_serves_the_next_call(calls):
     made.ours(SimpleNamespace(**made.leaves), options=options)
     assert used == ["forward"]
     assert len(calls) == before
+
+
+def test_a_replaced_backend_comes_back():
+    class InPlaceOfTorch(OracleBackend):
+        name = "torch"
+
+    options, x = tw.TileOptions(backend="torch"), torch.randn(6, 4)
+
+    def chosen():
+        return type(choose_backend(Pair(a=x, b=x, scale=x[0, 0]).shape, PairSpec(row_lse=True), options))
+
+    first = chosen()
+    register_backend(InPlaceOfTorch())
+    assert chosen() is InPlaceOfTorch
+    unregister_backend("torch")
+    assert chosen() is first
+    assert "torch" in BACKEND_NAMES

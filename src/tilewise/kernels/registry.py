@@ -71,7 +71,8 @@ def _why_avoided(faults: list[Fault], options: TileOptions) -> str | None:
 
 # Backends are imported when they are first used. "auto" prefers the first that can serve a call; torch always can.
 _LOADERS: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
-_AUTO = tuple(_LOADERS)
+_BUILT_IN = dict(_LOADERS)
+_AUTO = tuple(_BUILT_IN)
 
 
 def tuner() -> ModuleType:
@@ -111,9 +112,12 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Undo `register_backend`."""
-    del _LOADERS[name]
-    BACKEND_NAMES.remove(name)
+    """Undo `register_backend`. If it replaced a built-in backend, that one has its name again."""
+    if name in _BUILT_IN:
+        _LOADERS[name] = _BUILT_IN[name]
+    else:
+        del _LOADERS[name]
+        BACKEND_NAMES.remove(name)
     forget_choices()
 
 
