@@ -74,7 +74,7 @@ def test_options_cannot_be_changed_or_given_by_position():
         OPTIONS("torch")
 
 
-def test_a_target_out_of_range_gives_nan_where_nobody_may_look():
+def test_a_target_out_of_range_gives_nan_where_nobody_may_read():
     """Compiled, values are not read: the loss is NaN, never a plausible number."""
     torch._dynamo.reset()
     whole = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")

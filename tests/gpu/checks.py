@@ -190,7 +190,7 @@ def check_ignored(place: Place, dtype: torch.dtype, n: int, d: int, seed: int, p
     """Ignored rows meet no column, loss and gradients stay, and the host waits once: in forward, for their number."""
     made = problem("cross_entropy_bias", dtype, n=n, d=d, seed=seed, device=place.device)
     options, backend = place.options(gradients="backward"), load_backend(place.backend)
-    patch.setattr(drop_rows, "may_look", lambda pair, spec: False)
+    patch.setattr(drop_rows, "may_read", lambda pair, spec: False)
     want, want_grads = solve(made.ours, made.leaves, options=options)
     patch.undo()
     patch.setattr(drop_rows, "WORTH_WAITING", 0)

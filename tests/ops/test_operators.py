@@ -220,7 +220,7 @@ def test_kept_rows():
 def test_the_host_waits_for_the_number_of_rows_only_where_it_pays(n, m, same_rows, looks):
     """Elsewhere than on the CPU, which a test can see without any device."""
     pair = Pair(a=torch.empty(n, 256, device="meta"), b=torch.empty(m, 256, device="meta"), scale=None)
-    assert drop_rows.may_look(pair, PairSpec(drop_rows=True, same_rows=same_rows)) == looks
+    assert drop_rows.may_read(pair, PairSpec(drop_rows=True, same_rows=same_rows)) == looks
 
 
 @pytest.mark.parametrize("ignored", [0, 1, 5, 9, 10])

@@ -29,7 +29,8 @@ entry also carries entropy, and a row drops E_i of it:
     E_i <= tolerance log m                 a second condition of the choice; log m is the largest entropy of a row
     G_ij = (v_i + h_i E_i / D_i) M_ti / live columns of the tile       if (t, i) is dropped, v_i = g_i - h_i H_i
 
-The stand-ins of a row have the sum of what they replace. So, without a soft cap, the errors of a row of G sum to 0, and
+The replacements of a row have the sum of what they replace. So, without a soft cap, the errors of a row of G sum to 0,
+and
 
     sum_j |error of G_ij|  <=  2 (|v_i| D_i + |h_i| E_i)
     |error of dA_i|        <=  |scale| (|v_i| D_i + |h_i| E_i) max_jk |b_j - b_k|
@@ -54,12 +55,13 @@ WIDEST_TILE, NARROWEST_TILE = 256, 16
 FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there are enough to choose from
 SMALLEST_TOLERANCE = 2.0**-100  # below it, dropped masses would be subnormal float32 numbers with too few digits
 MARGIN = 1.0 - 2.0**-8  # fraction of the tolerance that is used; allows for the rounding of float32 sums
-HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T
+HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T, or more with an entropy
 DENSE_SHARE = 0.17  # if more than this fraction of the entries is kept, computing all is faster (tiles of 256 columns)
 PROBED_SHARE = 0.88  # of DENSE_SHARE: if the sampled rows keep more than 0.15 of their entries, the filter is not used
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
 NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
-MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64  # a sample has one in 64 rows, at least 16, at most 128
+# A sample has one in 64 rows, rounded down to a power of 2, at least 16 and at most 128.
+MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64
 
 
 SMALLEST_LIMIT = 2.0**-23  # of a row with "rounding": float32 does not tell a smaller 1 - p from 0
@@ -72,7 +74,7 @@ class Limits(NamedTuple):
     entropy: Tensor | float = math.inf  # of its entropy, in nats
 
 
-NO_LIMITS = Limits()  # beside the tolerance
+NO_LIMITS = Limits()  # the tolerance itself, and no limit of entropy
 
 
 def tolerance_of(options: TileOptions, dtype: torch.dtype) -> float:
@@ -184,15 +186,13 @@ def order_columns(pair: Pair) -> Tensor:
     return order_by(torch.mv(pair.b, mean_row(pair).to(pair.b.dtype)), pair)
 
 
-def sample_size(n: int, m: int, column_bytes: int, options: TileOptions) -> int:
+def sample_size(n: int, m: int, score_bytes: int, options: TileOptions) -> int:
     """The number of rows of a sample whose scores fit half the workspace, a power of 2; 0 if it would be too small.
-
-    ``column_bytes``: bytes of one score.
 
     >>> [sample_size(n, 256_000, 2, TileOptions()) for n in (40, 300, 2048, 8192, 65536)]
     [0, 16, 32, 128, 128]
     """
-    fits = min(MOST_PROBED, max(n // ROWS_PROBED, FEWEST_PROBED), options.workspace_bytes // 2 // (m * column_bytes))
+    fits = min(MOST_PROBED, max(n // ROWS_PROBED, FEWEST_PROBED), options.workspace_bytes // 2 // (m * score_bytes))
     if fits < FEWEST_PROBED or n < 4 * FEWEST_PROBED:
         return 0
     return 1 << (fits.bit_length() - 1)
@@ -218,7 +218,7 @@ def too_many(kept: Tensor, entries: int | Tensor, share: float = 1.0) -> Tensor:
 
 
 def most_kept(entries: int) -> int:
-    """The largest number of kept entries for which the filter is used."""
+    """An upper bound on the kept entries of a call that uses the filter."""
     return int(min(1.0, DENSE_SHARE) * entries)  # see `too_many`
 
 
@@ -266,7 +266,10 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) -> int:
-    """The number of rows whose masses in all tiles, or ``numbers`` numbers, take a quarter of the workspace."""
+    """The number of rows whose ``numbers`` float32 numbers for each tile fit a quarter of the workspace.
+
+    A multiple of 64, and at least 64.
+    """
     return max(64, min(n, options.workspace_bytes // 4 // (4 * tiles * numbers)) // 64 * 64)
 
 
@@ -280,12 +283,12 @@ def choose(
     most: Limits = NO_LIMITS,
     entropy_tn: Tensor | None = None,
 ) -> Tensor:
-    """The entries that each row drops: (T, n), in the type of ``part_tn``; see `FilterPlan.mass`.
+    """The plan: (T, n), KEPT for a kept entry, else its mass / tolerance, in the type of ``part_tn``.
 
     A row drops the entries whose mass is below a threshold, which is found by bisection: their sum must stay below
-    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The first lower bound is safe
-    for every row: that mass / T, and with y that entropy / T also y / (2 log(width / y)), because
-    E_ti <= M_ti log(width / M_ti).
+    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The first lower bound suits
+    every row: tolerance * most.mass / T. If entropy is limited, it is also at most y / (2 log(width / y)) with
+    y = tolerance * most.entropy / T, because E_ti <= M_ti log(width / M_ti).
 
     Args:
         part_tn: the log-sum-exp of each row in each tile.
@@ -296,7 +299,8 @@ def choose(
         entropy_tn: the entropy of each row's softmax over the columns of each tile, if entropy is limited.
     """
     tiles = part_tn.shape[0]
-    # NaN < x is False, so NaN entries are kept. Set the entries that stay to NaN. NaN scores stay visible.
+    # NaN < x is False, so NaN entries are kept. Set the entries that stay to NaN. Entries
+    # with NaN scores are kept too, so NaN reaches the gradient.
     tile_kn = torch.where(kept_nk >= 0, kept_nk // width, tiles).T
     stays = part_tn.new_zeros((tiles + 1, part_tn.shape[1]), dtype=torch.bool).scatter_(0, tile_kn, True)[:tiles]
     log_mass = (part_tn - lse_n[None, :]).masked_fill_(stays, torch.nan)

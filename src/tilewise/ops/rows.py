@@ -1,7 +1,8 @@
 """Ignored rows (such as padding tokens) are removed before any product.
 
-Their number is a value. On the CPU it can be read at once; elsewhere the host waits for the device once, and only where
-the products take much longer than that. Otherwise the rows stay, with weight zero: the result is the same.
+Their number depends on the data, not on shapes. On the CPU it can be read at once. Elsewhere the host waits for the
+device once, and only where the products take much longer than that. Otherwise the rows stay, with weight zero: the
+result is the same.
 
 While the host waits and then launches, the device has nothing to do, for about 0.5 ms on an H200. So where the last
 call of a kind dropped no row, the host launches forward for all rows first and waits then (`PendingRows.likely_all`).
@@ -21,18 +22,19 @@ from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
 
 WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
-USUAL_SHARD = 2**15  # columns of one rank: shards may be uneven, and all ranks must decide alike
+# Columns that a vocabulary-parallel rank is assumed to have. Shards may be uneven, and all ranks must decide the same.
+USUAL_SHARD = 2**15
 # On a GPU a few ignored rows stay, so that tiles are full, some rows always remain, and steps with about the same
 # number of tokens have the same shapes, for which launches are recorded.
 WHOLE_TILES = 128
 ROW_NAMES = tuple(stat.name for stat in STATISTICS if not stat.of_columns)
 AnyStats = TypeVar("AnyStats", bound=Stats)
-MOST_KINDS = 64
+MOST_KINDS = 64  # kinds that are remembered before all are forgotten
 _all_stayed: dict[tuple[Any, ...], bool] = {}  # by kind: whether the last call dropped no row
 
 
-def may_look(pair: Pair, spec: PairSpec) -> bool:
-    """Whether the host may read which rows count: always on the CPU; elsewhere if it pays and nothing is captured."""
+def may_read(pair: Pair, spec: PairSpec) -> bool:
+    """Whether the host may read which rows count: always on the CPU; elsewhere if it pays and no graph is captured."""
     return pays(pair.shape, spec) and not (pair.a.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -57,7 +59,7 @@ class KeptRows:
 
     @staticmethod
     def find(pair: Pair, spec: PairSpec) -> KeptRows | None:
-        """Which rows stay, or None when all do or the host may not look. Where it looks, it waits for the device."""
+        """Which rows stay; None if all do, or if the host may not read it. Reading waits for the device."""
         pending = PendingRows.of(pair, spec)
         return None if pending is None else pending.wait()
 
@@ -94,15 +96,15 @@ class PendingRows:
     """
 
     def __init__(self, key: Tensor, step: int, kind: tuple[Any, ...] = ()) -> None:
-        """Let the device count. ``kind``: which calls are likely to drop rows if this one does."""
+        """Let the device count. Calls of one ``kind`` share the guess whether all rows stay."""
         self.ignored, self.rows, self.step, self.kind = key < 0, key.shape[0], step, kind
         self.count = self.ignored.sum(dtype=torch.int32)
         self.on_host = HostScalar(self.count)
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec) -> PendingRows | None:
-        """Those of a pair; None if all rows stay or the host may not look."""
-        if not spec.drop_rows or pair.row_key is None or not may_look(pair, spec):
+        """Those of a pair; None if all rows stay or the host may not read which do."""
+        if not spec.drop_rows or pair.row_key is None or not may_read(pair, spec):
             return None
         step = 1 if pair.a.device.type == "cpu" else WHOLE_TILES
         return PendingRows(pair.row_key, step, (pair.a.device, *pair.b.shape))

@@ -1,7 +1,8 @@
 """Whether every kernel computes the right numbers with a row of tile sizes. `tilewise tune` keeps no other row.
 
 The measurements time only a few of the kernels, and the same sizes serve many more. So each kind of kernel is called
-once, and its loss and gradients are compared with those of the torch backend, in float64 where the call is small.
+once, and its loss and gradients are compared with those of the torch backend, in float64 where the call is small. The
+filter is compared with dense float32 products.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ TYPES = {"bfloat16": (torch.bfloat16, torch.float16), "float32": (torch.float32,
 CLOSE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
 CLOSE_LOSS = 1e-3
 ROWS = 1100  # more than a strip of tiles, and no whole number of them
-RANK = 16  # of the features: scores then differ enough for every column to matter
+RANK = 16  # of the matrix of features: scores then differ enough for every column to matter
 SCALE = 10.0
-# A head whose columns forward saves for backward: bfloat16, and at least so many features (`two_pass.saved`).
+# Rows, classes, features and multiply-adds of a head so large that forward saves columns (`two_pass.saved`)
 HEAD_ROWS, HEAD_CLASSES, HEAD_WIDTH, HEAD_PRODUCTS = 4096, 32768, 1024, 2**38
 FILTER_ROWS, FILTER_COLUMNS = 300, 33_000  # tiles of the filter then have 256 columns
 
 
 class WrongNumbers(Exception):
-    """A kernel computes something else than the torch backend."""
+    """The result of a kernel differs from the reference."""
 
 
 @dataclass
@@ -43,8 +44,8 @@ class Inputs:
 
     x: Tensor  # (n, d), with a gradient
     y: Tensor  # (m, d), with a gradient; row i is close to x_i
-    u: Tensor  # (n, d), of another model
-    v: Tensor  # (n, d)
+    u: Tensor  # (n, d), rows of a second model
+    v: Tensor  # (n, d), columns of the second model
     whole: Tensor  # (n, d), whole numbers, whose products are exact
     bias: Tensor  # (m,), with a gradient
     number: Tensor  # (n,), 0, 1, 2, ...
@@ -123,7 +124,7 @@ def token_stats(i: Inputs, o: tw.TileOptions) -> Tensor:
 
 
 def guided(i: Inputs, o: tw.TileOptions) -> Tensor:
-    """Negatives that a guide leaves out; its scores are exact, so that none is in doubt."""
+    """Negatives that a guide leaves out; its scores are exact, so rounding cannot change which ones."""
     return tw.info_nce(i.x, i.y, guide=tw.Guide(query=i.whole, key=i.whole.flip(1)), options=o)
 
 
@@ -166,7 +167,14 @@ INVARIANT: dict[str, Loss] = {
 
 
 def why_not_all(device: torch.device, item: int, row: object, widths: Sequence[int]) -> str | None:
-    """Why some call cannot be computed with this row of sizes, or which numbers are wrong; None if all is well."""
+    """Why some call cannot be computed with a row of sizes, or which numbers are wrong; None if all is well.
+
+    Args:
+        device: the card.
+        item: bytes of a number.
+        row: a row of the size table.
+        widths: numbers of features to check.
+    """
     sizes, module = registry.size_table(), registry.tuner()
     with sizes.trying(device, item, row):
         for dtype in next(types for types in TYPES.values() if types[0].itemsize == item):
@@ -232,9 +240,7 @@ def compare(name: str, what: str, got: Tensor, want: Tensor, close: float) -> No
     """Raise `WrongNumbers` if the largest difference is more than the share ``close`` of the largest number."""
     error = float((got.to(want.dtype) - want).abs().amax() / want.abs().amax())
     if math.isnan(error) or error > close:
-        raise WrongNumbers(
-            f"{name}: {what} differs from that of the torch backend by {error:.1e} of its largest number"
-        )
+        raise WrongNumbers(f"{name}: {what} differs from the reference by {error:.1e} of its largest number")
 
 
 def check_ranks(given: Inputs) -> None:
@@ -257,7 +263,7 @@ def check_ranks(given: Inputs) -> None:
 
 
 def check_filter(device: torch.device, dtype: torch.dtype, width: int, rows: int, cols: int) -> None:
-    """The log-sum-exps of the filter, and the gradients of one entry in eight."""
+    """The log-sum-exps of the filter, and the gradients if every eighth entry is kept and the others are 0."""
     filtered = registry.load_backend("triton").filtered
     assert filtered is not None
     spec = registry.tuner().FILTER
@@ -294,7 +300,7 @@ def check_filter(device: torch.device, dtype: torch.dtype, width: int, rows: int
 
 
 def check_saved_columns(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """A head that is so large that forward saves columns for backward, which is then compared in float32."""
+    """A head so large that forward saves columns for backward. It is compared with the torch backend in float32."""
     given = inputs(device, dtype, width, HEAD_ROWS, head_classes(width))
     leaves = {name: getattr(given, name).detach().float().requires_grad_() for name in ("x", "y")}
     options = tw.TileOptions(backend="triton", gradients="backward")

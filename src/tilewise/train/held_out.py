@@ -21,7 +21,7 @@ class HeldOut:
 
     Args:
         pairs: the pairs; None if there are none, and on all ranks but the first.
-        state: the state of the run. Keeps the metrics of the last evaluation and the best one.
+        state: the state of the run. Keeps the metrics of the last evaluation, and step and recall of the best one.
         config: settings of the run.
         device: where images and captions are encoded.
         steps: length of the run.
@@ -39,7 +39,7 @@ class HeldOut:
         return self.state.step == self.steps or bool(every and self.state.step % every == 0)
 
     def encoders(self) -> Encoders:
-        """The model for encoding."""
+        """The model, ready to encode images and captions."""
         return Encoders(self.state.model, self.device, self.config.loop.precision, self.config.loop.chunk_size)
 
     def measure(self, log: MetricsLog, bar: RunProgress) -> None:

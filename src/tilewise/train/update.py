@@ -79,11 +79,13 @@ class Update:
         return line, stops > 0
 
     def _check_finite(self, loss: float, norm: float, lr: float) -> None:
-        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # in fp16 this step is left out
+        overflow = self.objective.scaler is not None and not math.isfinite(norm)  # GradScaler then skips the step
         if math.isfinite(loss) and (math.isfinite(norm) or overflow):
             return
-        kept, _ = latest_checkpoint(self.checkpoints) if self.world.is_first else (None, [])
-        saved = f"The last good checkpoint is {kept.path}" if kept else "No checkpoint had been written yet"
+        saved = "Rank 0 names the last good checkpoint"
+        if self.world.is_first:
+            kept, _ = latest_checkpoint(self.checkpoints)
+            saved = f"The last good checkpoint is {kept.path}" if kept else "No checkpoint had been written yet"
         cause = likely_cause(self.model, loss, lr, self.config.loop.precision)
         raise DivergedError(
             f"step {self.state.step + 1}: the loss is {loss} and the gradient norm {norm}. Likely cause: {cause}. "

@@ -1,8 +1,9 @@
 """Corrects the gradient of the columns for the roundings in the terms of the positives.
 
-Gradients from exponentials are the product dB_j = sum_i E_ij s_i, with s_i = f_i a_i. With features of a half type, the term
-of a positive contains two roundings: v_i of its entry e_i, and that of s_i. The term may be most of the gradient, or all of
-it where scores are flat, and a dense loss rounds it once. So for the positives alone
+A gradient computed from exponentials is the product dB_j = sum_i E_ij s_i, with s_i = f_i a_i; `saved` defines E and f_i.
+With features of a half type, the term of a positive has two rounded factors: v_i, which is its entry e_i of E after
+rounding, and s_i. The term may be most of the gradient, or all of it where scores are flat, and a dense loss rounds it
+only once. So for the positives alone
 
     dB_j += sum of f_i e_i a_i - v_i s_i    over the rows i whose positive is j
 
@@ -23,7 +24,7 @@ from tilewise.kernels.triton_impl.launch.call import Call, cdiv
 from tilewise.kernels.triton_impl.launch.prepared import kernel
 
 ROWS, MOST_WIDTH, WARPS = 4, 512, 2  # rows, features and warps of a program
-LONGEST_RUN = 64  # most rows with the same positive that one program adds up
+LONGEST_RUN = 64  # most rows with the same positive that one program reads
 
 
 def correct_positives(
@@ -52,7 +53,12 @@ def correct_positives(
     width = min(MOST_WIDTH, triton.next_power_of_2(d))
     chunks, runs = cdiv(d, width), cdiv(n, LONGEST_RUN)
     values: dict[str, Any] = {"a": a, "scaled": scaled, "column": column, "order": order, "n": n, "scale": scale}
-    values |= {"factor": factor, "entry": entry, "exacts": call.empty(runs, d), "helds": call.empty(runs, d)}
+    values |= {
+        "factor": factor,
+        "entry": entry,
+        "exact_parts": call.empty(runs, d),
+        "rounded_parts": call.empty(runs, d),
+    }
     values |= {"D": d, "STRIDE": a.stride(0), "RUN": LONGEST_RUN, "BLOCK": ROWS, "WIDTH": width}
     if runs > 1:
         call.prepare(runs_kernel, WARPS).put(values).launch((runs - 1) * chunks)
@@ -74,7 +80,7 @@ def positives_from(place, stop, mine, col, a, scale, scaled, factor, entry, orde
     if scale is not None:
         s = tl.load(scale)
     exact = tl.zeros((WIDTH,), tl.float32)
-    held = tl.zeros((WIDTH,), tl.float32)
+    rounded = tl.zeros((WIDTH,), tl.float32)
     for start in range(place, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = tl.load(order + at, mask=at < end, other=0)[:, None]
@@ -83,45 +89,45 @@ def positives_from(place, stop, mine, col, a, scale, scaled, factor, entry, orde
         x = tl.load(a + row * STRIDE + col[None, :], mask=here, other=0.0).to(tl.float32)
         y = tl.load(scaled + row * D + col[None, :], mask=here, other=0.0).to(tl.float32)
         v = e.to(scaled.dtype.element_ty).to(tl.float32)
-        # Elsewhere values may be infinite.
+        # Masked places may hold infinite numbers, so the products are set to 0 there.
         exact += tl.sum(tl.where(here, (s * tl.load(factor + row) * e) * x, 0.0), 0)
-        held += tl.sum(tl.where(here, v * y, 0.0), 0)
-    return exact, held
+        rounded += tl.sum(tl.where(here, v * y, 0.0), 0)
+    return exact, rounded
 
 
 @kernel(optional=("scale",), dynamic=("n",))
-def runs_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, n,
+def runs_kernel(a, scale, scaled, factor, entry, column, order, exact_parts, rounded_parts, n,
                 D: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Partial sums for `positives_kernel`, of a column with many rows: from each RUN-th sorted place to the next."""
     chunks = tl.cdiv(D, WIDTH)
     run = tl.program_id(0) // chunks + 1
     col = tl.program_id(0) % chunks * WIDTH + tl.arange(0, WIDTH)
     mine = tl.load(column + run * RUN)
-    goes = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
-    stop = tl.where(goes, tl.minimum(n, run * RUN + RUN), 0)
-    exact, held = positives_from(
+    continues = (mine >= 0) & (mine == tl.load(column + run * RUN - 1))
+    stop = tl.where(continues, tl.minimum(n, run * RUN + RUN), 0)
+    exact, rounded = positives_from(
         run * RUN, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
     )
-    here = goes & (col < D)
-    tl.store(exacts + run * D + col, exact, mask=here)
-    tl.store(helds + run * D + col, held, mask=here)
+    here = continues & (col < D)
+    tl.store(exact_parts + run * D + col, exact, mask=here)
+    tl.store(rounded_parts + run * D + col, rounded, mask=here)
 
 
 @kernel(optional=("scale",), dynamic=("n",))
-def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, helds, grad, n,
+def positives_kernel(a, scale, scaled, factor, entry, column, order, exact_parts, rounded_parts, grad, n,
                      D: tl.constexpr, STRIDE: tl.constexpr, EPS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
                      WIDTH: tl.constexpr):  # fmt: skip
     """grad_j += sum of f_i e_i a_i - v_i s_i over the rows i whose positive is j.
 
     ``column`` is sorted; ``order`` has the row of each place. A program has WIDTH features of one sorted place. The first
-    program of a column adds all its rows, in order; the others return. From the next RUN-th place on, `runs_kernel` has
-    added up the rows of a column.
+    program of a column adds its rows up to the next RUN-th place, and then the partial sums of `runs_kernel`. The other
+    programs of the column return.
 
     A ``grad`` of a half type (EPS: from 1 to the next number) was rounded before and is rounded again. Besides sum v_i s_i
-    it holds the share of the negatives and a rounding error, whose mean square is known: ulp^2 / 12. To reduce that error,
-    the sum of both is multiplied by the negatives' part of its squares (Stein's estimate), where it is no larger than a
-    rounding can be. A share of the negatives below the rounding vanishes, as in a rounded dense gradient, and the share of
-    the positives is then rounded once.
+    it holds the share of the negatives and a rounding error, whose mean square is known: ulp^2 / 12. Call the sum of both
+    r. To reduce the error, r is multiplied by max(0, 1 - sum of ulp^2 / 12 / sum of r^2), its estimated share of negatives
+    (Stein), where |r| is at most one ulp. A share of the negatives below the rounding vanishes, as in a rounded dense
+    gradient, and the share of the positives is then rounded once.
     """
     chunks = tl.cdiv(D, WIDTH)
     place = tl.program_id(0) // chunks
@@ -133,16 +139,16 @@ def positives_kernel(a, scale, scaled, factor, entry, column, order, exacts, hel
     before = tl.load(where, mask=here, other=0.0).to(tl.float32)
     run = place // RUN + 1
     stop = tl.where(first, tl.minimum(n, run * RUN), 0)
-    exact, held = positives_from(
+    exact, rounded = positives_from(
         place, stop, mine, col, a, scale, scaled, factor, entry, order, column, D, STRIDE, RUN, BLOCK, WIDTH
     )
-    goes = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
-    while goes:
-        exact += tl.load(exacts + run * D + col, mask=here, other=0.0)
-        held += tl.load(helds + run * D + col, mask=here, other=0.0)
+    continues = first & (tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine)
+    while continues:
+        exact += tl.load(exact_parts + run * D + col, mask=here, other=0.0)
+        rounded += tl.load(rounded_parts + run * D + col, mask=here, other=0.0)
         run += 1
-        goes = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
-    rest = tl.where(tl.abs(before) < float("inf"), before - held, before)
+        continues = tl.load(column + run * RUN, mask=run * RUN < n, other=-1) == mine
+    rest = tl.where(tl.abs(before) < float("inf"), before - rounded, before)
     if EPS > 0.0:
         ulp = EPS * (before.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         seen = tl.sum(rest * rest, 0)

@@ -3,7 +3,7 @@
 A is (n, d), B is (m, d), x are their scores, lse_i is the log-sum-exp of row i. The memory of dB (m x d) is unused between
 the passes. Forward fills it with the exponentials of as many columns as fit:
 
-    e_ij = exp(x_ij - t)        t: one reference for all rows and columns, see `forward_kernels`
+    e_ij = exp(x_ij - t)        t: the largest score of a sample, for all rows and columns (`estimated_top`)
 
 Backward then does not compute the scores of these columns again. With G = dL/dx and g_i = dL / d lse_i,
 
@@ -13,8 +13,8 @@ G of these columns is not formed: f_i multiplies the rows of A and of dA instead
 
     dA_i = f_i sum_j E_ij b_j + the terms of columns that are not saved        dB_j = sum_i E_ij (f_i a_i)    j saved
 
-f_i a_i is rounded to the type of the features. For the positives, whose term may be all of dB_j, that rounding is
-corrected afterwards (`rounded_positives`).
+E and f_i a_i are rounded to the type of the features. For the positives, whose term may be all of dB_j, both roundings
+are corrected afterwards (`rounded_positives`).
 
 The first columns are saved, in chunks k = 0 .. K of c_k <= c columns. The chunks lie at the end of the memory. So dB can
 be written from the start of the memory, chunk by chunk, and never overwrites exponentials that are still to be read:
@@ -35,7 +35,7 @@ largest score there. The references are saved beside the exponentials (`referenc
 
 Without them there is one t for all rows, and it may be too far from the scores of a row: a sum overflowed or underflowed
 and forward computed it again (`repair_kernel`), or lse_i is so far below t that probabilities would underflow or f_i a_i
-overflow. Then ``needs_repair`` is set. Backward computes G of the saved columns again, writes it in place of the
+overflow. Then ``needs_repair`` is set. Backward computes the scores of the saved columns again, writes G in place of the
 exponentials, and every f_i is 1. The flag stays on the device, and the host does not wait for it. Decision 0019 has the
 costs.
 
@@ -65,9 +65,10 @@ from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_posi
 
 GUIDES = ("kl", "reverse_kl")  # a Jensen-Shannon divergence needs the memory of dB in forward
 DTYPES = (torch.bfloat16,)  # float16 lacks the range of exponentials that are not normalized yet
-NARROWEST = 1024  # features; with fewer, storing e takes so much shared memory that one program runs instead of two
-MOST_ROWS = 16384  # of one macro-tile: the product with E is then the whole dB, and needs no accumulator
-WORTH_IT = 2**38  # multiply-adds of one product; below, launches cost more than they save
+# Features. With fewer, storing e takes so much shared memory that a multiprocessor runs one program instead of two.
+NARROWEST = 1024
+MOST_ROWS = 16384  # all rows are then one macro-tile, so one product gives dB of a chunk, without an accumulator
+WORTH_IT = 2**38  # multiply-adds of one product; below, the additional launches cost more time than saving gains
 COLS = 8192  # a full chunk has at least so many columns, unless the workspace is too small for their G
 # Rows x columns of a chunk: with few rows chunks are wide, since a small product does not fill the card.
 CHUNK_ENTRIES = 2**26
@@ -106,9 +107,13 @@ class SavedColumns:
     reference: Tensor | None = None  # (tiles, n) float32: t of each row in each tile of saved columns
     tile: int = 0  # columns of such a tile; 0 if all rows have the same reference
     scores: bool = False  # whether both scores of an entry are saved, in float32, instead of an exponential
-    needs_repair: Tensor | None = None  # (1,) float32: 0, or 1e9 if backward must compute G of the saved columns
+    # (1,) float32: 0, or 1e9 if the exponentials cannot be used, and backward must compute G of the saved columns. The
+    # flag of `forward_kernels` with this name is one of the reasons.
+    needs_repair: Tensor | None = None
     positives: tuple[Tensor, Tensor] | None = None  # see `sort_positives`
-    probed_exact: HostScalar | None = None  # of a filtered call: 1 if its probe found the exact case faster
+    # Of a filtered call: not 0 if forward chose the exact case, by its probe or for the rounding of the scores, or if
+    # nobody reads its results.
+    probed_exact: HostScalar | None = None
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec) -> SavedColumns | None:
@@ -126,7 +131,7 @@ class SavedColumns:
         if not scores:
             cols = whole_rounds(cols, FULL_TILES, n, pair.a.device, tiles)
         inside = (m - cols) * d // max(numbers, d) // FULL_TILES * FULL_TILES
-        if inside < cols and not scores:  # all of a smaller memory would not pay; scores also use the buffer
+        if inside < cols and not scores:  # less than one chunk fits: no gain. Saved scores may still use the buffer
             return None
         tile = tiles.cols if spec.token_stats and not scores else 0
         return SavedColumns(pair.b.new_empty((m, d)), n, cols, inside, tile=tile, scores=scores)
@@ -162,7 +167,10 @@ class SavedColumns:
         self.inside = self.behind = 0
 
     def references(self, j: slice) -> Tensor | None:
-        """t of the rows in the tiles of a chunk. Chunks start with a whole tile, counted from 0 in either memory."""
+        """t of the rows in the tiles of a chunk.
+
+        Each chunk starts with a whole tile. Tiles are counted from 0 in `memory`, and again from 0 in `buffer`.
+        """
         if self.reference is None:
             return None
         first, tiles = (0, 0) if j.start < self.inside else (self.inside, cdiv(self.inside, self.tile))
@@ -263,7 +271,11 @@ class SavedColumns:
 
 
 def _suits(pair: Pair, spec: PairSpec) -> bool:
-    """Whether backward can compute G from exponentials: the call has no statistics, keys or factors but these."""
+    """Whether backward can compute G from exponentials.
+
+    It can if the call has a log-sum-exp of the rows, one positive for each, at most the statistics in ``names``, and no
+    scales, shifts or skip keys of the rows.
+    """
     names = "row_picked", "skip_picked", "row_entropy", "row_sum_sq", "row_top", "drop_rows"
     if spec != PairSpec(row_lse=True, positive="one", **{name: getattr(spec, name) for name in names}):
         return False
@@ -344,24 +356,24 @@ def factor_kernel(a, row_key, own, row_lse, peaks, grad_row, grad_pos, grad_pick
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = rows < n
     outer = outer_factor(factor)
-    level, _, coming = side(row_lse, None, grad_row, rows, ok, outer)
-    lift = tl.exp2((estimated_top(peaks, peak_count) + BELOW_PEAK) - level)
-    worth = tl.zeros((BLOCK,), tl.float32)
+    level, _, grad_lse = side(row_lse, None, grad_row, rows, ok, outer)
+    top_over_sum = tl.exp2((estimated_top(peaks, peak_count) + BELOW_PEAK) - level)
+    grad_positive = tl.zeros((BLOCK,), tl.float32)
     if grad_pos is not None:
-        worth = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer
-    most = tl.abs(worth)
-    if grad_picked is not None:  # without those of a positive that are part of grad_pos
+        grad_positive = tl.load(grad_pos + rows, mask=ok, other=0.0) * outer
+    most = tl.abs(grad_positive)
+    if grad_picked is not None:  # `folded_picks` has moved the gradient of a picked positive into grad_pos
         for k in range(0, picks):
             value = tl.load(grad_picked + rows.to(tl.int64) * picks + k, mask=ok, other=0.0)
             most = tl.maximum(most, tl.abs(value * outer))
     least = most * SMALLEST_SHARE
-    f = tl.where(tl.abs(coming) < least, least, coming) * lift
+    f = tl.where(tl.abs(grad_lse) < least, least, grad_lse) * top_over_sum
     if grad_pos is not None:
-        value = coming * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + worth
+        value = grad_lse * tl.exp2(tl.load(own + rows, mask=ok, other=0.0) * LOG2E - level) + grad_positive
         rounded = (value / f).to(a.dtype.element_ty).to(tl.float32)
         there = own_column(rows, n, m, row_key, first, ahead, 0, POSITIVE) >= 0
-        fits = value / tl.where(rounded == 0.0, 1.0, rounded)
-        f = tl.where(there & (tl.abs(fits - f) < tl.abs(f) * ROUNDING), fits, f)
+        fitted = value / tl.where(rounded == 0.0, 1.0, rounded)
+        f = tl.where(there & (tl.abs(fitted - f) < tl.abs(f) * ROUNDING), fitted, f)
     f = tl.where((tl.load(needs_repair) < 1.0) & (level < float("inf")), f, 1.0)
     tl.store(each + rows, f, mask=ok)
     if entry is not None:
