@@ -160,8 +160,8 @@ def test_memory_is_given_back_after_its_last_use(recordings):
     used = [index for index, slot in slots if slot.last >= 0 and slot.pool_at < 0]
     assert set(used) - kept, "something that can be given back"
     for index in used:
-        assert any(index == other for made, _, _ in backward.turns for other, _ in made)
-        assert any(index in done for _, _, done in backward.turns) == (index not in kept)
+        assert any(index == other for _, made, _, _ in backward.turns for other, _ in made)
+        assert any(index in done for _, _, _, done in backward.turns) == (index not in kept)
 
 
 def test_what_is_multiplied_is_a_tensor_of_its_own(recordings):

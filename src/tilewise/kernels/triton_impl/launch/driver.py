@@ -36,12 +36,13 @@ class Where(NamedTuple):
     offset: int  # bytes
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    whole: bool = False  # whether it is the whole tensor of the slot
 
     def view(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The tensor at this place, given a tensor for each slot."""
         whole = tensors[self.slot]
         assert whole is not None
-        if self.offset == 0 and whole.shape == self.shape and whole.stride() == self.stride:
+        if self.whole:
             return whole
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // whole.element_size())
 
@@ -85,13 +86,19 @@ class DriverLaunch:
             return None
         return DriverLaunch(compiled, programs, args, wheres)
 
-    def __call__(self, at: Sequence[int], stream: int) -> None:
-        """Launch with slots at these addresses."""
+    def move(self, moved: dict[int, int], slot: int) -> None:
+        """Some slots are now parts of another ``slot``; ``moved`` has the first byte of each of them."""
+        self.sources = [
+            (slot, moved[old] + offset) if old in moved else (old, offset) for old, offset in self.sources
+        ]
+
+    def arguments(self, at: Sequence[int], stream: int) -> tuple[Any, ...]:
+        """The arguments of `launch` with slots at these addresses."""
         addresses = [at[slot] + offset for slot, offset in self.sources]
         ready = self.ready
         if ready is None or ready[0] != addresses:
             ready = self.ready = addresses, self._filled(addresses)
-        self.launch(*self.before, stream, *self.after, *ready[1])
+        return *self.before, stream, *self.after, *ready[1]
 
     def _filled(self, addresses: list[int]) -> list[Any]:
         args = self.args.copy()
@@ -111,5 +118,8 @@ def encode_descriptor(address: int, needs: dict[str, Any], where: Where) -> Any:
 
 def no_launch_hooks() -> bool:
     """Whether no profiler has registered a hook on launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return all(hook is None or not getattr(hook, "calls", True) for hook in hooks)
+    return _has_no_calls(knobs.runtime.launch_enter_hook) and _has_no_calls(knobs.runtime.launch_exit_hook)
+
+
+def _has_no_calls(hook: Any) -> bool:
+    return hook is None or not getattr(hook, "calls", True)
