@@ -169,7 +169,7 @@ def check_floating(name: str, features: Tensor, dims: int) -> None:
 
 def check_has_float64(name: str, features: Tensor) -> None:
     """Check that the device supports float64, in which sums are kept for features of every type."""
-    if features.device.type == "mps":
+    if features.is_mps:
         raise DeviceError(
             f"{name} must be on a device that has float64, in which sums of scores are kept, got {features.device}. "
             "Pass .cpu() of all tensors; autograd copies the gradients back"

@@ -24,13 +24,12 @@ from tilewise.kernels.spec import STATISTICS, Needs, Pair, PairSpec, Stats, want
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import rows as drop_rows
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import LEAVES, PairKeys, Settings, decode, encode
+from tilewise.ops.call import KEYS, LEAVES, PairKeys, Settings, decode, encode
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.rows import KeptRows, PendingRows
 from tilewise.options import TileOptions
 
 OPTIONS = TileOptions()
-KEYS = [field.name for field in dataclasses.fields(PairKeys)]
 HERE = [name for name in CASES if "foreign" not in name and "slice" not in name and "position" not in name]
 # One case for each kind of statistic; blocks with offsets belong to the ring.
 TYPICAL = ("clip", "nt_xent", "supcon", "siglip", "cross_entropy_smoothed_and_capped", "ids_excluded", "tokens")

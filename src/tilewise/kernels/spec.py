@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -154,6 +154,7 @@ class Pair:
     guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
     pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
     row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores
+    _: KW_ONLY
     # (1,) int32 on the device, or None: where it is not 1, nobody reads the results, and a backend may skip the work.
     only_if: Tensor | None = None
     row_start: int = 0

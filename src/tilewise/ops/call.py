@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, 
 from tilewise.options import TileOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairKeys:
+class PairKeys(NamedTuple):
     """What a loss says about its rows and columns, beside their features: see `tilewise.kernels.spec`."""
 
     row_key: Tensor | None = None
@@ -46,7 +44,7 @@ class PairKeys:
 
 NO_KEYS = PairKeys()
 LEAVES = ("a", "b", "scale", "bias")  # differentiable
-KEYS = tuple(field.name for field in dataclasses.fields(PairKeys))
+KEYS = PairKeys._fields
 GUIDE = KEYS.index("guide_a")
 PICK, ROW_SCALE = KEYS.index("pick"), KEYS.index("row_scale")
 WEIGHTS = ("weight", "square")
