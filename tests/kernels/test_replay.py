@@ -2,7 +2,10 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tests.kernels.quick_interpreter import make_quick
 from tilewise.kernels.spec import Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.launch import call as launch
-from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl.launch import driver, replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass.strategy import STATISTICS
 from tilewise.options import TileOptions
@@ -160,8 +163,8 @@ def test_memory_is_given_back_after_its_last_use(recordings):
     used = [index for index, slot in slots if slot.last >= 0 and slot.pool_at < 0]
     assert set(used) - kept, "something that can be given back"
     for index in used:
-        assert any(index == other for made, _, _ in backward.turns for other, _ in made)
-        assert any(index in done for _, _, done in backward.turns) == (index not in kept)
+        assert any(index == other for _, made, _, _ in backward.turns for other, _ in made)
+        assert any(index in done for _, _, _, done in backward.turns) == (index not in kept)
 
 
 def test_what_is_multiplied_is_a_tensor_of_its_own(recordings):
@@ -238,3 +241,63 @@ def test_threads_share_recordings(monkeypatch):
     want = everything(pair, CLIP)
     monkeypatch.setattr(replay, "_recordings", Shared(replay._recordings))
     assert all(torch.equal(one, other) for one, other in zip(everything(pair, CLIP), want, strict=True))
+
+
+class Launcher:
+    """In place of the driver: notes the arguments of each thread's launches, and the stream is that of the thread."""
+
+    def __init__(self, monkeypatch):
+        self.here = threading.local()
+        monkeypatch.setattr(driver, "is_known_version", lambda: True)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.here.stream, raising=False)
+        run = SimpleNamespace(launch=self, launch_cooperative_grid=0, launch_pdl=0)
+        run.global_scratch_size = run.profile_scratch_size = 0
+        compiled = SimpleNamespace(run=run, function="function", packed_metadata=None)
+        given = torch.zeros(8)
+        recording = replay.Recording(given.device, [given])
+        scratch, out = (replay.allocate(recording, given, (size,), torch.float32) for size in (4, 8))
+        recording.launched(print, [given[2:], scratch, 5], compiled, 3)
+        recording.launched(print, [scratch, out[1:], given], compiled, 3)
+        recording.finish([out])
+        recording.driven = True
+        self.recording = recording
+
+    def __call__(self, *args):
+        self.here.launched.append(args)
+
+    def check(self, given, stream):
+        """Replay with this input on this stream. Returns the output."""
+        self.here.stream, self.here.launched = stream, []
+        (out,) = self.recording.replay([given])
+        first, second = self.here.launched
+        for launched in (first, second):
+            assert launched[:5] == (3, 1, 1, stream, "function")
+        scratch = first[-2]
+        assert first[-3:] == (given.data_ptr() + 8, scratch, 5)
+        assert second[-3:] == (scratch, out.data_ptr() + 4, given.data_ptr())
+        assert scratch not in (out.data_ptr(), given.data_ptr(), 0)
+        return out
+
+
+def test_launches_get_the_addresses_and_the_stream_of_their_replay(monkeypatch):
+    launcher, held = Launcher(monkeypatch), []
+    x, y = torch.zeros(8), torch.zeros(8)
+    for given, stream in [(x, 1), (x, 1), (y, 1), (y, 2), (y, 2), (x, 1)]:
+        out = launcher.check(given, stream)
+        before = launcher.recording.filled
+        del out
+        held.append(launcher.check(given, stream))  # which may have the addresses of the one before
+        if before.at == launcher.recording.filled.at:
+            assert launcher.recording.filled is before
+
+
+def test_threads_replay_one_recording_side_by_side(monkeypatch):
+    launcher = Launcher(monkeypatch)
+
+    def work(stream):
+        given = torch.zeros(8)
+        for _ in range(500):
+            launcher.check(given, stream)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(1, 5)))

@@ -24,13 +24,12 @@ from tilewise.kernels.spec import STATISTICS, Needs, Pair, PairSpec, Stats, want
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import rows as drop_rows
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import PairKeys, Settings, decode, encode
+from tilewise.ops.call import KEYS, LEAVES, PairKeys, Settings, decode, encode
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.rows import KeptRows, PendingRows
 from tilewise.options import TileOptions
 
 OPTIONS = TileOptions()
-KEYS = [field.name for field in dataclasses.fields(PairKeys)]
 HERE = [name for name in CASES if "foreign" not in name and "slice" not in name and "position" not in name]
 # One case for each kind of statistic; blocks with offsets belong to the ring.
 TYPICAL = ("clip", "nt_xent", "supcon", "siglip", "cross_entropy_smoothed_and_capped", "ids_excluded", "tokens")
@@ -173,6 +172,12 @@ def test_the_string_of_an_operator_has_every_setting(spec, options, group, needs
 
 def test_the_table_of_statistics_has_every_field():
     assert {field.name for field in dataclasses.fields(Stats)} == {stat.name for stat in STATISTICS}
+
+
+def test_a_pair_begins_with_the_tensors_of_a_call():
+    """`Call.pair` passes them by position."""
+    names = tuple(field.name for field in dataclasses.fields(Pair))
+    assert names[: len(LEAVES) + len(KEYS)] == (*LEAVES, *KEYS)
 
 
 def test_the_plan_test_knows_every_setting():

@@ -117,7 +117,7 @@ def over_ring(
         mine = dataclasses.replace(pair, **{name: cut(name, value, rank) for name, value in vars(pair).items()})
 
         def stats_of(part: Pair) -> Stats:
-            keys = {field.name: getattr(part, field.name) for field in dataclasses.fields(PairKeys)}
+            keys = {name: getattr(part, name) for name in PairKeys._fields}
             return pair_stats(
                 part.a,
                 None if spec.symmetric else part.b,

@@ -6,10 +6,12 @@ sets the second. If only the second was set, `torch.get_float32_matmul_precision
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
+
+NOTHING = contextlib.nullcontext()
 
 
 def float32_precision() -> str:
@@ -17,12 +19,16 @@ def float32_precision() -> str:
     return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """A context in which float32 products have the precision of `TileOptions.precision`."""
+def matmul_precision(precision: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which float32 products have the precision of `TileOptions.precision`. "torch" costs nothing."""
+    return NOTHING if precision == "torch" else _changed_precision(precision)
+
+
+@contextlib.contextmanager
+def _changed_precision(precision: str) -> Iterator[None]:
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     saved = [backend.fp32_precision for backend in backends]
-    if precision == "torch" or set(saved) <= ({"tf32"} if precision == "high" else {"ieee", "none"}):
+    if set(saved) <= ({"tf32"} if precision == "high" else {"ieee", "none"}):
         yield
         return
     try:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -123,9 +123,12 @@ class PairSpec:
         return self.row_entropy or self.row_sum_sq
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Pair:
-    """The tensors of one pair of blocks.
+    """The tensors of one pair of blocks. Pass them by name.
+
+    As `Stats`, `Grads` and `RowWeights`, it is made in every step and never changed. It is not frozen, because it would
+    take three times as long to make.
 
     ``row_shift`` and ``col_shift`` are subtracted from the scores of a row or column in its statistics. A shift close
     to the positive's score avoids cancellation in ``lse - pos`` when both are near 100 and their difference near 0.001.
@@ -151,6 +154,7 @@ class Pair:
     guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
     pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
     row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores
+    _: KW_ONLY
     # (1,) int32 on the device, or None: where it is not 1, nobody reads the results, and a backend may skip the work.
     only_if: Tensor | None = None
     row_start: int = 0
@@ -164,19 +168,12 @@ class Pair:
     @property
     def shape(self) -> PairShape:
         """Sizes and types, without values."""
-        return PairShape(
-            rows=self.a.shape[0],
-            cols=self.b.shape[0],
-            width=self.a.shape[1],
-            dtype=self.a.dtype,
-            device=self.a.device,
-            has_row_key=self.row_key is not None,
-            has_skips=self.row_skip is not None and self.col_skip is not None,
-            last_start=max(self.row_start, self.col_start),
-            guide_width=0 if self.guide_a is None else self.guide_a.shape[1],
-            picks=0 if self.pick is None else self.pick.shape[1],
-            has_row_scale=self.row_scale is not None,
-        )
+        (rows, width), cols = self.a.shape, self.b.shape[0]
+        skips = self.row_skip is not None and self.col_skip is not None
+        kind = rows, cols, width, self.a.dtype, self.a.device, self.row_key is not None, skips
+        guide_width = 0 if self.guide_a is None else self.guide_a.shape[1]
+        picks = 0 if self.pick is None else self.pick.shape[1]
+        return PairShape(*kind, max(self.row_start, self.col_start), guide_width, picks, self.row_scale is not None)
 
 
 # The fields of `Pair`, beside the features, that belong to its rows or to its columns
@@ -225,7 +222,7 @@ def stat_dtype(features: torch.dtype) -> torch.dtype:
     return torch.float64 if features == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stats:
     """Statistics of one pair of blocks, or of several merged. A monoid: ``Stats()`` is the neutral element.
 
@@ -367,7 +364,7 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Grads:
     """Gradients of one pair of blocks: features in ``grad_dtype``, scale and bias in the statistics' type."""
 
@@ -388,7 +385,7 @@ class Backward(NamedTuple):
     options: TileOptions
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RowWeights:
     """The weights of a scalar loss, without gradient.
 

@@ -5,7 +5,7 @@ The logits of neither model are stored: both scores of a token and a class are c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -279,7 +279,7 @@ def _with_norms(
         teacher = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
         guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
         guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
-    return replace(keys, row_norm=row.row_lse, guide_norm=guide.row_lse)
+    return keys._replace(row_norm=row.row_lse, guide_norm=guide.row_lse)
 
 
 def _check_beta(beta: float) -> GuideUse:

@@ -16,7 +16,6 @@ from tilewise.errors import GradientError
 from tilewise.kernels.spec import STATISTICS, Grads, Needs, PairSpec, RowWeights, Stats, stat_dtype, wanted_names
 from tilewise.ops.budget import with_budget
 from tilewise.ops.call import (
-    KEYS,
     LEAVES,
     NO_KEYS,
     TENSORS,
@@ -94,7 +93,7 @@ def _apply(
     square: Tensor | None,
     settings: Settings,
 ) -> Sequence[Any]:
-    others = *[getattr(keys, name) for name in KEYS], weight, square
+    others = *keys, weight, square
     if holds_numbers(leaves[0]):
         values: Sequence[Any] = _Eager.apply(*leaves, _Rest(operator, others, settings))
         return values

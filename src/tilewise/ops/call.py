@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, 
 from tilewise.options import TileOptions
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairKeys:
+class PairKeys(NamedTuple):
     """What a loss says about its rows and columns, beside their features: see `tilewise.kernels.spec`."""
 
     row_key: Tensor | None = None
@@ -46,7 +44,7 @@ class PairKeys:
 
 NO_KEYS = PairKeys()
 LEAVES = ("a", "b", "scale", "bias")  # differentiable
-KEYS = tuple(field.name for field in dataclasses.fields(PairKeys))
+KEYS = PairKeys._fields
 GUIDE = KEYS.index("guide_a")
 PICK, ROW_SCALE = KEYS.index("pick"), KEYS.index("row_scale")
 WEIGHTS = ("weight", "square")
@@ -82,14 +80,10 @@ class Call(NamedTuple):
         a, b, scale, bias = self.leaves
         stat = stat_dtype(a.dtype)
         scale, bias = scale.detach(), None if bias is None else bias.detach().to(stat)
-        named: dict[str, Any] = dict(zip(KEYS, self.others, strict=False))
-        return Pair(
-            a=a.detach(),
-            b=(a if b is None else b).detach(),
-            scale=scale if scale.dtype == stat else scale.to(stat),  # the check is five times faster than `to`
-            bias=bias,
-            **named,
-        )
+        if scale.dtype != stat:  # the check is five times faster than `to`
+            scale = scale.to(stat)
+        # The fields of `Pair` begin with LEAVES and KEYS, in this order.
+        return Pair(a.detach(), (a if b is None else b).detach(), scale, bias, *self.others[: len(KEYS)])
 
     @property
     def row_weight(self) -> Tensor | None:
@@ -104,14 +98,13 @@ class Call(NamedTuple):
     @property
     def shape(self) -> PairShape:
         """Sizes and types, also of fake tensors."""
-        a, b = self.leaves[0], self.leaves[1]
-        row_key, _, row_skip, col_skip = self.others[:4]
+        (a, b, _, _), (row_key, _, row_skip, col_skip) = self.leaves, self.others[:4]
         guide_a, pick, row_scale = self.others[GUIDE], self.others[PICK], self.others[ROW_SCALE]
-        (rows, width), cols = a.shape, a.shape[0] if b is None else b.shape[0]
-        skips = row_skip is not None and col_skip is not None
-        guide_width, picks = (0 if part is None else part.shape[1] for part in (guide_a, pick))
-        kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width
-        return PairShape(*kind, picks=picks, has_row_scale=row_scale is not None)
+        (rows, width), skips = a.shape, row_skip is not None and col_skip is not None
+        cols, last_start = rows if b is None else b.shape[0], 0
+        guide_width, picks = 0 if guide_a is None else guide_a.shape[1], 0 if pick is None else pick.shape[1]
+        kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips
+        return PairShape(*kind, last_start, guide_width, picks, row_scale is not None)
 
 
 def operator_schema(more: str = "") -> str:

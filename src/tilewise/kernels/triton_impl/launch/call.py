@@ -266,3 +266,8 @@ def on_device(features: Tensor) -> contextlib.AbstractContextManager[object]:
     if not features.is_cuda or features.device.index == torch.cuda.current_device():
         return NOTHING
     return torch.cuda.device(features.device)
+
+
+def without_graph() -> contextlib.AbstractContextManager[object]:
+    """`torch.no_grad`, which costs nothing where an autograd function has switched gradients off already."""
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING

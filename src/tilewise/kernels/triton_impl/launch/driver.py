@@ -19,6 +19,7 @@ from torch import Tensor
 from triton import knobs
 
 KNOWN_VERSION = "3.6."
+STREAM = 3  # its place among the arguments of a launch, after the grid
 
 
 def is_known_version() -> bool:
@@ -36,12 +37,13 @@ class Where(NamedTuple):
     offset: int  # bytes
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    whole: bool = False  # whether it is the whole tensor of the slot
 
     def view(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The tensor at this place, given a tensor for each slot."""
         whole = tensors[self.slot]
         assert whole is not None
-        if self.offset == 0 and whole.shape == self.shape and whole.stride() == self.stride:
+        if self.whole:
             return whole
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset // whole.element_size())
 
@@ -58,11 +60,11 @@ class DriverLaunch:
             inside = inspect.getclosurevars(self.launch).nonlocals
             places, needs = sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"]
             self.launch, described = inside["launcher"], dict(zip(places, needs or [None] * len(places), strict=True))
-        self.before = programs, 1, 1
-        flags, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
+        no_stream, no_scratch = None, (None, None)
+        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
         no_profiler = (None, None, None)  # a description of the launch, and hooks before and after it
-        self.after = compiled.function, *flags, *no_scratch, compiled.packed_metadata, *no_profiler
-        self.args: list[Any] = []
+        self.args: list[Any] = [programs, 1, 1, no_stream, compiled.function, *flags, *no_scratch]
+        self.args += [compiled.packed_metadata, *no_profiler]
         # Addresses to fill in: argument, place, how a descriptor is encoded
         self.open: list[tuple[int, Where, Any]] = []
         for place, arg in enumerate(args):
@@ -74,7 +76,8 @@ class DriverLaunch:
                 # A card without descriptors takes an address, shape, strides, a flag for the padding, shape, strides.
                 self.args += sizes if described[place] is not None else [*sizes, False, *sizes]
         self.sources = [(where.slot, where.offset) for _, where, _ in self.open]
-        self.ready: tuple[list[int], list[Any]] | None = None  # the addresses of the last launch, and its arguments
+        # The addresses of the last launch, its stream, and its arguments
+        self.ready: tuple[list[int], int, tuple[Any, ...]] | None = None
 
     @staticmethod
     def of(compiled: Any, programs: int, args: Sequence[Any], wheres: dict[int, Where]) -> DriverLaunch | None:
@@ -85,19 +88,24 @@ class DriverLaunch:
             return None
         return DriverLaunch(compiled, programs, args, wheres)
 
-    def __call__(self, at: Sequence[int], stream: int) -> None:
-        """Launch with slots at these addresses."""
+    def move(self, moved: dict[int, int], slot: int) -> None:
+        """Some slots are now parts of another ``slot``; ``moved`` has the first byte of each of them."""
+        self.sources = [(slot, moved[old] + offset) if old in moved else (old, offset) for old, offset in self.sources]
+
+    def arguments(self, at: Sequence[int], stream: int) -> tuple[Any, ...]:
+        """The arguments of `launch` with slots at these addresses."""
         addresses = [at[slot] + offset for slot, offset in self.sources]
         ready = self.ready
-        if ready is None or ready[0] != addresses:
-            ready = self.ready = addresses, self._filled(addresses)
-        self.launch(*self.before, stream, *self.after, *ready[1])
+        if ready is None or ready[0] != addresses or ready[1] != stream:
+            ready = self.ready = addresses, stream, self._filled(addresses, stream)
+        return ready[2]
 
-    def _filled(self, addresses: list[int]) -> list[Any]:
+    def _filled(self, addresses: list[int], stream: int) -> tuple[Any, ...]:
         args = self.args.copy()
+        args[STREAM] = stream
         for (place, where, needs), address in zip(self.open, addresses, strict=True):
             args[place] = address if needs is None else encode_descriptor(address, needs, where)
-        return args
+        return tuple(args)
 
 
 def encode_descriptor(address: int, needs: dict[str, Any], where: Where) -> Any:
@@ -111,5 +119,8 @@ def encode_descriptor(address: int, needs: dict[str, Any], where: Where) -> Any:
 
 def no_launch_hooks() -> bool:
     """Whether no profiler has registered a hook on launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return all(hook is None or not getattr(hook, "calls", True) for hook in hooks)
+    return _has_no_calls(knobs.runtime.launch_enter_hook) and _has_no_calls(knobs.runtime.launch_exit_hook)
+
+
+def _has_no_calls(hook: Any) -> bool:
+    return hook is None or not getattr(hook, "calls", True)

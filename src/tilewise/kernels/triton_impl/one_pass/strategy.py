@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import NOT_ONE_SIDED, gradients_like, gradients_of, is_one_sided, saved_gradients
 from tilewise.kernels.spec import Grads, Needs, Pair, PairShape, PairSpec, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of
+from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of, without_graph
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
 from tilewise.kernels.triton_impl.one_pass import small_batch
@@ -71,7 +71,7 @@ class TritonOnePass:
         if spec.col_lse:
             assert weights.each is None
             assert weights.square is None
-            with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+            with on_device(pair.a), without_graph(), matmul_precision(options.precision):
                 loss, grads = small_batch.loss_and_gradients(pair, weights.share, needs, spec, options)
         elif saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
             return exponentials(pair, weights, spec, options, rows)
@@ -101,7 +101,7 @@ def loss_and_gradients(
     pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions
 ) -> tuple[Tensor, Grads]:
     """The loss and its gradients, those of the features in `saved_dtype`."""
-    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+    with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         call = Call(pair, spec, options)
         if spec.softplus:
             return Sigmoid(call, weights, needs).loss_and_grads()
@@ -118,7 +118,7 @@ def exponentials(
         losses, made = Softmax(call, weights).losses_and_exponentials(rows)
         return losses, *made
 
-    with on_device(pair.a), torch.no_grad():
+    with on_device(pair.a), without_graph():
         tensors = weights.each, weights.square
         losses, e, *vectors = replayed(("exponentials", rows), pair, spec, options, tensors, run)
         more = rows - pair.a.shape[0]
@@ -129,7 +129,7 @@ def exponentials(
 
 def gradients(saved: Exponentials, pair: Pair, grad_output: Tensor, needs: Needs, options: TileOptions) -> Grads:
     """Two products. ``grad_output`` is part of f_i, so that a gradient is rounded once, after the multiplication."""
-    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+    with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         # Keys, bias and soft cap are in E already.
         call = Call(Pair(a=pair.a, b=pair.b, scale=pair.scale), PairSpec(row_lse=True), options)
         n, m = call.a.shape[0], call.b.shape[0]
