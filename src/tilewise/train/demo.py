@@ -49,7 +49,10 @@ def run_demo(console: Console, overrides: list[str]) -> RunResult:
     """Train, then show recalls, some searches and the path of the report."""
     first = os.environ.get("RANK", "0") == "0"  # under torchrun only the first rank prints
     config = demo_config(overrides, cuda=torch.cuda.is_available())
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    where = f"{threads} CPU thread{'s' * (threads != 1)}"
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
     if first:
         console.print(
             f"Training an image-text model on icons: batches of {config.loop.batch_size:,} pairs in chunks of "
