@@ -154,6 +154,7 @@ def test_a_shard_that_changes_during_a_run_loses_only_its_own_pairs(tmp_path):
     assert len(rows.texts) == 25
     assert rows.left_out == 5
     assert skips.counts == {"shard has changed since it was first read": 5}
+    assert len(skips.examples) == 5
     assert all("00000.tar:pair " in example for example in skips.examples)
     assert source.all_keys() == keys
 

@@ -168,12 +168,19 @@ class Pair:
     @property
     def shape(self) -> PairShape:
         """Sizes and types, without values."""
-        (rows, width), cols = self.a.shape, self.b.shape[0]
-        skips = self.row_skip is not None and self.col_skip is not None
-        kind = rows, cols, width, self.a.dtype, self.a.device, self.row_key is not None, skips
-        guide_width = 0 if self.guide_a is None else self.guide_a.shape[1]
-        picks = 0 if self.pick is None else self.pick.shape[1]
-        return PairShape(*kind, max(self.row_start, self.col_start), guide_width, picks, self.row_scale is not None)
+        return PairShape(
+            rows=self.a.shape[0],
+            cols=self.b.shape[0],
+            width=self.a.shape[1],
+            dtype=self.a.dtype,
+            device=self.a.device,
+            has_row_key=self.row_key is not None,
+            has_skips=self.row_skip is not None and self.col_skip is not None,
+            last_start=max(self.row_start, self.col_start),
+            guide_width=0 if self.guide_a is None else self.guide_a.shape[1],
+            picks=0 if self.pick is None else self.pick.shape[1],
+            has_row_scale=self.row_scale is not None,
+        )
 
 
 # The fields of `Pair`, beside the features, that belong to its rows or to its columns

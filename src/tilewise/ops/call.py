@@ -98,13 +98,14 @@ class Call(NamedTuple):
     @property
     def shape(self) -> PairShape:
         """Sizes and types, also of fake tensors."""
-        (a, b, _, _), (row_key, _, row_skip, col_skip) = self.leaves, self.others[:4]
+        a, b = self.leaves[0], self.leaves[1]
+        row_key, _, row_skip, col_skip = self.others[:4]
         guide_a, pick, row_scale = self.others[GUIDE], self.others[PICK], self.others[ROW_SCALE]
-        (rows, width), skips = a.shape, row_skip is not None and col_skip is not None
-        cols, last_start = rows if b is None else b.shape[0], 0
-        guide_width, picks = 0 if guide_a is None else guide_a.shape[1], 0 if pick is None else pick.shape[1]
-        kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips
-        return PairShape(*kind, last_start, guide_width, picks, row_scale is not None)
+        (rows, width), cols = a.shape, a.shape[0] if b is None else b.shape[0]
+        skips = row_skip is not None and col_skip is not None
+        guide_width, picks = (0 if part is None else part.shape[1] for part in (guide_a, pick))
+        kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width
+        return PairShape(*kind, picks=picks, has_row_scale=row_scale is not None)
 
 
 def operator_schema(more: str = "") -> str:

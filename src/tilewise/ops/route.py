@@ -51,8 +51,7 @@ class Route(NamedTuple):
 
 def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
     """The strategy of a call; ``how`` are the keywords of `_route`."""
-    plain = type(shape.rows) is int and type(shape.cols) is int and type(shape.width) is int
-    plain = plain and type(shape.picks) is int
+    plain = all(type(size) is int for size in (shape.rows, shape.cols, shape.width, shape.picks))
     choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
     return choose(shape, spec, options, needs, **how)
 

@@ -52,7 +52,7 @@ NOTHING = contextlib.nullcontext()
 
 def without_autocast(features: Tensor) -> contextlib.AbstractContextManager[object]:
     """Products here choose their own types. Outside of an autocast region this costs nothing."""
-    kind = "cuda" if features.is_cuda else features.device.type  # the flag is six times faster than the name
+    kind = features.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING
 
 

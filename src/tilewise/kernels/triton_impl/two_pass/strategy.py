@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
-from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys
+from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys, without_graph
 from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients, folded_picks
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
@@ -44,7 +44,7 @@ def forward(
     if options.batch_invariant:
         # With this statistic, exponentials are relative to the largest score of each row, and nothing needs repair.
         spec = dataclasses.replace(spec, row_top=True)
-    with on_device(pair.a), torch.no_grad():
+    with on_device(pair.a), without_graph():
         saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
 
@@ -87,7 +87,7 @@ def backward(
     """Gradients: G of a macro-tile, then two products. The memory of ``saved`` becomes the gradient of the columns."""
     out_dtype = grad_dtype or pair.a.dtype
     assert saved is None or isinstance(saved, SavedColumns)
-    with on_device(pair.a), torch.no_grad(), matmul_precision(options.precision):
+    with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
 
         factors: tuple[Tensor | None, Tensor | None] = (None, None)
