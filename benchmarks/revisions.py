@@ -143,7 +143,7 @@ def measure(packages: dict[str, ModuleType], name: str, case: Case, call: Call, 
         for key, package in packages.items()
     }
     short = case.rows * case.cols * case.width < 2**37
-    repeats = 300 if short else 24
+    repeats = 2000 if short else 24
     times = time_in_turns(steps, device, repeats=repeats, budget_s=5.0, least=12, clock=time.process_time)
     row: dict[str, Any] = {"case": name}
     for key, timing in times.items():

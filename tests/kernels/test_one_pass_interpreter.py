@@ -224,8 +224,8 @@ def test_sigmoid_of_small_and_large_scores(scale, columns, monkeypatch):
     ran = []
 
     class Spied(strategy.Sigmoid):
-        def loss_and_grads(self):
-            result = super().loss_and_grads()
+        def losses_and_grads(self):
+            result = super().losses_and_grads()
             ran.append(self.needs_repair.item())
             return result
 

@@ -170,7 +170,7 @@ def test_memory_is_given_back_after_its_last_use(recordings):
 def test_what_is_multiplied_is_a_tensor_of_its_own(recordings):
     everything(pair_of(CLIP, 0), CLIP)
     backward = recordings[next(kind for kind in recordings if kind[0] == "backward")]
-    products = [step for step in backward.steps if isinstance(step, replay.Product)]
+    products = [step for step in backward.steps if isinstance(step, replay.TorchStep)]
     assert len(products) == 2
     assert all(backward.slots[w.slot].pool_at < 0 for step in products for w in step.wheres)
 

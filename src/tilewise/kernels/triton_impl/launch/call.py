@@ -16,7 +16,7 @@ from tilewise.kernels.precision import float32_precision
 from tilewise.kernels.spec import Pair, PairSpec
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
-from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
+from tilewise.kernels.triton_impl.launch.replay import Recording, TensorStep, allocate, replay_or_record
 from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_sizes, guided_sizes, multiprocessors
 from tilewise.options import TileOptions
 
@@ -110,7 +110,7 @@ class Call:
         # An expanded number (the bias of a sigmoid loss) is read once, and its gradient is one sum.
         shared = None
         if bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None:
-            shared, bias = bias[:1].clone(), None
+            shared, bias = vector(bias[:1]), None
         self.score_bits = bit_sum(
             (bit.ONE_BIAS, shared is not None),
             (bit.BIAS, bias is not None),
@@ -159,6 +159,17 @@ class Call:
     def prepare(self, kernel: Any, warps: int = 4, stages: int = 2) -> Prepared:
         """A kernel whose launches are recorded if this call is."""
         return Prepared(kernel, self.a.device, warps, stages, self.recording)
+
+    def step(self, run: TensorStep, target: Tensor, left: Tensor, right: Tensor, first: bool = True) -> None:
+        """``run`` of three tensors, for instance a product of matrices, which is recorded if this call is."""
+        run(target, left, right, first)
+        if self.recording is not None:
+            self.recording.stepped(run, target, left, right, first)
+
+    def do_not_record(self) -> None:
+        """Torch is about to change numbers of this call in a way that cannot be replayed."""
+        if self.recording is not None:
+            self.recording.whole = False
 
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""

@@ -8,8 +8,8 @@ arguments, and launch.
     record   each allocation is a slot; each tensor argument becomes (slot, offset)
     replay   a slot is allocated before its first use and freed after its last; small scratch slots share one block
 
-Only launches and products can be replayed. A call that does something else (a copy of unaligned features, a sum by
-torch) uses tensors that belong to no slot. It is not recorded and runs normally every time.
+Only launches and the steps of `Call.step` can be replayed. A call that does something else (a copy of unaligned features,
+a sum by torch) uses tensors that belong to no slot, or calls `Call.do_not_record`. It runs normally every time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MOST_RECORDINGS = 256
 MOST_STEPS = 20_000  # of all recordings together; a step takes about 3 kB
 _recordings: dict[Any, Recording | None] = {}  # shared by all threads: backward runs in a thread of autograd
 _UNKNOWN = object()
+# What torch does with three tensors, target, left and right: most often target = left @ right, or target += left @ right.
+TensorStep = Callable[[Tensor, Tensor, Tensor, bool], None]
 NOWHERE = Where(-1, 0, (), ())
 POOL = -1  # the last of the addresses of a replay is that of the block for small scratch slots
 
@@ -70,12 +72,17 @@ class Launch(NamedTuple):
         self.run(*args)
 
 
-class Product(NamedTuple):
-    """target = left @ right, or target += left @ right, or what else ``run`` does with three tensors."""
+class TorchStep(NamedTuple):
+    """A `TensorStep` with the places of its tensors."""
 
-    run: Callable[..., None]
+    run: TensorStep
     wheres: list[Where]
     first: bool
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> None:
+        """Run with the tensors of the slots, and keep none of them."""
+        target, left, right = [where.view(tensors) for where in self.wheres]
+        self.run(target, left, right, self.first)
 
 
 class Filled(NamedTuple):
@@ -83,16 +90,16 @@ class Filled(NamedTuple):
 
     stream: int
     at: list[int]  # the address of each slot, then that of the pool
-    args: list[tuple[Any, ...]]  # of each step; () for a product
+    args: list[tuple[Any, ...]]  # of each step; () for one of torch
 
 
 class Recording:
-    """The launches and products of one call, whose inputs `replay` will get in the same order."""
+    """The launches and torch's steps of one call, whose inputs `replay` will get in the same order."""
 
     def __init__(self, device: torch.device, inputs: Sequence[Tensor | None]) -> None:
         self.device, self.inputs = device, len(inputs)
         self.slots: list[Slot] = []
-        self.steps: list[Launch | Product] = []
+        self.steps: list[Launch | TorchStep] = []
         self.whole = True  # every tensor so far has a slot
         self.driven = device.type == "cuda"  # and the driver can make every launch so far
         self.pooled: list[tuple[int, Slot]] = []
@@ -130,9 +137,9 @@ class Recording:
             self.driven &= by_driver is not None
             self.steps.append(Launch(run, others, wheres, blocks, by_driver))
 
-    def multiplied(self, run: Callable[..., None], target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-        """A product was taken."""
-        step = Product(run, [self.find(tensor) for tensor in (target, left, right)], first)
+    def stepped(self, run: TensorStep, target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+        """``run`` was called."""
+        step = TorchStep(run, [self.find(tensor) for tensor in (target, left, right)], first)
         if self.whole:
             self.steps.append(step)
 
@@ -160,8 +167,8 @@ class Recording:
         if not self.whole or not steps:
             return None
         kept = {where.slot for where in self.outputs if isinstance(where, Where)}
-        # A product takes tensors, not addresses.
-        tensors = kept | {where.slot for step in self.steps if isinstance(step, Product) for where in step.wheres}
+        # A step of torch takes tensors, not addresses.
+        tensors = kept | {where.slot for step in self.steps if isinstance(step, TorchStep) for where in step.wheres}
         # Slots to allocate before a step, and how
         made_at: list[list[tuple[int, Callable[[], Tensor]]]] = [[] for _ in range(steps)]
         done_at: list[list[int]] = [[] for _ in range(steps)]  # and to free after it
@@ -170,9 +177,7 @@ class Recording:
             if index < self.inputs or slot.last < 0:
                 continue  # given, or allocated and never used
             if index not in tensors and slot.bytes <= POOLED and not slot.zero:
-                slot.pool_at = self.pool_bytes
-                self.pooled.append((index, slot))
-                self.pool_bytes += -(-slot.bytes // ALIGNED) * ALIGNED
+                self._put_in_pool(index, slot)
                 continue
             kind: dict[str, Any] = {"dtype": slot.dtype, "device": self.device}
             make = functools.partial(torch.empty_strided, slot.shape, slot.stride, **kind)  # faster than `torch.empty`
@@ -188,6 +193,22 @@ class Recording:
         self.turns = list(zip(range(steps), made_at, self.steps, done_at, strict=True))
         self.filled = Filled(0, [], [()] * steps)
         return self
+
+    def _put_in_pool(self, index: int, slot: Slot) -> None:
+        """Give a small scratch slot a place in the block, after those that are used at the same time."""
+        places = sorted(
+            (other.pool_at, other.pool_at + other.bytes)
+            for _, other in self.pooled
+            if other.last >= slot.first and slot.last >= other.first
+        )
+        start = 0
+        for other_start, other_end in places:
+            if start + slot.bytes <= other_start:
+                break
+            start = max(start, -(-other_end // ALIGNED) * ALIGNED)
+        slot.pool_at = start
+        self.pooled.append((index, slot))
+        self.pool_bytes = max(self.pool_bytes, start + slot.bytes)
 
     # -- replaying ------------------------------------------------------------------------------------------------
 
@@ -219,9 +240,8 @@ class Recording:
                 tensor = tensors[index] = make()
                 at[index] = tensor.data_ptr()
                 same = same and before.at[index] == at[index]
-            if isinstance(step, Product):
-                step.run(*[where.view(tensors) for where in step.wheres], step.first)
-            elif by_driver and step.by_driver is not None:
+                del tensor  # the list holds it until its last step
+            if by_driver and isinstance(step, Launch) and step.by_driver is not None:
                 if not same:
                     args[turn] = step.by_driver.arguments(at, stream)
                 step.by_driver.launch(*args[turn])

@@ -15,19 +15,19 @@ from tilewise.kernels.triton_impl.launch.prepared import kernel
 from tilewise.kernels.triton_impl.primitives import in_units, row_stride
 
 
-@kernel(optional=("b", "entry", "column", "out", "scaled", "dots"), dynamic=("a_stride", "b_stride", "n"))
+@kernel(optional=("b", "total", "entry", "column", "out", "scaled", "dots"), dynamic=("a_stride", "b_stride", "n"))
 def finish_rows_kernel(a, b, scale, total, factor, entry, column, out, scaled, dots, a_stride, b_stride, n,
                        D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """out_i = scale f_i total_i, scaled_i = scale f_i a_i, and for each program the sum of f_i <total_i, a_i>.
 
     That sum is the program's part of the scale's gradient. With ``entry``, the rounding of the positive's entry is
-    corrected: total_i += (entry - rounded entry) b_pos.
+    corrected: total_i += (entry - rounded entry) b_pos. Without ``total``, only scaled_i is written.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at, ok = rows.to(tl.int64)[:, None], rows < n
     f = tl.load(factor + rows, mask=ok, other=0.0)[:, None]
     s = tl.load(scale)
-    if entry is not None:
+    if total is not None and entry is not None:
         exact = tl.load(entry + rows, mask=ok, other=0.0)
         lost = (exact - exact.to(b.dtype.element_ty).to(tl.float32))[:, None]
         pos = tl.load(column + rows, mask=ok, other=-1).to(tl.int64)[:, None]
@@ -35,11 +35,12 @@ def finish_rows_kernel(a, b, scale, total, factor, entry, column, out, scaled, d
     for k in range(0, D, WIDTH):
         col = k + tl.arange(0, WIDTH)
         here = ok[:, None] & (col < D)[None, :]
-        value = tl.load(total + at * D + col[None, :], mask=here, other=0.0)
-        if entry is not None:
-            own = b + pos * row_stride(b, b_stride) + col[None, :]
-            value += lost * tl.load(own, mask=here & (pos >= 0), other=0.0).to(tl.float32)
-        value = f * value
+        if total is not None:
+            value = tl.load(total + at * D + col[None, :], mask=here, other=0.0)
+            if entry is not None:
+                own = b + pos * row_stride(b, b_stride) + col[None, :]
+                value += lost * tl.load(own, mask=here & (pos >= 0), other=0.0).to(tl.float32)
+            value = f * value
         if dots is not None or scaled is not None:
             row = tl.load(a + at * row_stride(a, a_stride) + col[None, :], mask=here, other=0.0).to(tl.float32)
         if dots is not None:

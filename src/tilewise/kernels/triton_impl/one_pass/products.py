@@ -99,43 +99,42 @@ class Products:
         self.grad_a = call.empty(self.n, self.d, dtype=dtype) if needs.a else None
         self.grad_b: Tensor | None = None
         self.bias = call.empty(self.m) if needs.bias else None
-        self.dots: list[Tensor] = []
+        # Parts of the scale's gradient, one for each program of `finish_rows_kernel`
+        self.dots = call.empty(cdiv(self.n, FINISH_BLOCK)) if needs.scale else None
 
     def add(self, held: Exponentials, i: slice) -> None:
         """Compute dA of the rows i from their E and f, and add their terms to the other gradients."""
         call, a = self.call, self.call.a[i]
         scaled = call.empty(*a.shape, dtype=a.dtype) if self.needs.b else None
-        if self.needs.a or self.needs.scale:
-            self._rows(held, i, scaled)
-        elif scaled is not None:
-            torch.mul(a, (held.factor * call.pair.scale)[:, None], out=scaled)
+        self._rows(held, i, scaled)
         if self.bias is not None:
             self._bias(held, self.bias, first=i.start == 0)
         if scaled is not None:
             if self.grad_b is None:
                 self.grad_b = call.empty(self.m, self.d, dtype=self.dtype)
-            product(self.grad_b, held.e.T, scaled, i.start == 0)
+            call.step(product, self.grad_b, held.e.T, scaled, i.start == 0)
             if held.rounded:
                 given = {"a": a, "scaled": scaled, "factor": held.factor, "entry": held.entry}
-                column, order = torch.sort(held.column, stable=True)
+                column, order = (call.empty(len(a), dtype=dtype) for dtype in (held.column.dtype, torch.int64))
+                call.step(sort_stably, column, held.column, order)
                 correct_positives(call, self.grad_b, (column, order), **given, scale=call.pair.scale)
 
     def grads(self) -> Grads:
-        """The gradients, after all rows were added."""
-        scale = sum_parts(self.dots) if self.needs.scale else None
-        return Grads(a=self.grad_a, b=self.grad_b, scale=scale, bias=self.bias)
+        """The gradients, after all rows were added; that of the scale in parts."""
+        return Grads(a=self.grad_a, b=self.grad_b, scale=self.dots, bias=self.bias)
 
     def _rows(self, held: Exponentials, i: slice, scaled: Tensor | None) -> None:
         """dA of the rows i, and their part of the scale's gradient. Writes scale f_i a_i to ``scaled``, if given."""
         call, a, out = self.call, self.call.a[i], None if self.grad_a is None else self.grad_a[i]
+        dots = None if self.dots is None else self.dots[i.start // FINISH_BLOCK :]
         total = out
-        if total is None or total.dtype != torch.float32:
-            total = call.empty(len(a), self.d, dtype=torch.float32)
-        product(total, held.e, call.b, True)
-        programs = cdiv(len(a), FINISH_BLOCK)
-        dots = call.empty(programs) if self.needs.scale else None
-        if dots is not None:
-            self.dots.append(dots)
+        if out is None and dots is None:
+            if scaled is None:
+                return
+        else:
+            if total is None or total.dtype != torch.float32:
+                total = call.empty(len(a), self.d, dtype=torch.float32)
+            call.step(product, total, held.e, call.b)
         finish = call.prepare(product_kernels.finish_rows_kernel).offer(call.fixed)
         finish.put({"a": a, "n": len(a), "total": total, "out": out, "scaled": scaled, "dots": dots})
         finish.put(
@@ -143,10 +142,11 @@ class Products:
         )
         if held.rounded:
             finish.put({"entry": held.entry, "column": held.column, "b": call.b})
-        finish.launch(programs)
+        finish.launch(cdiv(len(a), FINISH_BLOCK))
 
     def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
         """Write the terms of these rows to the bias's gradient ``out``, or add them if they are not the first rows."""
+        self.call.do_not_record()
         e, factor = held.e, held.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
         values |= {"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}
@@ -158,7 +158,11 @@ class Products:
             )  # torch sorts the indices here and uses no atomics
 
 
-def sum_parts(parts: list[Tensor]) -> Tensor:
-    """The sum of all numbers in ``parts``, added in float64: ()."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.sum(dtype=torch.float64).to(whole.dtype)
+def sort_stably(column: Tensor, unsorted: Tensor, order: Tensor, _: bool) -> None:
+    """Write the sorted numbers to ``column``, and their places to ``order``."""
+    torch.sort(unsorted, stable=True, out=(column, order))
+
+
+def total_of(parts: Tensor) -> Tensor:
+    """The sum of all parts, added in float64: ()."""
+    return parts.sum(dtype=torch.float64).to(parts.dtype)

@@ -11,14 +11,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, GradStats, Needs, RowWeights, Stats
 from tilewise.kernels.triton_impl.launch.call import Call
-from tilewise.kernels.triton_impl.one_pass.products import sum_parts
 from tilewise.kernels.triton_impl.one_pass.sigmoid_kernels import sigmoid_kernel
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass.backward import Backward, Bias
 
 
 class Sigmoid(Backward):
-    """Backward of the sigmoid loss. Its kernel also computes the loss and the entries of the positives in G."""
+    """Backward of the sigmoid loss, whose kernel also computes the loss."""
+
+    tiles_have_positives = True
 
     def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
         super().__init__(
@@ -28,11 +29,11 @@ class Sigmoid(Backward):
         self.loss_part = call.empty(size, zero=True)
         self.needs_repair = call.empty(1, dtype=torch.int32, zero=True)
 
-    def loss_and_grads(self) -> tuple[Tensor, Grads]:
-        """All macro-tiles."""
+    def losses_and_grads(self) -> tuple[Tensor, Grads]:
+        """Parts of the loss, and the gradients, of all macro-tiles."""
         grads = self.run()
         self._launch(slice(0, self.n), slice(0, self.m), REPAIR=True)
-        return sum_parts([self.loss_part]), grads
+        return self.loss_part, grads
 
     def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
         part = None if bias is None else bias.part(i, j)

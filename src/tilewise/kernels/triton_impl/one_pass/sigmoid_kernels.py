@@ -91,15 +91,12 @@ def sigmoid_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             # 1 / (1 + t) as a square: a reciprocal root is one instruction, a division six.
             root = tl.rsqrt(1.0 + t)
             g = (t * (w * f)[:, None]) * (root * root)
-            key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
             if meets:
+                key = own_column(rows, n, m, row_key, first, ahead, SCORE, POSITIVE)
                 g = tl.where(key[:, None] == cols[None, :], -g, g)
-            # `Bias` expects sums of tiles without positives: sigmoid(x) = 1 - sigmoid(-x).
             if BIAS_TOTAL & TERMS:
-                own = tl.where((key >= tile_col * C) & (key < tile_col * C + C), w * f, 0.0)
-                tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1) + own, mask=rows < n)
+                tl.store(bias_part + tile_col * n + rows, tl.sum(g, 1), mask=rows < n)
             if BIAS_COLS & TERMS:
-                whole = g + tl.where(key[:, None] == cols[None, :], (w * f)[:, None], 0.0)
-                tl.store(bias_part + tile_row * m + cols, tl.sum(whole, 0), mask=cols < m)
+                tl.store(bias_part + tile_row * m + cols, tl.sum(g, 0), mask=cols < m)
             store_tile(g_desc, tile_row * R, tile_col * C, g)
     tl.store(mine, loss)

@@ -11,7 +11,7 @@ from tilewise.kernels.scalar_loss import saved_dtype
 from tilewise.kernels.spec import Grads, Needs, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces, row_width, tile_descriptor, vector
 from tilewise.kernels.triton_impl.one_pass import softmax_kernels as kernels
-from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, block_rows, sum_parts
+from tilewise.kernels.triton_impl.one_pass.products import Exponentials, Products, block_rows
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
 
 START_BLOCK = 1024
@@ -38,7 +38,7 @@ class Softmax:
         call.by_row |= rows
         call.row_cuts.clear()
         self.row_part = call.empty(self.col_tiles * min(self.n, self.row_step))
-        self.losses: list[Tensor] = []
+        self.losses = call.empty(cdiv(self.n, ROWS_BLOCK))  # parts of the loss, one for each program of `rows_kernel`
 
     def _blocks(self) -> int:
         """Rows of a block: E, the scaled rows and the partial sums fit the workspace, one row of tiles at the least."""
@@ -48,20 +48,20 @@ class Softmax:
         fits = max(tile, fits // tile * tile)
         return min(fits, cdiv(cdiv(self.n, cdiv(self.n, fits)), tile) * tile)
 
-    def loss_and_grads(self, needs: Needs) -> tuple[Tensor, Grads]:
-        """All blocks, and the products of each before the next takes its memory."""
+    def losses_and_grads(self, needs: Needs) -> tuple[Tensor, Grads]:
+        """Parts of the loss, and the gradients, that of the scale in parts."""
         e = self._memory(min(self.n, self.row_step))
         products = Products(self.call, needs, saved_dtype(self.pair.a.dtype))
         for i in pieces(self.n, self.row_step):
-            products.add(self._exponentials(e[: i.stop - i.start, : self.m], i), i)
-        return sum_parts(self.losses), products.grads()
+            products.add(self._exponentials(e[: i.stop - i.start, : self.m], i), i)  # before the next takes its memory
+        return self.losses, products.grads()
 
     def losses_and_exponentials(self, rows: int) -> tuple[Tensor, Exponentials]:
         """Parts of the loss, and E of all rows, which are one block, in memory for ``rows`` of them."""
         assert self.n <= min(rows, self.row_step)
         e = self._memory(rows)
         made = self._exponentials(e[: self.n, : self.m], slice(0, self.n))
-        return self.losses[0], made._replace(e=e)
+        return self.losses, made._replace(e=e)
 
     def _memory(self, rows: int) -> Tensor:
         """For E."""
@@ -80,8 +80,8 @@ class Softmax:
             if mode & maxima:
                 call.prepare(kernels.shift_kernel).offer(rows).put(shared).put(blocks).launch(programs)
         made = Exponentials(e, call.empty(n), call.empty(n), call.empty(n, dtype=torch.int32))
-        self.losses.append(call.empty(programs))
         last = call.prepare(kernels.rows_kernel).offer(call.fixed).offer(rows).offer(cols).put(shared).put(blocks)
         last.put({"g": e, "g_stride": e.stride(0), "factor": made.factor, "entry": made.entry, "column": made.column})
-        last.put({"loss_part": self.losses[-1], "ahead": call.ahead(i, self.all_cols)}).launch(programs)
+        last.put({"loss_part": self.losses[i.start // ROWS_BLOCK :], "ahead": call.ahead(i, self.all_cols)})
+        last.launch(programs)
         return made

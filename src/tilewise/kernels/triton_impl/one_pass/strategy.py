@@ -8,6 +8,7 @@ classifier whose rows are one block, E is saved in their place (`products`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +29,12 @@ from tilewise.kernels.triton_impl.one_pass.products import (
     block_rows,
     exponentials_like,
     saves_exponentials,
-    sum_parts,
+    total_of,
 )
 from tilewise.kernels.triton_impl.one_pass.sigmoid import Sigmoid
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.sizes import multiprocessors
+from tilewise.kernels.triton_impl.two_pass.backward import spread
 from tilewise.options import TileOptions
 
 TIMES_BLOCK, PROGRAMS_EACH = 4096, 8  # programs of each multiprocessor
@@ -101,11 +103,20 @@ def loss_and_gradients(
     pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions
 ) -> tuple[Tensor, Grads]:
     """The loss and its gradients, those of the features in `saved_dtype`."""
-    with on_device(pair.a), without_graph(), matmul_precision(options.precision):
-        call = Call(pair, spec, options)
+    weights = RowWeights(each=weights.full(pair), square=weights.square)
+
+    def run(call: Call) -> tuple[Tensor | None, ...]:
         if spec.softplus:
-            return Sigmoid(call, weights, needs).loss_and_grads()
-        return Softmax(call, weights).loss_and_grads(needs)
+            losses, grads = Sigmoid(call, weights, needs).losses_and_grads()
+        else:
+            losses, grads = Softmax(call, weights).losses_and_grads(needs)
+        return losses, grads.a, grads.b, grads.scale, grads.bias
+
+    with on_device(pair.a), without_graph(), matmul_precision(options.precision):
+        known = weights.each, weights.square
+        losses, a, b, scale, bias = replayed(("one pass", needs), pair, spec, options, known, run)
+        scale = None if scale is None else total_of(scale)
+        return total_of(losses), Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))
 
 
 def exponentials(
@@ -122,7 +133,7 @@ def exponentials(
         tensors = weights.each, weights.square
         losses, e, *vectors = replayed(("exponentials", rows), pair, spec, options, tensors, run)
         more = rows - pair.a.shape[0]
-        return sum_parts([losses]), Exponentials(
+        return total_of(losses), Exponentials(
             e, *(torch.nn.functional.pad(v, (0, more)) if more else v for v in vectors)
         )
 
@@ -136,7 +147,8 @@ def gradients(saved: Exponentials, pair: Pair, grad_output: Tensor, needs: Needs
         products = Products(call, needs, pair.a.dtype)
         factor = saved.factor[:n] * grad_output
         products.add(Exponentials(saved.e[:n, :m], factor, saved.entry[:n], saved.column[:n]), slice(0, n))
-        return products.grads()
+        grads = products.grads()
+        return dataclasses.replace(grads, scale=None if grads.scale is None else total_of(grads.scale))
 
 
 def times(grads: Grads, grad_output: Tensor, dtype: torch.dtype, overwrite: bool) -> Grads:

@@ -76,6 +76,8 @@ class Backward:
     ``factors``: the factor of G inside the kernels, and the factor of the products with G; by default the scale and none.
     """
 
+    tiles_have_positives = False  # whether the kernel of a tile also writes the entry of an only positive
+
     def __init__(
         self,
         call: Call,
@@ -89,6 +91,7 @@ class Backward:
         self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
         self.pair, self.spec = call.pair, call.spec
         self.guided = self.spec.guide != "none"
+        self.tiles_have_positives |= self.guided
         self.sizes = call.guided_sizes if self.guided else call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
         sym, scale = self.spec.symmetric, self.pair.scale
@@ -145,7 +148,7 @@ class Backward:
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
         self.span = self._span() if grad.row_lse is not None and call.by_col["grad_col"] is not None else None
-        if call.positive in ONE_POSITIVE and not self.guided:
+        if call.positive in ONE_POSITIVE and not self.tiles_have_positives:
             own = vector(stats.row_pos)
             if own is None:
                 own = call.empty(self.n)
@@ -227,11 +230,11 @@ class Backward:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:
             grad_b.finish(slice(0, self.m), call.b)
-        dots = [dot for side in (grad_a, grad_b) if side is not None for dot in side.dots]
+        dots = next((side.dots for side in (grad_a, grad_b) if side is not None and side.dots is not None), None)
         return Grads(
             a=grad_a.out if grad_a is not None and self.needs.a else None,
             b=None if grad_b is None else grad_b.out,
-            scale=self._take_out(torch.cat(dots) if len(dots) > 1 else dots[0]) if self.needs.scale else None,
+            scale=None if dots is None else self._take_out(dots),
             bias=None if bias is None else bias.finish(),
         )
 
@@ -293,37 +296,33 @@ class Bias:
 
     def __init__(self, parent: Backward) -> None:
         self.parent, self.shared = parent, parent.shared_bias
-        self.total = parent.pair.scale.new_zeros(1 if self.shared else parent.m)
-        self.factor = parent.inside.masked_fill(parent.inside == 0, kernels.TINY_SCALE.value)  # as the kernels do
+        self.total = parent.call.empty(1 if self.shared else parent.m, zero=True)
         self.held: Tensor | None = None
 
     def part(self, i: slice, j: slice) -> Tensor:
         """Memory for the sums of G over the rows, or over the columns, of each tile."""
         n, m, sizes = i.stop - i.start, j.stop - j.start, self.parent.sizes
         size = cdiv(m, sizes.cols) * n if self.shared else cdiv(n, sizes.rows) * m
-        self.held = self.total.new_empty(size)
+        self.held = self.parent.call.empty(size)
         return self.held
 
     def add(self, j: slice) -> None:
         """Add the sums of one macro-tile."""
         assert self.held is not None
-        if self.shared:
-            self.total += self.held.sum()
-        else:
-            self.total[j] += self.held.view(-1, j.stop - j.start).sum(0)
+        self.parent.call.step(add_columns, self.total if self.shared else self.total[j], self.held, self.held)
 
     def _add_positives(self) -> None:
         """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
-        parent, call = self.parent, self.parent.call
+        parent, call, factor = self.parent, self.parent.call, self._factor()
         if parent.picked:
             assert call.pick is not None
             here = call.pick - parent.pair.col_start
             inside = (call.pick >= 0) & (here >= 0) & (here < parent.m)
-            self._add(parent.picked["grad_pos"] * self.factor, parent.picked["own"], here, inside)
+            self._add(parent.picked["grad_pos"] * factor, parent.picked["own"], here, inside)
         incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if incoming is None or call.positive not in ONE_POSITIVE or parent.guided:  # a guided tile has its positives
+        if incoming is None or call.positive not in ONE_POSITIVE or parent.tiles_have_positives:
             return
-        share = incoming * (-self.factor if parent.spec.softplus else self.factor)
+        share = incoming * (-factor if parent.spec.softplus else factor)
         rows = torch.arange(parent.n, device=incoming.device) + parent.pair.row_start
         key = rows if parent.pair.row_key is None else parent.pair.row_key
         here = key - parent.pair.col_start
@@ -347,9 +346,26 @@ class Bias:
         else:
             self.total.index_put_((here.clamp(0, parent.m - 1),), share, accumulate=True)  # sorts: no atomics
 
+    def _factor(self) -> Tensor:
+        """The factor of G, as the kernels take it."""
+        return self.parent.inside.masked_fill(self.parent.inside == 0, kernels.TINY_SCALE.value)
+
     def finish(self) -> Tensor:
-        """One number for each column. A shared bias has one gradient, divided evenly: only the sum has a meaning."""
-        self._add_positives()
+        """One number for each column, or one for a shared bias, which `spread` divides."""
+        if self.parent.picked or not self.parent.tiles_have_positives:
+            self.parent.call.do_not_record()
+            self._add_positives()
         if self.shared:
-            return (self.parent._take_out(self.total) / self.parent.m).expand(self.parent.m).contiguous()
-        return self.total / self.factor
+            return self.parent._take_out(self.total)
+        self.parent.call.do_not_record()
+        return self.total / self._factor()
+
+
+def add_columns(total: Tensor, parts: Tensor, _: Tensor, __: bool) -> None:
+    """Add the sums of each column of ``parts``."""
+    total += parts.view(-1, len(total)).sum(0)
+
+
+def spread(bias: Tensor | None, cols: int) -> Tensor | None:
+    """The gradient of a bias that all columns share, divided evenly: only the sum has a meaning."""
+    return (bias / cols).expand(cols).contiguous() if bias is not None and bias.dim() == 0 else bias

@@ -6,7 +6,6 @@ rectangle of scores that fits the workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class GradientSum:
         factor: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        self.call, self.dtype, self.whole, self.dot, self.factor = call, dtype, whole, dot, factor
+        self.call, self.dtype, self.whole, self.factor = call, dtype, whole, factor
         self.width = call.a.shape[1]
         # The gradient itself is the accumulator where its type allows. Otherwise there is a float32 accumulator, and for
         # a whole side the gradient is allocated in `finish`, after the macro-tiles are freed.
@@ -61,7 +60,8 @@ class GradientSum:
             self.out = call.empty(rows, self.width, dtype=dtype)
         self.total = None if in_place else call.empty(size, self.width, dtype=torch.float32)
         self.started: set[int] = set()
-        self.dots: list[Tensor] = []
+        # Parts of the scale's gradient, one for each program of `finish`
+        self.dots = call.empty(cdiv(rows, FINISH_ROWS)) if dot else None
 
     def add(self, i: slice, left: Tensor, right: Tensor) -> None:
         """total[i] += left @ right."""
@@ -70,18 +70,11 @@ class GradientSum:
         if self.call.options.batch_invariant:
             row_product(self.call, self._accumulator(i), left, right, first)
         else:
-            self._do(product, i, left, right, first)
+            self.call.step(product, self._accumulator(i), left, right, first)
 
     def scale_rows(self, i: slice, row_factor: Tensor) -> None:
         """total[i] *= row_factor, a number for each row."""
-        self._do(scale_rows_, i, row_factor, row_factor, True)
-
-    def _do(self, run: Callable[[Tensor, Tensor, Tensor, bool], None], i: slice, *operands: Any) -> None:
-        """Call ``run`` on the rows i of the accumulator. If the call is recorded for replay, record this too."""
-        target = self._accumulator(i)
-        run(target, *operands)
-        if self.call.recording is not None:
-            self.call.recording.multiplied(run, target, *operands)
+        self.call.step(scale_rows_, self._accumulator(i), row_factor, row_factor)
 
     @property
     def sums(self) -> Tensor:
@@ -100,13 +93,11 @@ class GradientSum:
         if self.out is None:
             self.out = self.call.empty(i.stop, self.width, dtype=self.dtype)
         write = self.factor is not None or self.total is not None
-        if not write and not self.dot:
+        if not write and self.dots is None:
             return
-        dots = self.call.empty(cdiv(i.stop - i.start, FINISH_ROWS)) if self.dot else None
+        dots = None if self.dots is None else self.dots[i.start // FINISH_ROWS :]
         out = self.out[i] if write else None
         launch_finish(self.call, self._accumulator(i), features[i], self.factor, out, dots)
-        if dots is not None:
-            self.dots.append(dots)
         if self.whole:
             self.total = None
 
@@ -123,5 +114,5 @@ def launch_finish(
 
 
 def scale_rows_(target: Tensor, row_factor: Tensor, _: Tensor, __: bool) -> None:
-    """Multiply each row by its own number. A recording replays it like `product`, so it has the same arguments."""
+    """Multiply each row by its own number."""
     target.mul_(row_factor[:, None])

@@ -21,7 +21,7 @@ from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys, without_graph
-from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients, folded_picks
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients, folded_picks, spread
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -112,4 +112,4 @@ def backward(
         a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
         if saved is not None:
             saved.buffer = None
-        return Grads(a=a, b=b, scale=scale, bias=bias)
+        return Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))
