@@ -132,7 +132,8 @@ def take_rows(tree: Tree, rows: slice) -> Tree:
 class BatchSource(Protocol):
     """A batch whose rows are loaded on demand. `load` must return the same rows each time.
 
-    ``device`` is the device of the chunk when it is encoded. ``None`` keeps the device of `load`.
+    ``device`` is the device of the chunk when it is encoded. With ``None``, a chunk stays on the device of the tensors
+    that `load` returns.
     """
 
     rows: int

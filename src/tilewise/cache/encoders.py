@@ -1,4 +1,4 @@
-"""Encoders: a callable, the modules that it runs, and whether it has anything to train."""
+"""Encoders: a callable, the modules that it runs, and whether it has trainable parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Encoder:
         call: maps a chunk to its representations.
         modules: the modules that it runs. They determine the DDP or FSDP wrappers, the devices whose random state is
             recorded, and the buffers to preserve.
-        frozen: True if it has nothing to train. It then runs once and without a graph. ``None`` means frozen if no
-            parameter of ``modules`` requires a gradient.
+        frozen: True if it has no trainable parameters. It then runs once and without a graph. ``None`` means frozen if
+            no parameter of ``modules`` requires a gradient.
 
     A module, a bound method of a module, and a function that closes over modules can be passed directly:
 
@@ -109,7 +109,7 @@ def as_encoders(encoders: Any, inputs: int) -> list[Encoder]:
 
 @contextmanager
 def preserve_buffers(modules: Sequence[nn.Module], versions: dict[Tensor, int]) -> Iterator[None]:
-    """Restore the running statistics of modules afterwards, so that a second forward does not count twice.
+    """Restore the running statistics of modules at the end, so that a second forward does not update them twice.
 
     The buffers of a module are restored if one of them changed since ``versions`` was recorded, or if the module tracks
     running statistics (batch norm updates those without changing the version of the tensor). Other buffers, such as

@@ -85,7 +85,8 @@ class LazyBatch:
     Args:
         rows: number of rows.
         load: ``load(first, last)`` returns the rows ``first`` to ``last - 1``, as a tree.
-        device: device to which chunks are moved before encoding. ``None`` keeps the device of ``load``.
+        device: device to which chunks are moved before encoding. With ``None`` they stay on the device of the tensors
+            that ``load`` returns.
 
     >>> words = ["sun", "moon", "star"]
     >>> batch = LazyBatch(3, lambda first, last: torch.tensor([len(w) for w in words[first:last]]))

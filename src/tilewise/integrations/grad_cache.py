@@ -78,7 +78,7 @@ class GradCache:
         self.scaler = scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as ``cache_step``."""
+        """Call ``cache_step``."""
         return self.cache_step(*args, **kwargs)
 
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = False, **loss_kwargs: Any) -> Tensor:
@@ -101,7 +101,8 @@ class GradCache:
         ]
         cache = GradientCache(
             [self._encoder(model) for model in self.models],
-            functools.partial(self._loss, **loss_kwargs),  # here, because the cache has keywords of its own
+            # Bound here, because GradientCache has keywords of the same names.
+            functools.partial(self._loss, **loss_kwargs),
             chunk_size=1,
             sync="last" if no_sync_except_last else "every",
         )
@@ -134,7 +135,7 @@ class GradCache:
             return self.compute_loss(*reps, **loss_kwargs)
 
     def _encoder(self, model: nn.Module) -> Encoder:
-        # A subclass or get_rep_fn may have its own parameters, so only the plain case can be frozen.
+        # A subclass or get_rep_fn may have parameters of its own. So a model is treated as frozen only without both.
         plain = type(self) is GradCache and self.get_rep_fn is None
         call = lambda chunk: self.get_reps(self.model_call(model, chunk))  # noqa: E731
         return Encoder(call, (model,), frozen=None if plain else False)

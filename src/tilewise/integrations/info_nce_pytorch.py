@@ -1,4 +1,4 @@
-"""`InfoNCE` and `info_nce` with the signatures of info-nce-pytorch, which normalizes inside.
+"""`InfoNCE` and `info_nce` with the signatures of info-nce-pytorch. Like that package, they normalize the features.
 
 - from info_nce import InfoNCE
 + from tilewise.integrations.info_nce_pytorch import InfoNCE

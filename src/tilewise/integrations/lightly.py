@@ -1,4 +1,4 @@
-"""`NTXentLoss` with lightly's signature, which normalizes inside.
+"""`NTXentLoss` with lightly's signature. Like lightly, it normalizes the features.
 
 - from lightly.loss import NTXentLoss
 + from tilewise.integrations.lightly import NTXentLoss
@@ -27,7 +27,7 @@ class NTXentLoss(nn.Module):
         temperature: divides the cosines; a tensor that requires grad gets its exact gradient.
         memory_bank_size: 0 for none (SimCLR), or (entries, features) for a queue of second views, which are then the
             only negatives (MoCo). It starts with random unit vectors. A batch is added if ``out0`` requires a gradient,
-            so evaluation does not change it. With a number of entries alone, the first batch says how many features.
+            so evaluation does not change it. With a number of entries alone, the first batch determines the features.
         gather_distributed: use the negatives of all ranks. With a memory bank, the second views of all ranks are added
             to it. Needs an initialized process group.
         options: how to compute it. No option changes the result beyond rounding.
@@ -120,7 +120,7 @@ def _new_bank(entries: int, features: int) -> Tensor:
 
 
 def _bank_size(size: int | Sequence[int]) -> tuple[int, int]:
-    """(entries, features): entries are 0 for no bank, features are 0 if the first batch says how many."""
+    """(entries, features): entries are 0 for no bank, features are 0 if the first batch determines them."""
     entries, features = (size, 0) if isinstance(size, int) else (*size, 0, 0)[:2]
     wrong = not isinstance(size, int) and (len(size) not in (1, 2) or (len(size) == 2 and entries > 0 and features < 1))
     if entries < 0 or wrong:

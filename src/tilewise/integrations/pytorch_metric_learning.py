@@ -1,4 +1,4 @@
-"""`NTXentLoss` and `SupConLoss` with the signatures of PyTorch Metric Learning, which normalizes inside.
+"""`NTXentLoss` and `SupConLoss` with the signatures of PyTorch Metric Learning. Like that package, they normalize.
 
     - from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
     + from tilewise.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
@@ -34,7 +34,7 @@ class MemoryPairs(NamedTuple):
 
 
 class _LabelLoss(nn.Module):
-    """Common part of both losses: the settings and the checks of the arguments."""
+    """Base class of both losses: the settings and the checks of the arguments."""
 
     def __init__(self, temperature: float | Tensor, options: TileOptions | None, refused: dict[str, Any]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class SupConLoss(_LabelLoss):
         return torch.where(count > 0, lse - positive, 0.0)
 
     def _against_memory(self, z: Tensor, labels: Tensor, ref: Tensor, ref_labels: Tensor, pairs: MemoryPairs) -> Tensor:
-        """The same without the row's own entry in the memory, for the rows that have positives.
+        """`_against` without the row's own entry in the memory, for the rows that have positives.
 
         With k one positive of a row and S the sum of exp(x) over all its entries, `info_nce` gives
         ``l = log(exp(x_k) + S) - x_k``. Since S contains exp(x_k), ``log S - x_k = log(exp(l) - 1)`` with exp(l) >= 2.
@@ -179,7 +179,7 @@ class SupConLoss(_LabelLoss):
         rows = count.nonzero().squeeze(1)
         key = pairs.column[(count.cumsum(0) - count)[rows]]
         has_own = (pairs.own >= 0).nonzero().squeeze(1)
-        owner = torch.full(ref.shape[:1], -1, device=z.device)  # of a column, the row that it is
+        owner = torch.full(ref.shape[:1], -1, device=z.device)  # for each column: the row that is the same sample
         owner[pairs.own[has_own]] = has_own
         log_sum = info_nce(
             z[rows],

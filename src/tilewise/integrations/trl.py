@@ -1,4 +1,4 @@
-"""Our head in TRL's trainers: SFT, DPO, KTO, GRPO and RLOO; and our divergence in its distillation trainer.
+"""The head of tilewise for TRL's SFT, DPO, KTO, GRPO and RLOO trainers; its divergence for the distillation trainer.
 
 trainer = GRPOTrainer(model=model, reward_funcs=..., args=..., train_dataset=...)
 use_token_head(trainer)
@@ -82,7 +82,7 @@ def use_token_head(trainer: Any, *, options: TileOptions | None = None) -> Train
     try:
         for model in found:
             handles.append(use_linear_cross_entropy(model, evaluation=True, options=options))
-    except Exception:  # none of the models stays changed
+    except Exception:  # undo the change of the first model
         for handle in handles:
             handle.remove()
         raise
@@ -97,8 +97,8 @@ def use_divergence_head(trainer: Any, *, options: TileOptions | None = None) -> 
     compared on a few random tokens first.
 
     Args:
-        trainer: a ``DistillationTrainer`` of TRL 1.16. Trainers that store logits (GKD, GOLD) or that ask a server for
-            the teacher's probabilities are refused.
+        trainer: a ``DistillationTrainer`` of TRL 1.16. Trainers that store logits (GKD, GOLD) or that get the
+            teacher's probabilities from a server raise a `ConfigError`.
         options: how to compute it. No option changes the result beyond rounding.
     """
     module = _module_of(trainer)
@@ -113,7 +113,7 @@ def use_divergence_head(trainer: Any, *, options: TileOptions | None = None) -> 
 
 
 class Divergence:
-    """The trainer's ``_compute_loss``, with our divergence in the place of TRL's while it runs."""
+    """The trainer's ``_compute_loss``. While it runs, the divergence of tilewise replaces that of TRL."""
 
     def __init__(self, trainer: Any, module: ModuleType, options: TileOptions) -> None:
         self.trainer, self.module, self.options = trainer, module, options
@@ -194,7 +194,7 @@ class Divergence:
 
 
 def _module_of(trainer: Any) -> ModuleType:
-    """The module in which the trainer's class looks up TRL's divergence. Other trainers are refused."""
+    """The module in which the trainer's class looks up TRL's divergence. Raises `ConfigError` for other trainers."""
     wanted = "trainer is a DistillationTrainer of TRL 1.16"
     advice = "For another loss call tilewise.linear_distillation_loss yourself"
     modules = [sys.modules[cls.__module__] for cls in type(trainer).__mro__ if "_compute_loss" in vars(cls)]

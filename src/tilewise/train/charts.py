@@ -1,4 +1,4 @@
-"""Line and bar charts as small inline SVG, in the page's own colours."""
+"""Line and bar charts as small inline SVG. The page's style sheet colours text and grid lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`.
+    """Return at most about `most` round numbers from `low` to `high`.
 
     >>> ticks(0.0, 9.0)
     [0.0, 2.0, 4.0, 6.0, 8.0]
@@ -35,7 +35,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number in few characters.
+    """Return a number in few characters.
 
     >>> short(0.25), short(1200.0), short(3.0)
     ('0.25', '1,200', '3')
@@ -44,7 +44,7 @@ def short(value: float) -> str:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, width: int = 460, height: int = 240, percent: bool = False) -> str:
-    """Curves over steps."""
+    """Return curves over steps as SVG, or an empty string if no value is finite."""
     left, right, top, bottom = 54, 12, 30, 28
     lines = [
         Line(line.name, *zip(*points, strict=True))
@@ -86,7 +86,7 @@ def line_chart(title: str, lines: Sequence[Line], *, width: int = 460, height: i
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float, str]], *, width: int = 460, log: bool = False) -> str:
-    """Horizontal bars: (name, value, label)."""
+    """Return horizontal bars as SVG. Each bar is (name, value, label)."""
     row, left, right, top = 26, 150, 90, 34
     height = top + row * len(bars) + 6
     values = [math.log10(max(value, 1.0)) if log else value for _, value, _ in bars]

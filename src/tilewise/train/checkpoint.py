@@ -1,8 +1,8 @@
-"""Checkpoints of safetensors and JSON. They are written under another name and renamed, so each is complete or absent.
+"""Checkpoints of safetensors and JSON. A checkpoint is written to a temporary name and renamed, so it is never partial.
 
 A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, optionally
 ``average.safetensors``, and ``state.json``. ``state.json`` has the sizes and CRC-32 sums of the other files and a
-CRC-32 sum of its own content. Nothing is ever unpickled.
+CRC-32 sum of its own content. No file is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 STEP_NAME = re.compile(r"step-[0-9]{8,18}")
-LOCKED_HEAD = "image.body.project.weight"
+LOCKED_HEAD = "image.body.project.weight"  # of a locked image tower, in checkpoints of earlier versions
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def step_name(step: int) -> str:
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> Path:
-    """Write a checkpoint. At any moment it is either complete or absent.
+    """Write a checkpoint. If the write is interrupted, no partial checkpoint remains under its name.
 
     Args:
         folder: the folder of a run's checkpoints.
@@ -87,12 +87,13 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
             file = aside / f"{name}.safetensors"
             save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
             _sync(file)
-            files[file.name] = _facts(file)
+            files[file.name] = _size_and_checksum(file)
         document = {**state, "format": FORMAT, "step": step, "files": files}
         document[CHECKSUM] = state_checksum(document)
         write_atomically(aside / "state.json", json.dumps(document, indent=1))
         _sync(aside)
-        old = _set_aside(final) if final.exists() else None  # of the same step: damaged, or without its evaluation
+        # An existing checkpoint of the same step is damaged or has no evaluation.
+        old = _set_aside(final) if final.exists() else None
         aside.rename(final)
         _sync(folder)
         if old is not None:
@@ -107,7 +108,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically. After an error the old file is as it was."""
+    """Replace a text file atomically. An error leaves the old file unchanged."""
     aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -129,7 +130,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _facts(file: Path) -> dict[str, int]:
+def _size_and_checksum(file: Path) -> dict[str, int]:
     checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
@@ -138,7 +139,7 @@ def _facts(file: Path) -> dict[str, int]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint, after checking that its files are those that were written."""
+    """Open a checkpoint. Raises `CheckpointError` if a file is missing, or if its size or checksum differs."""
     try:
         state = parse_json(read_regular(path / "state.json", STATE_LIMIT).decode("utf-8"))
         check_state(state, step_of(path))
@@ -146,10 +147,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path / 'state.json'} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path / 'state.json'} is damaged: {error}") from error
-    for name, facts in state["files"].items():
+    for name, recorded in state["files"].items():
         file = path / name
         try:
-            same = file.is_file() and _facts(file) == facts
+            same = file.is_file() and _size_and_checksum(file) == recorded
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
         if not same:
@@ -187,7 +188,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that is whole, and the problems of newer ones."""
+    """Return the newest undamaged checkpoint (None if there are none), and the problems of newer ones."""
     problems: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -206,7 +207,10 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> None:
-    """Keep the last few checkpoints up to this step, and the best one. Later ones are damaged and do not count."""
+    """Keep the last few checkpoints up to this step, and the best one. Remove the other checkpoints up to this step.
+
+    Checkpoints of later steps are damaged: the run continued from an earlier one. They are neither counted nor removed.
+    """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in paths[:-keep_last]:
         if step_of(path) != best_step:
@@ -214,7 +218,7 @@ def prune(folder: Path, keep_last: int, best_step: int | None, step: int) -> Non
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint in one move, so that no part of it is left under its name."""
+    """Remove a checkpoint. It is renamed first, so that a partial checkpoint never has its name."""
     with contextlib.suppress(OSError):
         path = _set_aside(path)
     shutil.rmtree(path, ignore_errors=True)
@@ -237,7 +241,7 @@ def _size(file: Path) -> int:
 def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
     """Check before training that the run folder can be written to and that `count` checkpoints fit on its disk.
 
-    New checkpoints replace those that the run already has. Only the first new one needs room beside them.
+    New checkpoints replace those that the run already has. The first new one is written before an old one is removed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,8 +255,8 @@ def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
         ) from error
     there = sum(_size(file) for path in list_checkpoints(folder / "checkpoints") for file in path.iterdir())
     if free < max(bytes_per_checkpoint * count - there, bytes_per_checkpoint):
-        held = f"Beside the {there / 2**20:,.0f} MiB of earlier ones, " if there else ""
+        earlier = f"In addition to {there / 2**20:,.0f} MiB of earlier ones, " if there else ""
         raise CheckpointError(
-            f"{held}{count} checkpoints of {bytes_per_checkpoint / 2**20:,.0f} MiB do not fit on the disk of {folder}, "
-            f"which has {free / 2**20:,.0f} MiB free. Lower output.keep_last or choose another output.folder"
+            f"{earlier}{count} checkpoints of {bytes_per_checkpoint / 2**20:,.0f} MiB do not fit on the disk of "
+            f"{folder}, which has {free / 2**20:,.0f} MiB free. Lower output.keep_last or choose another output.folder"
         )

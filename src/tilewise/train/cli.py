@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 try:
     import typer
-except ModuleNotFoundError as error:  # a plain install has the command, but not what it needs
+except ModuleNotFoundError as error:  # without the extra `train`, the command is installed and its packages are not
     sys.exit(f"tilewise: the command line needs {error.name}. In a clone: pip install '.[train]'")
 
 from tilewise.train.plan_cli import plan_app
@@ -182,7 +182,7 @@ def search(
 ) -> None:
     """Find images by words, or captions by an image, among the held-out pairs of a run or other pairs.
 
-    Results whose pair is the query are marked with a star, and with a green frame in the sheet.
+    If the query is a caption or an image of these pairs, right answers have a star, and a green frame in the sheet.
     """
     from tilewise.errors import RangeError
     from tilewise.train.search import open_gallery, save_sheet, show_hits
@@ -251,7 +251,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="folder to write; it must not exist, or must be empty")],
     checkpoint: Which = "best",
 ) -> None:
-    """Write the model of a run as safetensors and JSON. transformers reads the towers that come from it."""
+    """Write the model of a run as safetensors and JSON. transformers can load towers of its own architectures."""
     from tilewise.train.inference import load_model
 
     console = _console()

@@ -273,7 +273,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """Replace "auto" in data.source and model.name by what the path and the weights say.
+    """Replace "auto" in data.source and model.name: the path determines the source, the weights determine the name.
 
     >>> settled(RunConfig(data=DataConfig(path="pairs.csv"))).model.name
     'clip-tiny'
@@ -324,7 +324,10 @@ FREE_TO_CHANGE = (
 
 
 def check_same_run(saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse to continue a run with settings that change its result. Settings unknown to it have their defaults."""
+    """Raise `ConfigError` if other settings would change the result of a run that continues.
+
+    Settings that were added after the run was started have their defaults.
+    """
     try:
         before = to_dict(settled(build(RunConfig, saved)))
     except ConfigError as error:

@@ -88,7 +88,7 @@ def show_result(console: Console, result: RunResult) -> None:
 
 
 def own_command() -> str:
-    """Return how this program can be started again from the same shell: by its name if the shell finds it."""
+    """Return the command that starts this program again in the same shell: its name if that is on the path."""
     started, found = Path(sys.argv[0]), shutil.which("tilewise")
     if found and Path(found).resolve() == started.resolve():
         return "tilewise"

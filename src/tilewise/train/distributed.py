@@ -88,8 +88,8 @@ def join_world(device_name: str) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        # This module of torch keeps the default group for ever if it is imported after the group was made, and torch's
-        # compiler imports it. Imported before, it keeps nothing, and the group ends when it is destroyed.
+        # Torch's compiler imports this module. If that happens after the group was made, the module keeps a reference
+        # to the group for ever. If it is imported before, it has no reference, and the group ends when it is destroyed.
         import_module("torch.distributed.nn.functional")
 
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""Find out why a loss or a gradient is no longer finite."""
+"""The error for a loss or gradient that is not finite, and its likely cause."""
 
 from __future__ import annotations
 

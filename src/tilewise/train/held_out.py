@@ -24,7 +24,7 @@ class HeldOut:
         state: the state of the run. Keeps the metrics of the last evaluation, and step and recall of the best one.
         config: settings of the run.
         device: where images and captions are encoded.
-        steps: length of the run.
+        steps: total number of steps of the run.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class ImageTextModel:
         return self._encoders.texts(captions).clone() if captions else self._nothing()
 
     def _nothing(self) -> Tensor:
-        """Features (0, d). The text tower runs once, for d and the type; the clone may be used with autograd."""
+        """Return features (0, d). The text tower runs once to find d and the dtype. The clone works with autograd."""
         return self._encoders.texts([""])[:0].clone()
 
     def export(self, folder: str | Path) -> Path:

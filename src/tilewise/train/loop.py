@@ -153,7 +153,7 @@ class Trainer:
         return min(output.keep_last + 2, written, self.steps)
 
     def _write_down(self) -> None:
-        """Write the settings, and a description of the model that does not need its initial weights."""
+        """Write the settings, and a description from which the model can be built without its initial weights."""
         self.folder.save_config(self.config)
         self.messages.say(f"all settings, defaults too: {self.folder.config_file}")
         if not (self.step and self.folder.model.is_dir()):
@@ -195,7 +195,7 @@ class Trainer:
             self._give_up_reading(stop)
 
     def _give_up_reading(self, stop: StopRequest) -> None:
-        """End a run that was asked to stop while a read of the data blocks: save after the last whole step."""
+        """End a run that got a stop signal while a read of the data blocks. Save the state of the last whole step."""
         self.signal_number = stop.signal_number
         self.messages.say(
             f"the data of step {self.step + 1} cannot be read: a read has not returned. The run stops before it"

@@ -1,4 +1,4 @@
-"""What a run prints beside its progress: sizes, warnings, skipped pairs and damaged shards."""
+"""Messages of a run in addition to its progress: sizes, warnings, skipped pairs and damaged shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOTICES = 5  # damaged shards that are named; further ones are counted
-SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3  # a run longer than this prints a hint if it waits for data for this share
+# A run of more than so many seconds prints a hint if more than this share of the time was spent waiting for data.
+SLOW_DATA_S, SLOW_DATA_SHARE = 20.0, 0.3
 
 
 class Messages:

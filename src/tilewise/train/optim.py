@@ -14,7 +14,7 @@ from tilewise.train.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over three groups: matrices (decayed), vectors, and the logit scale and bias."""
+    """Build the optimizer with three parameter groups: matrices (decayed), vectors, and the logit scale and bias."""
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "scale": []}
     for name, p in model.named_parameters():
         if p.requires_grad:

@@ -1,4 +1,4 @@
-"""The commands ``tilewise plan lm`` and ``plan clip``: arguments in, a table out. `plan_lm` and `plan_clip` compute."""
+"""The commands ``tilewise plan lm`` and ``plan clip``: options and tables. `plan_lm` and `plan_clip` compute."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def clip(
 ) -> None:
     """Show the memory of image-text training on each device, and the largest batch, for each way to compute the loss.
 
-    The model is built without data for its tensors, and the activations of single rows are counted.
+    The model is built with fake tensors, which have no data, and the activations of single rows are counted.
     """
     from rich.console import Console
 
@@ -195,7 +195,7 @@ def chosen_shapes(model: str, sizes: dict[str, int], parameters: str) -> list[Mo
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters as people write it.
+    """Parse a number of parameters, with or without a unit.
 
     >>> parse_count("8.03B"), parse_count("137m"), parse_count("8_030_261_248")
     (8030000000, 137000000, 8030261248)

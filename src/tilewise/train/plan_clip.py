@@ -10,8 +10,8 @@ On each of W devices, with b pairs in the batch, r = ceil(b / W) of them on a de
                 tilewise:  16 r d + workspace                   W = 1
                            36 r d + workspace                   W > 1, with the blocks of the ring
 
-The activations are counted on the real model: those that autograd saves for an image or a caption. The result is a
-lower bound. Backward needs temporary tensors, and the allocator some room.
+The activations are the tensors that autograd saves when the model runs on an image or a caption. The result is a lower
+bound: backward also allocates temporary tensors, and the allocator reserves some memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ClipShape:
         width: features of an embedding.
         pair_bytes: an image in uint8 and its tokens.
         row_bytes: activations that the larger tower saves for one row.
-        fixed_bytes: what it saves once per chunk, such as weights in half precision.
+        fixed_bytes: bytes that this tower saves once per chunk, such as weights in half precision.
     """
 
     name: str
@@ -66,9 +66,9 @@ def loss_bytes(shape: ClipShape, cluster: Cluster, method: str, batch: int) -> i
 def peak_bytes(shape: ClipShape, cluster: Cluster, method: str, batch: int, chunk_size: int) -> int:
     """Peak memory of one device for a batch over all devices. The equations are at the top of this module."""
     rows = -(-batch // cluster.gpus)
-    held = min(rows, chunk_size) if method.endswith("offload") else rows
+    loaded = min(rows, chunk_size) if method.endswith("offload") else rows
     most = max(loss_bytes(shape, cluster, method, batch), backbone_bytes(shape, min(rows, chunk_size)))
-    return held * shape.pair_bytes + most
+    return loaded * shape.pair_bytes + most
 
 
 def largest_batch(shape: ClipShape, cluster: Cluster, method: str, chunk_size: int) -> int:
@@ -93,12 +93,12 @@ def largest_batch(shape: ClipShape, cluster: Cluster, method: str, chunk_size: i
 
 
 def measure_shape(name: str, precision: str, image_size: int = 0) -> ClipShape:
-    """Count the weights of a model and the activations of single rows. Nothing is computed: tensors have no data.
+    """Count the weights of a model and the activations of single rows. The model runs on fake tensors, without data.
 
     Args:
         name: a value of ``model.name``.
         precision: a value of ``loop.precision``.
-        image_size: pixels along a side; 0: the model's own.
+        image_size: pixels along a side; 0 means the default of the model.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -138,7 +138,8 @@ def measure_shape(name: str, precision: str, image_size: int = 0) -> ClipShape:
 def _no_redraws() -> Any:
     """Return a context in which `Tensor.any` is False.
 
-    `torch.nn.init.trunc_normal_` draws again while any number is outside of its limits. Without data, it never ends.
+    `torch.nn.init.trunc_normal_` draws again while any number is outside of its limits. With fake tensors, that loop
+    would never end.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -167,7 +168,7 @@ def _activations(tower: Any, inputs: Callable[[int], tuple[Any, dict[str, Any]]]
 
 
 def check_batch(batch: int, chunk_size: int) -> None:
-    """Refuse sizes that no run can have."""
+    """Raise `RangeError` for a batch or a chunk that is too small for any run."""
     if batch < 2:
         raise RangeError(f"--batch-size must be at least 2, got {batch}")
     if chunk_size < 1:

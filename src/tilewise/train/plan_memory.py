@@ -1,4 +1,4 @@
-"""Memory sizes as people write them, and the devices of this machine, for ``tilewise plan``."""
+"""Memory sizes with a unit, and the devices of this machine, for ``tilewise plan``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: a model, a batch size that suits the data, and its number of steps."""
+"""Preparation of a run: its model, a batch size that fits the data, and its number of steps."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _make_bar(console: Console) -> Progress:
     from rich import progress as rich
     from rich.table import Column
 
-    def whole() -> Column:  # in a narrow terminal the bar shrinks and the facts wrap, but the numbers stay whole
+    def whole() -> Column:  # in a narrow terminal the bar becomes shorter and the text wraps, but numbers are not cut
         return Column(no_wrap=True)
 
     return rich.Progress(

@@ -65,7 +65,7 @@ def write_report(folder: str | Path, encoders: Encoders | None, pairs: EvalPairs
         folder: folder of the run.
         encoders: its model, for the searches; None if there is no checkpoint.
         pairs: its held-out pairs, if there are any.
-        note: why there are no searches, if there should be.
+        note: the reason if there are no searches although there could be.
     """
     run = RunFolder(folder)
     results: list[tuple[str, list[Hit]]] = []

@@ -35,7 +35,7 @@ def why_no_run(path: Path) -> str:
 
 
 def check_not_moved(config_file: Path, config: RunConfig, overrides: Sequence[str]) -> None:
-    """Refuse the settings of a run that was moved. They name the old folder, and the run would start anew there.
+    """Raise `ConfigError` for the settings of a run that was moved: a new run would start in the old folder.
 
     Args:
         config_file: file of the settings.

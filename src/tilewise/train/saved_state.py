@@ -30,7 +30,7 @@ def state_checksum(state: dict[str, Any]) -> int:
 
 
 def check_state(state: Any, step: int) -> None:
-    """Raise ``ValueError`` unless a state is whole.
+    """Raise ``ValueError`` if a state is damaged or incomplete.
 
     Args:
         state: the content of state.json.

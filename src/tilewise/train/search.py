@@ -33,7 +33,7 @@ class Hit:
         score: cosine similarity.
         label: the caption.
         image: the picture; None for a caption.
-        right: whether the result is known to be a right answer: the gallery pairs it with the query.
+        right: whether the gallery pairs the result with the query, so that it is known to be right.
     """
 
     number: int

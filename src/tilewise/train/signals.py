@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C. During training the step is finished and saved. At any other time the process ends at once."""
+"""SIGTERM and Ctrl-C. During training they end the run after the current step, which is saved. At any other time the
+process ends at once."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tilewise.train.run_state import RunState
 
 @contextmanager
 def memory_counted(state: RunState, objective: Objective, config: RunConfig, batch: Batch) -> Iterator[None]:
-    """Wrap a step. Fills ``state.memory`` once, in the second step, when the optimizer has its state."""
+    """Wrap a step. Fills ``state.memory`` once, in the second step, because the optimizer has no state before."""
     if state.memory is not None or state.step == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""Where the numbers of a run also go: TensorBoard events, and Weights & Biases if the settings name a project."""
+"""Trackers of a run: TensorBoard events, and Weights & Biases if the settings name a project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tracker(Protocol):
         """Write named numbers, such as ``train/loss``."""
 
     def close(self) -> None:
-        """Write everything to its place."""
+        """Flush all numbers and close the tracker."""
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in a project of Weights & Biases. A run that continues here also continues there.
+    """A run in a project of Weights & Biases. A run that continues in its folder also continues in the project.
 
     Args:
         config: settings of the run; ``output.wandb`` is the project.
@@ -98,5 +98,5 @@ class WeightsAndBiases:
         self._run.log(numbers, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining numbers and end the run."""
         self._run.finish()

@@ -45,7 +45,10 @@ class Update:
         self.model, self.checkpoints = state.model, checkpoints
 
     def run(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        """Loss, gradients, weights. Returns the line of the log, and whether a rank was asked to stop."""
+        """Compute the loss and its gradients, and update the weights.
+
+        Returns the line of the log, and whether any rank received a stop signal.
+        """
         config, state = self.config.optim, self.state
         self.model.train()
         torch.manual_seed(step_seed(self.config.loop.seed, state.step, self.world.rank))

@@ -1,4 +1,4 @@
-"""What the losses share: embeddings of the columns of a batch, ids, checks, and the mean over ranks."""
+"""Shared parts of the losses: embeddings of the columns of a batch, ids, checks, and the mean over ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CachedLoss(nn.Module):
             super().__setattr__(name, value)
 
     def chunks(self) -> dict[str, Any]:
-        """The settings of a gradient cache: the size of its chunks, and a progress bar if one is wanted."""
+        """The settings of a gradient cache: the size of its chunks, and an optional progress bar."""
         tokens = self.mini_batch_num_tokens
         size = self.mini_batch_size if tokens is None else lambda features: rows_by_tokens(features, tokens)
         return {"chunk_size": size, "progress": progress_bar() if self.show_progress_bar else None}
@@ -64,7 +64,7 @@ class CachedLoss(nn.Module):
         return loss
 
     def joined(self, more: Any) -> Any:
-        """The second argument of ``calculate_loss`` as the loss takes it."""
+        """The second argument of ``calculate_loss``, with its chunks joined."""
         return more
 
     def in_one_chunk(self, more: Any) -> Any:
@@ -84,7 +84,7 @@ class CachedLoss(nn.Module):
         known = [
             (column * leaf.grad).sum() for column, leaf in zip(embeddings, leaves, strict=True) if leaf.grad is not None
         ]
-        return total + sum(term - term.detach() for term in known)  # the value of total, with these gradients
+        return total + sum(term - term.detach() for term in known)  # the value of `total`, with these gradients
 
 
 def rows_by_tokens(features: dict[str, Any], tokens: int) -> list[int]:

@@ -7,8 +7,8 @@ similarities are cosines. The softmax of row i contains these, divided by the te
     a_i with all anchors                        contrast_anchors; of this rank only, as in sentence-transformers
     p_i with all positives                      contrast_positives; of all ranks, if gathered
 
-The target is (a_i, p_i), which always stays. Another pair is left out if the guide's similarity of it is above
-``limit_i``, which is the guide's similarity of a_i and p_i, less a margin.
+The target is (a_i, p_i), which is never left out. Any other pair is left out if its similarity under the guide is above
+``limit_i``: the similarity of a_i and p_i under the guide, minus a margin.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class CachedGISTEmbedLoss(CachedLoss):
 
     Args:
         mini_batch_size: rows per forward of a model.
-        mini_batch_num_tokens: if given, a forward has as many rows as hold so many tokens, padding not counted, instead
-            of ``mini_batch_size``.
+        mini_batch_num_tokens: if given, it replaces ``mini_batch_size``: a forward has as many rows as have at most so
+            many tokens together, without padding.
         show_progress_bar: show a bar for each of the two passes.
 
     The other arguments are those of `GISTEmbedLoss`.
@@ -231,7 +231,7 @@ class CachedGISTEmbedLoss(CachedLoss):
 
 
 def _must_retokenize(model: Any, guide: Any) -> bool:
-    """Whether the guide reads other tokens than the model, or cuts texts earlier."""
+    """Whether the guide has another vocabulary than the model, or truncates texts earlier."""
     for name, one in (("model", model), ("guide", guide)):
         tokenizer = getattr(one, "tokenizer", None)
         if not all(callable(getattr(tokenizer, method, None)) for method in TOKENIZER):

@@ -234,8 +234,8 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
 
     Args:
         mini_batch_size: rows per forward of the model.
-        mini_batch_num_tokens: if given, a forward has as many rows as hold so many tokens, padding not counted, instead
-            of ``mini_batch_size``.
+        mini_batch_num_tokens: if given, it replaces ``mini_batch_size``: a forward has as many rows as have at most so
+            many tokens together, without padding.
         show_progress_bar: show a bar for each of the two passes.
 
     The other arguments are those of `MultipleNegativesRankingLoss`.

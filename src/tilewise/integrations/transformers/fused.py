@@ -1,4 +1,4 @@
-"""Token statistics for a trainer whose own head returns them instead of logits.
+"""Token statistics for a trainer that replaces the head of the model by one that returns them instead of logits.
 
 TRL's trainers replace the forward of the model by one with a fused head. They call
 ``model(..., labels=labels, fused_lm_head=True)`` and read ``loss``, ``log_probs``, ``entropy`` and the like of the

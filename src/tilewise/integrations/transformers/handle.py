@@ -28,7 +28,7 @@ from tilewise.losses.cross_entropy import check_z_loss
 from tilewise.losses.token_stats import TokenStats
 from tilewise.options import TileOptions
 
-TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # allows for the rounding of the original's logits
+TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 3e-2}  # so large because the original loss rounds its logits
 EXACT_TOLERANCE = 1e-4
 
 
@@ -296,7 +296,7 @@ class LossHandle:
             self.replaced, self.model.forward = outer, self
 
     def _tolerance(self) -> float:
-        """For the type in which the model's logits are rounded."""
+        """The tolerance of `verify` for the dtype of the model's logits."""
         return TOLERANCE.get(self.head_dtype, EXACT_TOLERANCE)
 
     def _original(self) -> Callable[..., Any]:

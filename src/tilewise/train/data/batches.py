@@ -27,7 +27,8 @@ class Batch:
         images: uint8 (n, channels, size, size).
         tokens: tokens of the captions. Every tensor has n rows.
         ids: int64 (n,). Pairs that show the same thing have equal ids.
-        skips: the state of this rank's `SkipLog` when the batch was made. Later batches may be prepared already.
+        skips: the state of this rank's `SkipLog` when the batch was made. The log itself may already contain records of
+            later batches.
         after: the position of the next batch.
         epoch: the epoch of this batch.
     """

@@ -16,7 +16,7 @@ from tilewise.train.data.workers import Workers
 
 @dataclass(frozen=True)
 class Preparation:
-    """How an image becomes a tensor: its size, and the limits of the random crop (None: the centre)."""
+    """Settings for converting an image to a tensor: its size, and the limits of the random crop (None: the centre)."""
 
     size: int
     crop_scale: tuple[float, float] | None = None

@@ -50,7 +50,7 @@ def open_image(data: bytes) -> Image.Image:
     """Read the header of an image file. The pixels are decoded later, by ``load``.
 
     ``Image.open`` reports a size above its limit through a warning, and a warning becomes an error only through
-    filters, which belong to the whole process. This function opens the file with the same readers and checks the size
+    filters, which are global to the process. This function opens the file with the same readers and checks the size
     itself, so it changes no global state and is safe on any thread.
     """
     for name in known_formats():

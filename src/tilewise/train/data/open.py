@@ -93,7 +93,7 @@ class EvalPairs:
 
 
 class EvalImages:
-    """Images in chunks, so that a large evaluation never holds all of them.
+    """Images in chunks, so that a large evaluation never has all of them in memory.
 
     Args:
         everything: all images, if they are in memory anyway.

@@ -1,7 +1,7 @@
 """List the members of a tar shard from its headers.
 
-`scan_tar` walks a shard in a loop, so that no header can make it recurse, and every step moves forward, so that no
-header can make it run for ever. Supported: ustar, GNU long names and pax headers. Sparse members are refused.
+`scan_tar` is a loop without recursion in which every step moves forward. So no header can cause deep recursion or an
+endless loop. Supported: ustar, GNU long names and pax headers. Sparse members are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilewise.train.data.records import plain_text
 BLOCK = 512
 MAX_EXTENSIONS = 8  # extended headers in front of one member
 MAX_EXTENSION_BYTES = 2**20  # size of one extended header
-MAX_MEMBER_BYTES = 2**60  # larger sizes are damage, not the sign of a shard that was cut short
+MAX_MEMBER_BYTES = 2**60  # a larger size means a damaged header, and not a shard that was cut short
 REGULAR = b"0\x007"
 EXTENSIONS = b"LKxXg"
 DIRECTORY = b"5"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 POLL_S = 0.1
-BLOCKED_S = 10.0  # a read that takes longer is taken to block
+BLOCKED_S = 10.0  # seconds after which a read counts as blocked
 
 
 class Workers:
@@ -97,7 +97,7 @@ def _work(tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
                 future.set_result(call())
             except BaseException as error:  # raised again by `map`
                 future.set_exception(error)
-        del task, future, call  # an idle thread keeps no source alive
+        del task, future, call  # so that an idle thread has no reference to a source
 
 
 def _end(tasks: queue.SimpleQueue[Any], count: int) -> None:

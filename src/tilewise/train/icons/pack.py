@@ -5,7 +5,7 @@
     images.xz       N * S * S grey levels of 4 bits, two to a byte, the left pixel in the high half
 
 The members are stored with fixed dates in a fixed order, so that the same icons always give the same bytes. Nothing is
-unpickled, and nothing larger than announced is unpacked.
+unpickled, and no member is unpacked beyond the size in the manifest.
 """
 
 from __future__ import annotations

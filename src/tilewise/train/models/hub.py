@@ -16,12 +16,12 @@ class Place(NamedTuple):
     Args:
         name: a path or a hub id.
         extra: further keywords.
-        doubt: text in front of the reason if loading fails.
+        caveat: text in front of the reason if loading fails.
     """
 
     name: str
     extra: dict[str, Any]
-    doubt: str
+    caveat: str
 
 
 def find_place(name: str, wanted: str) -> Place:
@@ -42,18 +42,18 @@ def find_place(name: str, wanted: str) -> Place:
     from huggingface_hub import model_info
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    doubt = "it is not a local folder. As a hub id: "
+    caveat = "it is not a local folder. As a hub id: "
     try:
         model_info(name, timeout=ANSWER_S)
     except GatedRepoError:
-        return Place(name, {}, doubt)  # it exists; loading it shows whether access is allowed
+        return Place(name, {}, caveat)  # it exists; loading it shows whether access is allowed
     except (RepositoryNotFoundError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
             f"there is no local folder {name!r} with {wanted}, and the hub has no such model: {reason}"
         ) from error
     except HfHubHTTPError:  # the hub answers, but a mirror may not support this request
-        return Place(name, {}, doubt)
+        return Place(name, {}, caveat)
     except Exception:  # no network, a proxy, an outage: the HTTP library has error types of its own
-        return Place(name, {"local_files_only": True}, f"{doubt}the hub cannot be reached. In earlier downloads: ")
-    return Place(name, {}, doubt)
+        return Place(name, {"local_files_only": True}, f"{caveat}the hub cannot be reached. In earlier downloads: ")
+    return Place(name, {}, caveat)

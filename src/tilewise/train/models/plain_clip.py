@@ -1,7 +1,7 @@
 """CLIP's towers in plain PyTorch, for the use of a trained model. Importing `transformers` takes seconds.
 
-Parameters have the names of `transformers`, so that checkpoints of its CLIP fit. A configuration that is not covered
-here is left to that library.
+Parameters have the names of `transformers`, so that checkpoints of its CLIP fit. For any other configuration,
+that library is used.
 
 Axes: n rows, t tokens or patches, d features.
 """
@@ -68,7 +68,7 @@ class Layer(nn.Module):
         self.heads, self.act = tower["num_attention_heads"], ACTIVATIONS[tower["hidden_act"]]
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``mask`` (n, 1, t, t) is True where a token (row) may see another one (column)."""
+        """``mask`` (n, 1, t, t) is True where a token (row) may attend to another one (column)."""
         normed = self.layer_norm1(x)
         q, k, v = (
             self.self_attn[f"{name}_proj"](normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in "qkv"
@@ -115,7 +115,7 @@ class Vision(nn.Module):
 
 
 class Text(nn.Module):
-    """Tokens (n, t) to vectors (n, d): the output at the first end token, which sees the tokens before it."""
+    """Tokens (n, t) to vectors (n, d): the output at the first end token, which attends to the tokens before it."""
 
     def __init__(self, tower: dict[str, Any]) -> None:
         super().__init__()

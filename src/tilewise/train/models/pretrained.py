@@ -153,7 +153,7 @@ def load_weights_as(cls: Any, weights: str, **extra: Any) -> Any:
                 place.name, use_safetensors=True, output_loading_info=True, **place.extra, **extra
             )
     except DAMAGED as error:
-        reason = place.doubt + _reason(error)
+        reason = place.caveat + _reason(error)
         raise ConfigError(
             f"cannot load weights {weights!r} as {cls.__name__}: {reason}. "
             "Give a folder with config.json and model.safetensors, or a hub id where there is a network"
@@ -367,7 +367,7 @@ def load_tokenizer(name: str, length: int) -> Tokenizer:
         tells_apart = tokenizer("cat")["input_ids"] != tokenizer("dog")["input_ids"]
         reason = "it has no vocabulary"
     except Exception as error:  # the tokenizers library has no error types of its own
-        tells_apart, reason = False, place.doubt + _reason(error)
+        tells_apart, reason = False, place.caveat + _reason(error)
     if not tells_apart:
         raise ConfigError(f"cannot load the tokenizer {name!r}: {reason}. Set model.tokenizer to a folder or hub id")
     return ModelTokenizer(tokenizer, length)

@@ -3,7 +3,7 @@
 ``tilewise.json`` describes the model. The folder also has the configurations and the tokenizer in the format of
 `transformers`: those of a CLIP model in the folder itself, those of a ViT and a BERT in ``image`` and ``text``. A run
 keeps such a folder without weights, which are in its checkpoints. An export adds the weights as safetensors. Nothing is
-ever unpickled.
+unpickled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TEXT = {"clip": "", "vit-bert": "text"}  # the sub-folder of the text tower and 
 
 
 def describe_model(model: TwoTowers, folder: Path) -> None:
-    """Write the description of a model, without its weights. The folder appears only when it is complete."""
+    """Write the description of a model, without its weights. The folder gets its name only when it is complete."""
     _write_whole(folder, lambda aside: _write_description(model, aside), shutil.rmtree)
 
 
 def export_model(model: TwoTowers, folder: Path) -> None:
-    """Write a model with its weights. The folder, or tilewise.json in an empty one, appears when all is written.
+    """Write a model with its weights. A new folder gets its name only when all files are written.
 
-    A folder with files is untouched.
+    In an empty folder, tilewise.json is written last. A folder with files raises an error and is not changed.
     """
 
     def write(aside: Path) -> None:
@@ -53,13 +53,13 @@ def export_model(model: TwoTowers, folder: Path) -> None:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[Path], None] | None = None) -> None:
-    """Write a folder beside its place and move it there.
+    """Write a temporary folder next to the final one, and rename it.
 
     Args:
-        folder: the place.
+        folder: the final folder.
         write: writes the files into a folder.
-        clear: removes a folder that is in this place already. None: it must be empty, and the files are moved into it,
-            since it may be the current folder of a shell.
+        clear: removes an existing final folder. None: an existing folder must be empty, and the files are moved into
+            it, since it may be the current folder of a shell.
     """
     folder = folder.resolve()  # "." has no name to put something beside
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
