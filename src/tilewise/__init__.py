@@ -6,8 +6,8 @@
 Memory grows with the rows plus the columns, and the time is that of the matrix products.
 
 A name is imported when it is first used, so that ``tilewise --help`` does not import torch. Where torch is imported
-already, all names are, so that torch knows the operators of a program that ``torch.export`` saved. The names and their
-modules are listed in ``__init__.pyi``.
+already, all names are imported, so that torch finds the operators of a program that ``torch.export`` saved. The names
+and their modules are listed in ``__init__.pyi``.
 """
 
 from __future__ import annotations

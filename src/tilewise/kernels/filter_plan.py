@@ -16,26 +16,27 @@ a dropped entry is multiplied by the cap's derivative at y, where exp(y) is the 
 A large call first tests a sample of its rows. If they keep too much, the exact forward and backward run. The exact
 passes also run if score rounding is too large for the tolerance.
 
-With D_i <= tolerance the mass that row i drops,
+Let D_i <= tolerance be the mass that row i drops. Then
 
     sum_j |error of G_ij|  <=  2 |g_i| D_i
     sum_j error of G_ij     =  0                                                           without a soft cap
     |error of dA_i|        <=  |scale g_i| D_i max_j |b_j - mean of its tile|              without a soft cap
 
-The gradient h_i of the entropy H_i adds h_i p_ij (row_lse_i - x_ij - H_i) to G_ij, p_ij = exp(x_ij - row_lse_i). So an
-entry also carries entropy, and a row drops E_i of it:
+If the loss depends on the entropy H_i of row i, with h_i = dL / dH_i, then G_ij has one more term,
+h_i p_ij (row_lse_i - x_ij - H_i) with p_ij = exp(x_ij - row_lse_i). So an entry also has an entropy E_ti, and row i
+drops the entropy E_i:
 
     E_ti = sum over the columns j of tile t of p_ij (row_lse_i - x_ij)          E_i = sum of the dropped E_ti
-    E_i <= tolerance log m                 a second condition of the choice; log m is the largest entropy of a row
+    E_i <= tolerance log m                 a second condition for dropping; log m is the largest entropy of a row
     G_ij = (v_i + h_i E_i / D_i) M_ti / live columns of the tile       if (t, i) is dropped, v_i = g_i - h_i H_i
 
-The replacements of a row have the sum of what they replace. So, without a soft cap, the errors of a row of G sum to 0,
-and
+In each row, the replacements have the same sum as the numbers that they replace. So, without a soft cap, the errors of
+a row of G sum to 0, and
 
     sum_j |error of G_ij|  <=  2 (|v_i| D_i + |h_i| E_i)
     |error of dA_i|        <=  |scale| (|v_i| D_i + |h_i| E_i) max_jk |b_j - b_k|
 
-`tolerance_of` and `limits` say what "rounding" means.
+`tolerance_of` and `limits` define ``filter_tolerance="rounding"``.
 """
 
 from __future__ import annotations
@@ -50,28 +51,28 @@ from tilewise.kernels.slices import slices
 from tilewise.kernels.spec import HALF_TYPES, FilterPlan, Pair, PairSpec, stat_dtype
 from tilewise.options import TileOptions
 
-KEPT = -1.0  # value in the plan of an entry that is kept
+KEPT = -1.0  # value of a kept entry in `FilterPlan.mass`
 WIDEST_TILE, NARROWEST_TILE = 256, 16
 FEWEST_TILES = 128  # a small vocabulary gets narrower tiles, so that there are enough to choose from
 SMALLEST_TOLERANCE = 2.0**-100  # below it, dropped masses would be subnormal float32 numbers with too few digits
 MARGIN = 1.0 - 2.0**-8  # fraction of the tolerance that is used; allows for the rounding of float32 sums
 HALVINGS = 12  # bisection steps for a row's threshold; its first interval spans a factor of T, or more with an entropy
 DENSE_SHARE = 0.17  # if more than this fraction of the entries is kept, computing all is faster (tiles of 256 columns)
-PROBED_SHARE = 0.88  # of DENSE_SHARE: if the sampled rows keep more than 0.15 of their entries, the filter is not used
+PROBED_SHARE = 0.88  # of DENSE_SHARE: the filter is not used if the sampled rows keep more than 0.15 of their entries
 ROUNDING_SHARE = 0.25  # fraction of the tolerance that the rounding of a score may reach
 NORM_ELEMENTS = 2**22  # elements whose norms are computed at a time on a CPU, which converts half types first
 # A sample has one in 64 rows, rounded down to a power of 2, at least 16 and at most 128.
 MOST_PROBED, FEWEST_PROBED, ROWS_PROBED = 128, 16, 64
 
 
-SMALLEST_LIMIT = 2.0**-23  # of a row with "rounding": float32 does not tell a smaller 1 - p from 0
+SMALLEST_LIMIT = 2.0**-23  # of `Limits` with "rounding": float32 cannot distinguish a smaller 1 - p from 0
 
 
 class Limits(NamedTuple):
-    """What a row may drop, in units of the tolerance: a number, or one for each row (n,)."""
+    """The most that a row may drop, as multiples of the tolerance: a number, or one for each row (n,)."""
 
-    mass: Tensor | float = 1.0  # of its probability
-    entropy: Tensor | float = math.inf  # of its entropy, in nats
+    mass: Tensor | float = 1.0  # limit of the dropped probability
+    entropy: Tensor | float = math.inf  # limit of the dropped entropy, in nats
 
 
 NO_LIMITS = Limits()  # the tolerance itself, and no limit of entropy
@@ -134,7 +135,8 @@ def mean_row(pair: Pair) -> Tensor:
     """The sum of all rows that are not ignored, divided by n: (d,).
 
     Ignored rows stay in the divisor. The mean only orders the columns. Without a bias, a positive factor cannot change
-    the order. With a bias it may, and fewer entries can be dropped then; the bounds hold for every order.
+    the order. With a bias the factor may change it. Then the filter may drop fewer entries; the bounds hold for every
+    order.
     """
     assert pair.row_key is not None
     valid = (pair.row_key >= 0).to(pair.a.dtype)
@@ -150,8 +152,8 @@ def mean_row(pair: Pair) -> Tensor:
 def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
     """Whether the rounding of a score may exceed ROUNDING_SHARE of the tolerance: (1,) int32, on the device.
 
-    Forward and backward multiply blocks of different shapes, and a product sums in another order for another shape. So
-    exp(x_ij - row_lse_i) in backward has a relative error of up to about
+    Forward and backward multiply blocks of different shapes, and the order of sums in a product depends on the shape.
+    So exp(x_ij - row_lse_i) in backward has a relative error of up to about
 
         eps * (|scale| max_i |a_i| max_j |b_j| + max_j |bias_j|)
 
@@ -223,7 +225,7 @@ def most_kept(entries: int) -> int:
 
 
 def places_of(order: Tensor, pair: Pair, columns: Tensor | None = None) -> Tensor:
-    """The positions of ``columns`` in the order, or of the positives, (n,): int64, -1 for one that is not there."""
+    """The positions of ``columns``, by default of the positives, in the order: int64; -1 for a column outside."""
     assert pair.row_key is not None
     m = order.shape[0]
     place_m = torch.empty(m, dtype=torch.int64, device=order.device)
@@ -266,7 +268,7 @@ def columns_of_tiles(order: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rows_per_step(n: int, tiles: int, options: TileOptions, numbers: int = 1) -> int:
-    """The number of rows whose ``numbers`` float32 numbers for each tile fit a quarter of the workspace.
+    """The number of rows that fit a quarter of the workspace, with ``numbers`` float32 values for each row and tile.
 
     A multiple of 64, and at least 64.
     """
@@ -286,9 +288,9 @@ def choose(
     """The plan: (T, n), KEPT for a kept entry, else its mass / tolerance, in the type of ``part_tn``.
 
     A row drops the entries whose mass is below a threshold, which is found by bisection: their sum must stay below
-    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The first lower bound suits
-    every row: tolerance * most.mass / T. If entropy is limited, it is also at most y / (2 log(width / y)) with
-    y = tolerance * most.entropy / T, because E_ti <= M_ti log(width / M_ti).
+    ``tolerance * most.mass``, and that of their E_ti below ``tolerance * most.entropy``. The bisection starts from a
+    lower bound that is safe for every row: tolerance * most.mass / T. If entropy is limited, the bound is also at most
+    y / (2 log(width / y)) with y = tolerance * most.entropy / T, because E_ti <= M_ti log(width / M_ti).
 
     Args:
         part_tn: the log-sum-exp of each row in each tile.
@@ -299,7 +301,7 @@ def choose(
         entropy_tn: the entropy of each row's softmax over the columns of each tile, if entropy is limited.
     """
     tiles = part_tn.shape[0]
-    # NaN < x is False, so NaN entries are kept. Set the entries that stay to NaN. Entries
+    # NaN < x is False, so entries with a mass of NaN are kept. The entries that must be kept are set to NaN. Entries
     # with NaN scores are kept too, so NaN reaches the gradient.
     tile_kn = torch.where(kept_nk >= 0, kept_nk // width, tiles).T
     stays = part_tn.new_zeros((tiles + 1, part_tn.shape[1]), dtype=torch.bool).scatter_(0, tile_kn, True)[:tiles]

@@ -1,4 +1,4 @@
-"""Faults of other packages that spoil compiled kernels. This is the only list of them.
+"""Faults of other packages that make compiled kernels fail or compute wrong numbers. This is the only list of them.
 
 On a card with a fault, ``backend="auto"`` takes the torch backend. ``backend="triton"`` still takes the compiled
 kernels. Both warn once.

@@ -1,4 +1,4 @@
-"""Merges row statistics of several blocks of columns, where that is more than a sum.
+"""Merge row statistics of several blocks of columns, for statistics that are not sums.
 
 ``folded_*`` takes the statistics of all blocks, (blocks, n) each; ``merged_*`` those of two blocks, (n,) each.
 """

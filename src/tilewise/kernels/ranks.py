@@ -101,7 +101,7 @@ class Nearest:
     index: Tensor
 
     def merge_(self, rows: Tensor, score: Tensor, index: Tensor) -> None:
-        """Merge further items of the queries ``rows``. On ties the lower index wins, so the order of blocks is free."""
+        """Merge further items of the queries ``rows``. On ties the lower index wins, for any order of blocks."""
         k = self.index.shape[1]
         score = torch.cat([self.score[rows], score], 1)
         index = torch.cat([self.index[rows], index], 1).masked_fill_(score == -torch.inf, NO_INDEX)
@@ -118,7 +118,7 @@ def no_nearest(length: int, k: int, scorer: Scorer) -> Nearest:
 
 @dataclass(frozen=True)
 class Unwanted:
-    """Which pairs of a block a search leaves out beside those of ``Block.excluded``.
+    """Pairs of a block that a search leaves out, in addition to those of ``Block.excluded``.
 
     Args:
         row_ids, col_ids: (n,) and (c,): a pair with equal ids. None: no ids.

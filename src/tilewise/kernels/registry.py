@@ -93,7 +93,7 @@ _forgetters: list[Callable[[], None]] = []
 
 
 def forget_with_backends(clear: Callable[[], None]) -> None:
-    """Call ``clear``, which empties a cache of backends, whenever another backend gets a name."""
+    """Call ``clear``, which empties a cache of backends, whenever a backend is registered or unregistered."""
     _forgetters.append(clear)
 
 

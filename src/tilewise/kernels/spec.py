@@ -155,7 +155,7 @@ class Pair:
     pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
     row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores
     _: KW_ONLY
-    # (1,) int32 on the device, or None: where it is not 1, nobody reads the results, and a backend may skip the work.
+    # (1,) int32 on the device, or None. If it is not 1, the results are not used, and a backend may skip the work.
     only_if: Tensor | None = None
     row_start: int = 0
     col_start: int = 0
@@ -363,7 +363,7 @@ class GradStats(Stats):
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted. A side that is not wanted costs no product."""
+    """Which gradients are needed. A side whose gradient is not needed costs no product."""
 
     a: bool = True
     b: bool = True
@@ -382,7 +382,7 @@ class Grads:
 
 
 class Backward(NamedTuple):
-    """What the gradients of one pair of blocks are computed from; the arguments of `Backend.backward`."""
+    """The arguments of `Backend.backward`, from which it computes the gradients of one pair of blocks."""
 
     pair: Pair
     stats: Stats  # those that are saved (see `STATISTICS`), over ALL blocks
@@ -438,7 +438,7 @@ class FilterPlan:
 def largest_gradient(grad: GradStats, options: TileOptions = DEFAULT_OPTIONS) -> Tensor:
     """The largest absolute value among the gradients of the statistics, as a 0-d tensor; 1 if all are zero.
 
-    It is also 1 if one is infinite or NaN, so that the gradients of other rows stay what they are.
+    It is also 1 if one is infinite or NaN, so that the gradients of other rows do not change.
 
     With ``batch_invariant`` it is 1, because it depends on all rows; the caller has divided each row by its own size.
 

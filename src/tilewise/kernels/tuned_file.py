@@ -18,7 +18,7 @@ from tilewise._version import __version__
 from tilewise.kernels.known_faults import triton_version
 
 Parsed = TypeVar("Parsed")
-MOST_BYTES = 2**20  # a larger file is none of ours
+MOST_BYTES = 2**20  # bytes; `tilewise tune` writes no larger file
 
 
 def folder() -> Path:
@@ -38,7 +38,7 @@ def path_for(card: str) -> Path:
 
 
 def identity(card: str) -> dict[str, Any]:
-    """What the file must say about itself."""
+    """The entries of the file that identify the card and the versions."""
     return {"card": card, "tilewise": __version__, "triton": triton_version()}
 
 
@@ -55,7 +55,7 @@ def read(card: str, parse: Callable[[Any], Parsed]) -> tuple[Parsed | None, str 
         return parse(contents["sizes"]), None
     except FileNotFoundError:
         return None, None
-    except Exception as error:  # whatever a file contains, the sizes of the table remain
+    except Exception as error:  # for any invalid file, the sizes of the table are used
         return None, _problem(path, f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""A guide for contrastive losses: embeddings of another model that tell which negatives are probably positives."""
+"""A guide for contrastive losses: embeddings of another model. They mark negatives that are probably positives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewise.ops.paired_scores import own_scores
 from tilewise.options import TileOptions
 
 STRATEGIES = ("absolute", "relative")
-ROUNDINGS = 16  # by which two sums of the same products may differ, in units of the last place
+ROUNDINGS = 16  # largest difference of two sums of the same products, in units of the last place
 
 
 @dataclass(frozen=True, kw_only=True)

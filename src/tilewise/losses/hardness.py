@@ -29,8 +29,8 @@ OTHERS = PairSpec(row_lse=True, mask_self=True)
 class Hardness(NamedTuple):
     """The hardness of each kind of negatives; 0 for none."""
 
-    in_batch: float = 0.0  # of the keys of the other queries
-    hard: float = 0.0  # of the negatives that are given as such
+    in_batch: float = 0.0  # for the keys of the other queries
+    hard: float = 0.0  # for `negative_keys`
 
 
 def check_hardness(

@@ -74,11 +74,11 @@ def linear_sparse_distillation_loss(
         teacher_log_probs: (..., K), natural logarithms of the teacher's probabilities, at the same temperature. Without
             gradient. Those of padding may be anything.
         divergence: see above. The gradient of "cross_entropy" is that of "forward".
-        tail: what becomes of the teacher's probability outside of the K ids. "ignore" leaves it out. "renormalize"
+        tail: how the teacher's probability outside of the K ids is treated. "ignore" leaves it out. "renormalize"
             divides the K probabilities by their sum. "bucket" compares it with the student's other probability, as one
             class. The student's is the sum over its other classes, accurate however small it is. The teacher's is 1
-            less the sum of its K probabilities, at least machine epsilon (1.2e-7 for float32). Only with "bucket" does
-            "reverse" see the student's probability outside of the ids; ``filter_tolerance`` has no effect there.
+            less the sum of its K probabilities, at least machine epsilon (1.2e-7 for float32). "reverse" depends on
+            the student's probability outside of the ids only with "bucket"; ``filter_tolerance`` has no effect there.
         linear_bias: (V,).
         mask: (...) bool, True for tokens that count.
         reduction: "mean" is over the tokens that count, NaN if there are none. "none" returns 0 for the others.
@@ -115,7 +115,7 @@ def linear_sparse_distillation_loss(
             f"teacher_log_probs has one number for each id, got {tuple(teacher_log_probs.shape)} numbers and "
             f"{tuple(teacher_ids.shape)} ids. Pass K of both"
         )
-    if bucket:  # `skip_picked` wants ascending ids
+    if bucket:  # `skip_picked` needs ascending ids
         ids, order = ids.sort(dim=1)
         t = t.gather(1, order)
     must_match = ""
@@ -130,7 +130,7 @@ def linear_sparse_distillation_loss(
     _check_distinct(ids, here)
     t = torch.where(here, t, -torch.inf)
     _check_log_probs(t)
-    # The likeliest id of a token stands for its target. Its score is the row's shift; a key of -1 ignores the token.
+    # The likeliest id of a token is used as its target. Its score is the row's shift; a key of -1 ignores the token.
     key = torch.where(counted, ids.gather(1, t.argmax(1, keepdim=True))[:, 0], -1)
     key = torch.where(counted & (key < 0), ids.amax(1), key)  # all are -inf, and the first one is padding
     row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)

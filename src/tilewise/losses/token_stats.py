@@ -128,8 +128,8 @@ def linear_token_stats(
             as those of ``target``.
         ignore_index, softcap, logit_scale, shift, group: as in `linear_cross_entropy`.
         options: how the statistics are computed; see `TileOptions`. With ``filter_tolerance``, gradients change within
-            a bound, but not if ``log_sum_sq_prob`` or ``mean_logit`` is wanted, or without targets. ``gradients`` has
-            no effect.
+            a bound, but not if ``want`` contains ``log_sum_sq_prob`` or ``mean_logit``, or without targets.
+            ``gradients`` has no effect.
 
     Memory: as `linear_cross_entropy`. Cost: entropy and argmax also compute the maximum of each row of each tile.
     Picked classes take one more product of K columns for each token.

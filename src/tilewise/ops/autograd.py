@@ -1,7 +1,8 @@
 """The two differentiable operators under all losses: `pair_stats` and `pair_loss`. `operators` has what they compute.
 
-Eager calls go through one `torch.autograd.Function`. A compiler, an exporter or the meta device sees registered
-operators instead (`tilewise::pair_stats`, `tilewise::pair_loss` and their ``_backward``), which return tensors only.
+Eager calls go through one `torch.autograd.Function`. For a compiler, an exporter or the meta device, the
+calls are registered operators instead (`tilewise::pair_stats`, `tilewise::pair_loss` and their ``_backward``), which
+return tensors only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def pair_stats(
     group_name: str = "",
     must_match: str = "",
 ) -> Stats:
-    """The statistics that ``spec`` asks for, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
+    """The statistics that ``spec`` requests, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
     Args:
         a: (n, d) rows.
@@ -103,7 +104,7 @@ def _apply(
 
 
 class _Rest(NamedTuple):
-    """A call without its four leaves: to autograd one object instead of ten arguments."""
+    """A call without its four leaves: one argument of the autograd function instead of ten."""
 
     operator: Operator
     others: tuple[Tensor | None, ...]
@@ -111,7 +112,10 @@ class _Rest(NamedTuple):
 
 
 def _nothing_to_do(needs: Sequence[bool], group_name: str, grads: Sequence[Tensor | None]) -> bool:
-    """Over a group every rank takes part in backward, even one whose own loss is not used."""
+    """Whether backward can return at once: no gradient is needed, or all incoming gradients are None.
+
+    Over a group every rank takes part in backward, even if its own loss was not used.
+    """
     if not any(needs):
         return True
     for grad in grads:  # every step comes here, and `all` of a generator costs a call for each gradient
@@ -121,7 +125,7 @@ def _nothing_to_do(needs: Sequence[bool], group_name: str, grads: Sequence[Tenso
 
 
 def _in_types(grads: Grads, leaves: Sequence[Any], needs: Needs) -> list[Tensor | None]:
-    """The wanted gradients, in the order and the types of the leaves."""
+    """The requested gradients, in the order and the dtypes of the leaves."""
     found: list[Tensor | None] = []
     for grad, leaf, need in zip((grads.a, grads.b, grads.scale, grads.bias), leaves, needs, strict=True):
         kept = grad if need else None
@@ -130,7 +134,7 @@ def _in_types(grads: Grads, leaves: Sequence[Any], needs: Needs) -> list[Tensor 
 
 
 class _Eager(torch.autograd.Function):
-    """Without the dispatcher, which takes a small batch longer than its products."""
+    """The operator in eager calls. It avoids torch's dispatcher, which is slower than the products of a small batch."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, rest: _Rest) -> Any:
@@ -237,7 +241,7 @@ def _register(operator: Operator) -> None:
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """The backward of a backward."""
+    """Raise `GradientError`: the backward of a backward is not supported."""
     raise GradientError(
         "tilewise losses have first derivatives only, and a second backward ran through a gradient. "
         "Detach the gradient, or use a dense loss for second-order methods"

@@ -1,4 +1,4 @@
-"""How much memory ``workspace_mib="auto"`` stands for: a share of what is free when a loss is called."""
+"""The number for ``workspace_mib="auto"``: a share of the memory that is free when a loss is called."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a loss asks an operator for: tensors, keys, weights, a spec, options, a group.
+"""The arguments that a loss passes to an operator: tensors, keys, weights, a spec, options, a group.
 
-`torch.compile` sees operators with tensors and plain values only. So the tensors of a call are the arguments of an
-operator, and everything else travels as one string, a constant to the compiler. The operators' schemas and the string
-are generated from the fields of the dataclasses. Encoding is plain formatting, which the compiler can trace; decoding
-happens inside the operator.
+Arguments of an operator under `torch.compile` are tensors and plain values only. So the tensors of a call are the
+arguments of an operator, and everything else is encoded as one string, a constant for the compiler. The operators'
+schemas and the string are generated from the fields of the dataclasses. Encoding is plain formatting, which the
+compiler can trace; decoding happens inside the operator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewise.options import TileOptions
 
 
 class PairKeys(NamedTuple):
-    """What a loss says about its rows and columns, beside their features: see `tilewise.kernels.spec`."""
+    """The keys, shifts and other tensors of rows and columns, in addition to features: see `tilewise.kernels.spec`."""
 
     row_key: Tensor | None = None
     col_key: Tensor | None = None
@@ -127,7 +127,7 @@ def plain_operator(name: str, function: Callable[..., Any], fake: Callable[..., 
     """``function`` as an operator that a compiler can trace: ``tilewise::name``. Its first argument is a tensor.
 
     Eager calls of the result run ``function`` itself. Torch's dispatcher would import the compiler, and with it a
-    module of torch that holds the default process group for ever.
+    module of torch that keeps a reference to the default process group for ever.
     """
     torch.library.custom_op(f"tilewise::{name}", function, mutates_args=()).register_fake(fake)
 

@@ -94,12 +94,12 @@ _listeners: list[list[Decision]] = []
 
 
 def is_explaining() -> bool:
-    """Whether decisions are wanted."""
+    """Whether `explain` is running, so that decisions are recorded."""
     return bool(_listeners)
 
 
 def note(operator: str, call: Call, way: Route) -> None:
-    """Add the decision of one operator call to every explanation that is under way."""
+    """Add the decision of one operator call to every explanation that is being recorded."""
     shape, settings = call.shape, call.settings
     needs = settings.needs
     decision = Decision(
@@ -146,7 +146,7 @@ def _ring_bytes(call: Call) -> int:
         return 0
     shape, stat = call.shape, stat_dtype(call.shape.dtype).itemsize
     rows, cols = shape.rows * shape.width, shape.cols * shape.width
-    if spec.same_rows:  # only vectors travel
+    if spec.same_rows:  # the ranks exchange only vectors
         return stat * rows * needs.a
     travelling = stat if options.ring_gradients == "float32" else shape.dtype.itemsize
     columns = needs.a if spec.symmetric else needs.b

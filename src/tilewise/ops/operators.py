@@ -1,6 +1,6 @@
-"""What the two operators under all losses compute. `autograd` makes them differentiable.
+"""Forward and backward of the two operators that all losses use. `autograd` makes them differentiable.
 
-    pair_stats    vectors: the statistics that a spec asks for
+    pair_stats    vectors: the statistics that a spec requests
     pair_loss     a scalar: a loss with known row weights (`RowWeights`), whose gradients may be formed in forward
 
 Both take the same steps: route the call, run the strategy in forward, save tensors, run it in backward. Saved are the

@@ -90,20 +90,20 @@ class KeptRows:
 
 
 class PendingRows:
-    """The rows that stay, before the host knows them: those whose key is not negative, and a few more.
+    """The rows that stay, before the host has read them: those whose key is not negative, and a few more.
 
     As many others stay as make their number a multiple of ``step``. With a step above 1 at least ``step`` rows stay.
     """
 
     def __init__(self, key: Tensor, step: int, kind: tuple[Any, ...] = ()) -> None:
-        """Let the device count. Calls of one ``kind`` share the guess whether all rows stay."""
+        """Start to count the rows on the device. Calls of one ``kind`` share the guess whether all rows stay."""
         self.ignored, self.rows, self.step, self.kind = key < 0, key.shape[0], step, kind
         self.count = self.ignored.sum(dtype=torch.int32)
         self.on_host = HostScalar(self.count)
 
     @staticmethod
     def of(pair: Pair, spec: PairSpec) -> PendingRows | None:
-        """Those of a pair; None if all rows stay or the host may not read which do."""
+        """The pending rows of a pair; None if all rows stay or the host may not read which do."""
         if not spec.drop_rows or pair.row_key is None or not may_read(pair, spec):
             return None
         step = 1 if pair.a.device.type == "cpu" else WHOLE_TILES
@@ -111,7 +111,7 @@ class PendingRows:
 
     @property
     def likely_all(self) -> bool:
-        """Whether all rows stayed in the last call of this kind, and the host must wait to know it of this one."""
+        """Whether all rows stayed in the last call of this kind, and the host must wait for the count of this one."""
         return self.on_host.copied is not None and _all_stayed.get(self.kind, False)
 
     def all_stay(self) -> Tensor:

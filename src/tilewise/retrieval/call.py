@@ -41,8 +41,8 @@ class RankingCall:
     queries: Tensor
     gallery: Tensor
     index: Tensor | None  # (n, p) right answers, or None with ids
-    own: bool  # item i of this rank answers its query i
-    flat: bool  # the ranks of queries are (n,)
+    paired: bool  # item i of this rank answers its query i
+    flat: bool  # the ranks of the queries are returned as (n,), not (n, p)
     ids: tuple[Tensor, Tensor] | None
     exclude: Tensor | None  # (n, e)
     exchange: Exchange
@@ -134,7 +134,7 @@ class RankingCall:
     def answers(
         self, scorer: kernel.Scorer, excluded: kernel.Excluded | None, advance: kernel.Advance | None
     ) -> tuple[list[kernel.Answers], kernel.Best | None]:
-        """The right answers of the queries, with their scores, and with ``both`` those of the gallery items."""
+        """The right answers of the queries with their scores; with ``both`` also the best right query of each item."""
         mine, first_row = kernel.no_best(self.queries.shape[0], scorer), self.shards.row_start
         index = torch.empty(0) if self.index is None else self.index.T.contiguous()
         scores = torch.full(index.shape, torch.inf, device=mine.score.device, dtype=mine.score.dtype)
@@ -152,7 +152,7 @@ class RankingCall:
             return None if best is None else {"score": best.score, "index": best.index}
 
         block = {"gallery": self.gallery} if self.ids is None else {"gallery": self.gallery, "ids": self.ids[1]}
-        if self.own:  # all answers are in this rank's own block
+        if self.paired:  # all answers are in this rank's own block
             found = find(self.shards.rank, block) or {}
         else:
             accumulators = [Field("score", mine.score.dtype), Field("index", torch.int64)] if self.both else []
@@ -164,7 +164,7 @@ class RankingCall:
         return rows, kernel.Best(found["score"].clone(), found["index"].clone()) if self.both else None
 
     def _visit(self, block: Tensors, work: Work, accumulators: list[Field], merge: Merge) -> dict[str, Tensor]:
-        """``work`` on the gallery block of every rank."""
+        """Run ``work`` on the gallery block of every rank, and return the merged accumulators of this rank's block."""
         exchange, cols = self.exchange, self.shards.cols
         return rotate_blocks(exchange, cols, block, work, accumulators=accumulators, merge=merge)
 
@@ -181,9 +181,10 @@ def _answers_of_best(best: kernel.Best, scorer: kernel.Scorer) -> kernel.Answers
 
 
 def _merge_right_queries(best: kernel.Best, item: Tensor, score: Tensor, first_row: int) -> None:
-    """Merge query i as a right query of the item item_i of this block (outside of it: of none).
+    """Merge the queries into the best right query of each item of this block.
 
-    Each item keeps the highest score; on ties the first query.
+    Query i is a right query of item[i], an index into the block; an index outside of the block is skipped. Each item
+    keeps the right query with the highest score, on ties the first one.
     """
     keep = (item >= 0) & (item < best.score.shape[0])
     query = torch.arange(first_row, first_row + item.shape[0], device=item.device)[keep]

@@ -43,7 +43,7 @@ def agree(
     if any(other != text for other in calls):
         raise GroupError(disagreement(calls))
     if refusal is not None:
-        raise GroupError(f"tensors on {device} cannot travel through this group: {refusal}")
+        raise GroupError(f"tensors on {device} cannot be sent in this group: {refusal}")
     return Shards(exchange.rank, tuple(numbers[0] for numbers in found), tuple(numbers[1] for numbers in found))
 
 

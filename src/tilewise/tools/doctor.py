@@ -1,4 +1,4 @@
-"""`tilewise doctor`: versions, devices, how typical calls are computed, and what is wrong."""
+"""`tilewise doctor`: versions, devices, the strategies of typical calls, and problems."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Device:
 
 @dataclass(frozen=True)
 class TypicalCall:
-    """How one call is computed."""
+    """Backend and strategy of one typical call."""
 
     call: str
     backend: str
@@ -53,7 +53,7 @@ class TypicalCall:
 
 @dataclass(frozen=True)
 class Checkup:
-    """All that `tilewise doctor` finds."""
+    """The results of `tilewise doctor`."""
 
     versions: dict[str, str | None]
     devices: list[Device] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Checkup:
 
 
 def check_up() -> Checkup:
-    """Look at this machine."""
+    """Collect the versions, devices and problems of this machine."""
     versions, devices = find_versions(), find_devices()
     problems = [*environment_problems(versions)]
     for index in range(len(devices)):
@@ -98,7 +98,7 @@ def check_up() -> Checkup:
 
 
 def find_versions() -> dict[str, str | None]:
-    """Versions of what decides how a loss is computed; None for what is missing."""
+    """Versions of the packages and drivers on which the choice of a backend depends; None for a missing one."""
     return {
         "tilewise": tw.__version__,
         "python": platform.python_version(),
@@ -178,7 +178,7 @@ def device_problems(device: torch.device) -> list[Problem]:
 
 
 def typical_calls(device: torch.device) -> list[TypicalCall]:
-    """How a few calls would be computed on this device. Nothing is computed."""
+    """The backend and strategy of a few calls on this device. Nothing is computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     half = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -152,7 +152,7 @@ def keep_best(
 def best_fields(
     device: torch.device, item: int, row: Any, rates: dict[Any, float], widths: Sequence[int], refused: list[str]
 ) -> dict[str, Any]:
-    """The fastest sizes for each field with which every call is computed, and right. Adds others to ``refused``."""
+    """The fastest sizes for each field with which every call gives right results. Adds others to ``refused``."""
     fields = dict.fromkeys(job.field for job in rates if job.dtype.itemsize == item)
     ranked = {field: registry.tuner().ranking(rates, field, item) for field in fields}
     best = {field: found[0] for field, found in ranked.items() if found}

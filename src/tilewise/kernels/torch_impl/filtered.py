@@ -55,7 +55,7 @@ class TorchFilter:
         return *self.forward(pair, spec, options), None
 
     def backward(self, pair: Pair, stats: Stats, plan: FilterPlan, *args: Any, **more: Any) -> Grads | None:
-        """Gradients, tile by tile, from the rows that keep the tile."""
+        """The gradients, or None if the caller must compute the exact ones."""
         job = Backward(pair, stats, *args)
         if pair.a.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -68,8 +68,8 @@ class TorchFilter:
 def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Tensor, bool]:
     """The order of the columns, and whether a sample of the rows keeps so many entries that computing all is faster.
 
-    The mean row, whose scores give the order, takes the first place of the sample, so that the columns are read only
-    once. It is not counted. A sample is taken only on a CPU, and only in a large call.
+    The scores of the mean row determine the order. It replaces row 0 of the sample, so that one product over the
+    columns serves both; its entries are not counted. Only large calls on a CPU take a sample.
     """
     n, m = pair.a.shape[0], pair.b.shape[0]
     rows = 0
@@ -137,10 +137,10 @@ class _Forward:
         self.place = self.places[:, 0]
         self.count = plans.columns_of_tiles(self.order, pair.bias)
         self.bounded = two_pass.is_bounded(pair, spec)
-        # The statistics of the tiles so far, relative to the shifts, but the largest score
+        # The statistics of the tiles so far. Except for the largest score, they are relative to the shifts.
         self.lse = torch.full((self.n,), -torch.inf, dtype=torch.float64, device=pair.a.device)
         self.entropy = torch.zeros_like(self.lse)
-        self.own = self.lse.new_zeros(self.places.shape)  # the scores there, relative to the shifts
+        self.own = self.lse.new_zeros(self.places.shape)  # the scores at `places`, relative to the shifts
         self.top, self.top_col = self.lse.clone(), torch.full_like(self.place, pair.col_start)
 
     def run(self) -> tuple[Stats, FilterPlan]:
@@ -218,7 +218,7 @@ class _Forward:
         return part_tr, entropy_tr
 
     def _add_top(self, x_rc: Tensor, cols: Tensor, r: slice) -> None:
-        """Merge the largest scores of the columns; of equal ones the lowest column, NaN before numbers."""
+        """Merge the largest scores of these columns. The lowest column wins a tie; NaN is larger than any number."""
         top = x_rc.amax(1, keepdim=True)
         best = (x_rc == top) | (x_rc.isnan() & top.isnan())
         col = torch.where(best, cols.to(torch.int32), self.m).amin(1).long() + self.pair.col_start
@@ -279,11 +279,11 @@ class _Backward:
             assert stats.row_entropy is not None
             grad_lse = grad_lse - grad.row_entropy.double() * stats.row_entropy.double()
         self.weights = SideWeights(stats.row_lse, pair.row_shift, grad_lse / self.size)
-        self.stands = self.weights.grad  # of a dropped entry, for each unit of its mass
+        self.dropped_grad = self.weights.grad  # gradient of a row's dropped probability
         if grad.row_entropy is not None:
             entropy = (grad.row_entropy / self.size).double()
             self.tokens = TokenWeights(self.weights, entropy, None)
-            self.stands = self.stands + entropy * plan.surprise
+            self.dropped_grad = self.dropped_grad + entropy * plan.surprise
         self.grad_pos = ((nothing if grad.row_pos is None else grad.row_pos) / self.size).to(compute)
         self.picked: tuple[Tensor, Tensor] | None = None  # positions of distinct picked columns, and their gradients
         if grad.row_picked is not None:
@@ -335,7 +335,7 @@ class _Backward:
         """The dropped masses multiplied by the gradient of a row's dropped probability: (t, n)."""
         tolerance = plans.tolerance_of(self.options, self.pair.a.dtype)
         mass_tn = self.plan.mass[t].to(self.scores.compute_dtype).clamp(min=0.0) * tolerance
-        dropped = mass_tn * self.stands.to(mass_tn.dtype)
+        dropped = mass_tn * self.dropped_grad.to(mass_tn.dtype)
         if self.spec.softcap:
             # The slope of the soft cap at the score whose exponential is the mean of the tile's.
             x_tn = (mass_tn / self.count[t, None]).log() + self.weights.lse.to(mass_tn.dtype)

@@ -50,7 +50,7 @@ class TileKeys:
             x_rc.diagonal(self._diagonal(i, j)).fill_(-torch.inf)
 
     def only_positive(self, i: slice, j: slice) -> tuple[Tensor, Tensor] | None:
-        """See `_place`; None if rows have no positives."""
+        """The result of `_place`; None if rows have no positives."""
         return None if self.pos_col is None else self._place(i, j)
 
     def positive_sums(self, x_rc: Tensor, i: slice, j: slice, scratch: Tensor) -> tuple[Tensor, Tensor | None]:

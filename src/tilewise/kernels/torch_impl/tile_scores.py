@@ -40,7 +40,7 @@ class TileScores:
         return values.to(self.operand_dtype)
 
     def scaled(self, a_rd: Tensor) -> Tensor:
-        """Rows to multiply with columns: times the scale, unless the operands' type would round the result."""
+        """The rows times the scale, as operands; without the scale if their type would round the result."""
         return a_rd if self.widens else self.operand(a_rd) * self.scale
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class TileScores:
         return x_rc
 
     def score_slope(self, x_rc: Tensor, i: slice) -> Tensor | None:
-        """The derivative of the scores of the rows i by what soft cap and row scale were applied to; None for 1."""
+        """The derivative of the scores of the rows i: that of soft cap and row scale together; None for 1."""
         if self.pair.row_scale is None:
             return self.softcap_slope(x_rc) if self.spec.softcap else None
         scale_r = self.pair.row_scale[i, None].to(x_rc.dtype)

@@ -113,7 +113,7 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
 
 
 def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, int]:
-    """Rows and columns of a tile, chosen such that its scratch memory fits the workspace."""
+    """Rows and columns of a tile whose scratch memory fits the workspace."""
     rows, cols = TILE_ROWS, TILE_COLS
     if pair.a.device.type != "cpu":
         rows = cols = ACCELERATOR_TILE

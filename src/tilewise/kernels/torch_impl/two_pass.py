@@ -52,7 +52,7 @@ def forward(pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
 
 
 def _with_norms(pair: Pair, spec: PairSpec, options: TileOptions) -> Pair:
-    """For "jsd", the pair with the log-sum-exps of both scores. Not given, they take a pass of their own."""
+    """For "jsd", the pair with the log-sum-exps of both scores. If they are not given, another pass computes them."""
     if spec.guide != "jsd" or pair.row_norm is not None:
         return pair
     first = forward(pair, dataclasses.replace(spec, guide="kl", hot=0.0, row_entropy=False, positive="none"), options)
@@ -160,7 +160,7 @@ class _RunningStats:
             col_lse[j] = torch.logaddexp(col_lse[j], col)
 
     def stats(self) -> Stats:
-        """The wanted statistics, relative to the shifts, in `stat_dtype`; log-sum-exps in float64."""
+        """The requested statistics, relative to the shifts, in `stat_dtype`; log-sum-exps in float64."""
         pair, found = self.pair, {name: value for name, value in vars(self.now).items() if value is not None}
         for name, shift in (("row_lse", pair.row_shift), ("row_top", pair.row_shift), ("col_lse", pair.col_shift)):
             if name in found and shift is not None:

@@ -67,7 +67,7 @@ class TritonBackend(Backend):
         return None
 
     def can_skip(self, spec: PairSpec) -> bool:
-        """The kernels of rows can, without a guide."""
+        """True for statistics of rows without a guide: their kernels read ``Pair.only_if``."""
         return spec.guide == "none" and not (spec.col_lse or spec.symmetric)
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> Stats:
@@ -75,7 +75,7 @@ class TritonBackend(Backend):
         return two_pass.forward(pair, spec, options)[0]
 
     def forward_saving(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, object | None]:
-        """The same, and the exponentials or scores of some columns."""
+        """`forward`, and the exponentials or scores of some columns."""
         return two_pass.forward(pair, spec, options, save=True)
 
     def accumulator_bytes(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> int:

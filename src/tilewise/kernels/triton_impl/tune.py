@@ -84,7 +84,7 @@ def jobs(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> lis
 
 
 def may_fit(sizes: Any, item: int, device: torch.device) -> bool:
-    """False if the blocks of one stage less already exceed the shared memory: then nothing need be compiled."""
+    """False if the blocks exceed the shared memory even with one stage less, so that compiling would be useless."""
     if device.type != "cuda" or isinstance(sizes, PairSizes):
         return True
     most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", math.inf)

@@ -5,8 +5,8 @@ Axes: n rows and m columns of this rank, d features, W ranks.
 Ring (each rank has its own rows and its own columns): rows stay, blocks of columns move.
 
     forward    rows:     stats_r = merge over blocks q of kernel.forward(rows_r, block_q)
-               columns:  every rank merges its share into the block's column statistics, which return to their owner
-    backward   rows:     dA_r = sum over q;   the block collects dB_q and dbias_q from every rank, and returns
+               columns:  every rank merges its part into the column statistics of the block, which return to their owner
+    backward   rows:     dA_r = sum over q;   every rank adds its part of dB_q and dbias_q, which return to their owner
 
 Where every rank has all rows and a shard of the columns (``spec.same_rows``), see `vocab_parallel`.
 """
@@ -41,7 +41,7 @@ from tilewise.ring.blocks import Field, rotate_blocks
 from tilewise.ring.exchange import Exchange, find_exchange
 from tilewise.ring.schedule import Shards
 
-PAYLOAD = ("b", *COL_TENSORS)  # the fields of `Pair` that travel
+PAYLOAD = ("b", *COL_TENSORS)  # the fields of `Pair` that are sent with a block of columns
 LEAF_NAMES = ("rows", "columns", "scale", "bias")  # for messages, in the order of `Needs`
 TARGETS = "targets (every rank has all tokens; data parallelism needs no group)"
 SAME = {"row_key": TARGETS, "pick": "picked ids", "row_scale": "temperature of each token"}
@@ -65,7 +65,7 @@ def ring_forward(
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
         nonlocal total
-        part, how = _meet(pair, spec, shards, owner, block)
+        part, how = _pair_with_block(pair, spec, shards, owner, block)
         if owner != shards.rank and 0 in (part.a.shape[0], part.b.shape[0]):
             nothing = torch.full((part.b.shape[0],), -torch.inf, dtype=torch.float64, device=part.b.device)
             return dict.fromkeys(of_columns, nothing) or None  # the log of a sum over no rows
@@ -100,7 +100,7 @@ def ring_backward(job: Backward, group_name: str) -> Grads:
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
         nonlocal grad_a
-        part, how = _meet(pair, spec, shards, owner, block)
+        part, how = _pair_with_block(pair, spec, shards, owner, block)
         if 0 in (part.a.shape[0], part.b.shape[0]):
             return None
         known = dataclasses.replace(stats, **{name: block[name] for name in of_columns})
@@ -143,13 +143,13 @@ def _agree(
 ) -> Shards:
     """Sizes of all shards, or a `GroupError` on every rank."""
     present = [name for name in (*ROW_TENSORS, *COL_TENSORS) if getattr(pair, name) is not None]
-    asked = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
+    changed = {name: value for name, value in vars(spec).items() if value != getattr(PairSpec(), name)}
     call = {
         "call": f"{phase} of a loss",
         "width": pair.a.shape[1],
         "width of the guide": pair.shape.guide_width,
         "type": str(pair.a.dtype).removeprefix("torch."),
-        "loss": " ".join([*(f"{name}={value}" for name, value in asked.items()), must_match]).strip() or "none",
+        "loss": " ".join([*(f"{name}={value}" for name, value in changed.items()), must_match]).strip() or "none",
         "keys": " ".join(present) or "none",
         "options": " ".join(f"{name}={value}" for name, value in vars(options).items()),
         "requires_grad": " ".join(name for name, need in zip(LEAF_NAMES, needs, strict=True) if need) or "none",
@@ -165,9 +165,9 @@ def _agree(
 
 
 def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
-    """The pair at its place in the whole: where it starts, and keys that mean the same on every rank.
+    """The pair with global indices: the start of its rows and columns, and keys that are valid on every rank.
 
-    A negative key, which stands for none, stays.
+    A negative key means none and is not changed.
     """
     first = shards.col_start(shards.rank)
     key = pair.row_key
@@ -177,12 +177,14 @@ def _placed(pair: Pair, spec: PairSpec, shards: Shards) -> Pair:
 
 
 def _payload(pair: Pair) -> dict[str, Tensor]:
-    """What a block of columns carries."""
+    """The tensors that are sent with a block of columns."""
     return {name: getattr(pair, name) for name in PAYLOAD if getattr(pair, name) is not None}
 
 
-def _meet(pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]) -> tuple[Pair, PairSpec]:
-    """This rank's rows with one block of columns. Only with its own block can the scores be symmetric."""
+def _pair_with_block(
+    pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]
+) -> tuple[Pair, PairSpec]:
+    """The pair of this rank's rows with one block of columns. The scores can be symmetric only for its own block."""
     if owner == shards.rank:
         return pair, spec
     columns: dict[str, Any] = {name: block.get(name) for name in PAYLOAD}
@@ -191,7 +193,7 @@ def _meet(pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[st
 
 
 def _fill(grad: GradStats, spec: PairSpec, pair: Pair) -> GradStats:
-    """Zeros where a rank's loss did not depend on a statistic that its part in the ring needs."""
+    """Fill in zeros for statistics that the ring needs and that this rank's loss does not depend on."""
 
     def zeros(like: Tensor) -> Tensor:
         return torch.zeros(like.shape[0], dtype=pair.stat_dtype, device=like.device)
@@ -205,7 +207,7 @@ def _fill(grad: GradStats, spec: PairSpec, pair: Pair) -> GradStats:
 
 
 def _column_stats(spec: PairSpec) -> tuple[str, ...]:
-    """The statistics of columns, which their block collects from every rank."""
+    """The names of the statistics of columns, which every rank merges into the block."""
     return tuple(stat.name for stat in wanted_stats(spec) if stat.of_columns)
 
 

@@ -35,7 +35,7 @@ class FilterBackward(FilterCall):
         self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
         found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
-        # All that does not depend on the number of entries is launched or prepared before the host waits.
+        # Work that does not depend on the number of entries is launched or prepared before the host waits for that number.
         self._start()
         self._kernels()
         known = found.tensor()
@@ -62,9 +62,9 @@ class FilterBackward(FilterCall):
         grad_row, grad_pos = (
             scale.new_zeros(self.n) if grad is None else grad for grad in (folded.row_lse, folded.row_pos)
         )
-        stands, grad_entropy = grad_row, folded.row_entropy
+        dropped_grad, grad_entropy = grad_row, folded.row_entropy
         if grad_entropy is not None:
-            stands = grad_row + grad_entropy * plan.surprise
+            dropped_grad = grad_row + grad_entropy * plan.surprise
         # G must stay near 1 in float16, and the tolerance is multiplied last: masses of a millionth would lose their digits.
         half, tolerance = pair.a.dtype == torch.float16, self.tolerance
         self.size = largest_gradient(self.grad).to(scale) if half else torch.ones_like(scale)
@@ -76,7 +76,7 @@ class FilterBackward(FilterCall):
         self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
         listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
-        listing.put({"grad_row": vector(stands)})
+        listing.put({"grad_row": vector(dropped_grad)})
         listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
         self.share = self._product(self.need_b, dropped, self.call.a, late)
@@ -144,7 +144,7 @@ class FilterBackward(FilterCall):
         return self.rows[pairs], pairs.to(torch.int32)
 
     def _finish(self) -> Grads:
-        """Into their final types."""
+        """Convert the gradients to their final dtypes."""
         pair, out, dots = self.pair, None, None
         if self.total is not None:
             if self.needs.a:
@@ -172,7 +172,7 @@ class Blocks:
     """
 
     def __init__(self, counts: Tensor, step: int) -> None:
-        """The device idles meanwhile, so tensors are summed and not lists: ``counts`` is one, on the host."""
+        """``counts`` is a tensor on the host. Tensors are summed instead of lists, because the device idles meanwhile."""
         self.step, self.counts, self.largest = step, counts.tolist(), int(counts.max())
         self.starts: list[int] = [0, *counts.cumsum(0).tolist()]
         self.firsts: list[int] = [0, *((counts + (step - 1)) // step).cumsum(0).tolist()]

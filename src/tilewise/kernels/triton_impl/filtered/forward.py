@@ -53,7 +53,7 @@ def chunk_of_tiles(tiles: int, row_tiles: int, programs: int, most: int) -> int:
 
 
 class FilterCall:
-    """What forward and backward of the filter share."""
+    """Base class of forward and backward of the filter."""
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         self.pair, self.spec, self.options = pair, spec, options
@@ -114,7 +114,7 @@ class FilterForward(FilterCall):
         """
         pair, asked = self.pair, self._sample_size()
         # (1,) int32. 0: the filter. 1: the exact case, because the probe found it faster, or because the scores are rounded
-        # too coarsely for the filter. Above: neither, because nobody will read the results.
+        # too coarsely for the filter. Above: neither, because the results are not used.
         self.keep_all = self._rounding_exceeds()
         if asked:
             self.order, self.place, too_many = self._probe(asked)

@@ -4,10 +4,10 @@ What a call allocates above inputs and gradients, with w the workspace: forward,
 columns in their new order (at most 3 w / 8) and the masses of a block of rows (at most w / 4); backward, G of some entries
 (w / 8, or that of one tile), the row gradients of some entries (w / 2), and one float32 accumulator for the row gradients.
 
-A large call probes a sample of its rows first (at most w / 2, freed before the masses): how many entries would they keep?
-The answer, `keep_all`, stays on the device. The kernels of both cases are launched, those of the filter and those of the
-exact loss (`two_pass`), which also saves exponentials; the kernels of one case return at once. The host learns which at
-the start of backward, where it needs the number of kept entries anyway.
+A large call first probes a sample of its rows (at most w / 2, freed before the masses), to find whether they keep too many
+entries. The result, `keep_all`, stays on the device. Forward launches the kernels of both cases, those of the filter and
+those of the exact loss (`two_pass`), which also saves exponentials. The kernels of one case return at once. The host reads
+`keep_all` at the start of backward, together with the number of kept entries.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class TritonFilter:
     """The capability `filtered` of the Triton backend."""
 
     def forward(self, pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[Stats, FilterPlan]:
-        """Statistics of all pairs, and which of them backward may drop."""
+        """The statistics of all pairs, and the plan of the entries that backward drops."""
         with on_device(pair.a), torch.no_grad():
             return FilterForward(pair, spec, options).run()[:2]
 
     def forward_saving(
         self, pair: Pair, spec: PairSpec, options: TileOptions
     ) -> tuple[Stats, FilterPlan, SavedColumns | None]:
-        """The same, and the saved exponentials of the exact case."""
+        """`forward`, and the saved exponentials of the exact case."""
         with on_device(pair.a), torch.no_grad():
             return FilterForward(pair, spec, options, save=True).run()
 

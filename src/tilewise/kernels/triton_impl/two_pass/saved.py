@@ -111,8 +111,8 @@ class SavedColumns:
     # flag of `forward_kernels` with this name is one of the reasons.
     needs_repair: Tensor | None = None
     positives: tuple[Tensor, Tensor] | None = None  # see `sort_positives`
-    # Of a filtered call: not 0 if forward chose the exact case, by its probe or for the rounding of the scores, or if
-    # nobody reads its results.
+    # In a filtered call: not 0 if forward chose the exact case (because of its probe, or of the rounding of the scores),
+    # or if its results are not used.
     probed_exact: HostScalar | None = None
 
     @staticmethod
