@@ -183,7 +183,7 @@ class Pair:
         )
 
 
-# The fields of `Pair`, beside the features, that belong to its rows or to its columns
+# The fields of `Pair`, other than the features, that belong to its rows or to its columns
 ROW_TENSORS = (
     "row_key",
     "row_skip",

@@ -46,7 +46,7 @@ class Done(NamedTuple):
     """The result of an operator's forward."""
 
     outputs: Sequence[Tensor]
-    saved: Sequence[Tensor]  # tensors for backward, beside the arguments
+    saved: Sequence[Tensor]  # tensors for backward, in addition to the arguments
     once: Any = None  # eager only: what the first backward uses up
     constants: Sequence[Tensor] = ()  # eager only: the outputs without a gradient
 

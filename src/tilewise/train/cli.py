@@ -213,7 +213,7 @@ def embed(
     checkpoint: Which = "best",
     device: Device = "auto",
 ) -> None:
-    """Write the features of images and captions as safetensors, and their names as JSON beside it."""
+    """Write the features of images and captions as safetensors, and their names to a JSON file of the same name."""
     from tilewise.train.embed import embed_pairs
 
     _check_together("--pairs", pairs, {"--images": images})

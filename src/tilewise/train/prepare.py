@@ -41,7 +41,7 @@ def fit_batch(config: RunConfig, pairs: int, ranks: int, messages: Messages) -> 
         advice = ", or set data.eval_share=0, so that no images are held out" if share else ""
         raise DataError(
             f"training needs at least {least} pairs{' (one per rank)' if least > 2 else ''}, the data has {pairs}"
-            f"{' beside the held-out images' if share else ''}. Give more data{advice}"
+            f"{' in addition to the held-out images' if share else ''}. Give more data{advice}"
         )
     size = max(least, min(config.loop.batch_size, pairs))
     if size >= config.loop.batch_size:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-RIGHT = "*"  # printed beside an answer that is known to be right
+RIGHT = "*"  # printed with an answer that is known to be right
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class FusedOutput(NamedTuple):
         return cls(type(example), fields, temperature_of(forwards))
 
     def fill(self, output: Any, stats: list[TokenStats], labels_bt: Tensor, shifted: bool) -> Any:
-        """The output of this type, from our token statistics and the model's own output."""
+        """The output of this type, from the token statistics of tilewise and the model's own output."""
         if len(stats) != 1:
             raise ConfigError(
                 f"the model computes {len(stats)} cross-entropies of its head's output, so it is not clear which one "

@@ -218,7 +218,7 @@ class LossHandle:
     # A trainer's fused head.
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a trainer's fused head, computed from our token statistics."""
+        """The output of a trainer's fused head, computed from the token statistics of tilewise."""
         if self.settings.z_loss or self.settings.label_smoothing or self.settings.group is not None:
             raise ConfigError(
                 "the trainer computes the loss from log-probabilities, so z_loss, label_smoothing and group have no "
@@ -240,7 +240,7 @@ class LossHandle:
         return self._original() if _installed_handle(self.model) is self else outer
 
     def _probe_fused_head(self, fused_forward: Callable[..., Any]) -> FusedOutput:
-        """Call the trainer's fused head on a few random tokens, and check that our values equal its values."""
+        """Call the trainer's fused head on a few random tokens, and check that tilewise computes the same values."""
         inputs = random_tokens(self.model)
         with torch.no_grad(), evaluation_mode(self.model):
             theirs = fused_forward(**inputs, **{FLAG: True})

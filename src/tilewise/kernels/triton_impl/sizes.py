@@ -117,7 +117,7 @@ TABLE: dict[tuple[str, int], KernelSizes] = {
         filter_pairs=PairSizes(16, 32, 64, 8, 8, 2),
     ),
 }
-# What `tilewise tune` measures for each field, beside the sizes in the table.
+# Candidates that `tilewise tune` measures for each field, in addition to the sizes in the table.
 MORE_FORWARD = (
     Sizes(128, 128, 64, 4, 3, 2, 16, strip=4),
     Sizes(128, 128, 64, 4, 3, 2, 16),

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def read_folder(folder: Path) -> list[Entry]:
-    """Return the images below a folder. The captions are in the text file beside an image, or else its name."""
+    """Return the images below a folder. Captions come from the text file of the same name, or else from the name."""
     if not folder.is_dir():
         came, advice = "does not exist", "Set data.path"
         if folder.exists():

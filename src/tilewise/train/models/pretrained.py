@@ -175,7 +175,7 @@ def name_mismatch(config: ModelConfig, configs: dict[str, Any]) -> str:
         configs: configurations of the towers by sub-folder, as in `Towers`.
     """
     given = config.weights or config.image_weights or config.text_weights
-    if not given or config.name in ("clip", "vit-bert"):  # these names have no sizes of their own beside weights
+    if not given or config.name in ("clip", "vit-bert"):  # with weights, these names have no sizes of their own
         return ""
     if config.weights:
         towers = {"image": configs[""].vision_config, "text": configs[""].text_config}

@@ -61,7 +61,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[P
         clear: removes an existing final folder. None: an existing folder must be empty, and the files are moved into
             it, since it may be the current folder of a shell.
     """
-    folder = folder.resolve()  # "." has no name to put something beside
+    folder = folder.resolve()  # "." has no name from which a temporary name can be made
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
     try:
         shutil.rmtree(aside, ignore_errors=True)

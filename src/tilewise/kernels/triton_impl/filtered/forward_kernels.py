@@ -64,7 +64,7 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
     tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
 
 
-# The statistics of a tile beside its log-sum-exp; None where a call has none of them
+# The statistics of a tile other than its log-sum-exp; None if a call does not need them
 TILE_STATISTICS = ("order", "entropy_part", "top_part", "top_col_part")
 SMALLEST_LIMIT = tl.constexpr(LIMIT)
 NO_PLACE = tl.constexpr(2**31 - 1)  # larger than every column

@@ -54,7 +54,7 @@ class Forward:
         self.seen_cols: set[int] = self.seen_rows if spec.symmetric else set()
 
     def _room(self, saved: SavedColumns) -> int:
-        """How many columns the workspace holds beside what else either pass takes: parts, or float32 row gradients."""
+        """The number of columns that fit the workspace next to the partial sums of forward and the row gradients of backward."""
         parts = self._row_statistics() * cdiv(min(self.m, self.col_step), self.sizes.cols)
         references = cdiv(self.m, self.sizes.cols) if saved.relative else 0
         numbers = self.n * (max(parts, self.call.a.shape[1]) + references)
