@@ -48,3 +48,5 @@ def test_the_pages_have_the_counts():
     assert f"{entry['passed']} of {entry['ran']} models ({len(families(cases))} families)" in page
     entry, page = RECORD["open_clip_trainer"], (ROOT / "docs/concepts/drop-ins.md").read_text()
     assert f"{entry['passed']} of {entry['ran']} runs agree" in page
+    entry = RECORD["sentence_transformers"]
+    assert f"**sentence-transformers**: {entry['passed']} of {entry['ran']} tests pass" in page

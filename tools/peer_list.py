@@ -191,17 +191,7 @@ PEERS = [
         packages=(*SKLEARN, "requests", "urllib3", "idna", "certifi", "charset-normalizer"),
         has_own=True,
         reasons={
-            "_gather_rank1_|positive_mask_protects|relative_margin_negative": (
-                "sets private attributes of the peer's class and reads the stored scores; see tests/integrations here"
-            ),
-            "embed_minibatch": "replaces a private method of the peer's cache; see tests/cache here",
             "under_autocast": "wants a bfloat16 loss, and ours is float32",
-            "static_embedding_behind": "refused as well, with another message",
-            "stay_assignable": "a module as similarity is refused",
-            "config_back_compat": "a negative scale is refused as well, with another message",
-            "gather_across_devices_offset": (
-                "simulates ranks by replacing a private function of the peer; see tests/integrations here"
-            ),
         },
         left_out={"tests/sentence_transformer/test_trainer.py": "trains models that it downloads"},
     ),

@@ -13,7 +13,7 @@ from tests.integrations.test_gist import gist_dense
 from tests.processes import run_ranks
 from torch import nn
 
-from tilewise.errors import GroupError
+from tilewise.errors import GroupError, ShapeError
 from tilewise.integrations import lightly, open_clip
 from tilewise.integrations import sentence_transformers as st
 
@@ -125,6 +125,7 @@ def work(rank: int, folder: str) -> None:
         dist.all_reduce(got)
         assert_close(got / world, alone[name], 1e-12, name)
     check_anchors(every, start, rank)
+    check_stored_scores(every, start, rank)
     check_bank(rank)
     with pytest.raises(GroupError, match=f"this process is rank {rank}"):
         clip(Towers(), every, world, 1 - rank)
@@ -143,6 +144,24 @@ def check_anchors(every: torch.Tensor, start: int, rank: int) -> None:
     got = torch.cat([layer.weight.grad.flatten() for layer in towers.layers])
     dist.all_reduce(got)
     assert_close(got / len(SIZES), want, 1e-12)
+
+
+def check_stored_scores(every: torch.Tensor, start: int, rank: int) -> None:
+    """A cross-entropy of the user gets the scores with rows of all ranks. The batches must have one size."""
+    rows = every[:, 3 * rank : 3 * rank + 3]
+    loss = st.GISTEmbedLoss(Columns([nn.Identity()]), Columns([nn.Identity()]), 0.2, gather_across_devices=True)
+    leaves = [column.clone().requires_grad_() for column in rows]
+    want = loss.compute_loss_from_embeddings(leaves, list(rows))
+    want_grads = torch.autograd.grad(want, leaves)
+    del loss.cross_entropy_loss
+    loss.cross_entropy_loss = lambda scores, labels: nn.functional.cross_entropy(scores, labels)
+    got = loss.compute_loss_from_embeddings(leaves, list(rows))
+    assert_close(got, want, 1e-12)
+    for grad, want_grad in zip(torch.autograd.grad(got, leaves), want_grads, strict=True):
+        assert_close(grad, want_grad, 1e-12)
+    shard = list(every[:, start : start + SIZES[rank]])
+    with pytest.raises(ShapeError, match="all ranks need batches of one size, got 3 to 8 rows"):
+        loss.compute_loss_from_embeddings(shard, shard)
 
 
 def check_bank(rank: int) -> None:

@@ -208,6 +208,86 @@ def test_settings_of_the_cached_losses_can_be_assigned():
             assert_close(got, expected, 1e-11, type(cached).__name__)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("columns", [2, 3, 4])
+@pytest.mark.parametrize("strategy, margin", MARGINS)
+@pytest.mark.parametrize("contrasts", CONTRASTS)
+def test_a_cross_entropy_of_the_user_gets_all_scores(contrasts, strategy, margin, columns, cached):
+    """They are those that the tiles have: their cross-entropy is the same loss."""
+    model, guide, batch = Model(D, 0), Model(E, 1), texts(columns)
+    settings = {"margin_strategy": strategy, "margin": margin}
+    settings |= {"contrast_anchors": contrasts[0], "contrast_positives": contrasts[1]}
+    loss = (
+        st.CachedGISTEmbedLoss(model, guide, 0.1, 7, **settings)
+        if cached
+        else st.GISTEmbedLoss(model, guide, 0.1, **settings)
+    )
+    want, seen = step(loss, model, batch), []
+
+    def cross_entropy(scores, labels):
+        seen.append((scores.detach(), labels))
+        return F.cross_entropy(scores, labels)
+
+    del loss.cross_entropy_loss
+    loss.cross_entropy_loss = cross_entropy
+    got = step(loss, model, batch)
+    assert_close(got[0], want[0], 1e-12, "loss")
+    assert_close(got[1], want[1], 1e-11, "gradients")
+    ((scores, labels),) = seen
+    assert scores.shape == (N, N * (columns - 1 + sum(contrasts)))
+    assert torch.equal(labels, torch.arange(N))
+    assert scores[labels, labels].isfinite().all()
+    assert scores.isinf().any() == (margin > -3.0)  # with that margin nothing is left out
+
+
+def test_settings_of_a_cross_entropy_are_used():
+    model, guide, batch = Model(D, 0), Model(E, 1), texts(3)
+    loss = st.GISTEmbedLoss(model, guide, 0.1)
+    mean = step(loss, model, batch)
+    loss.cross_entropy_loss = nn.CrossEntropyLoss(reduction="sum")
+    total = step(loss, model, batch)
+    for got, want in zip(total, mean, strict=True):
+        assert_close(got, N * want, 1e-11)
+
+
+def test_a_loss_without_models_from_its_settings():
+    """The tests of sentence-transformers make their losses like this, to pass embeddings."""
+    model, guide, batch = Model(D, 0), Model(E, 1), texts(3)
+    rows, guides = embedded(model, batch), embedded(guide, batch)
+    settings = {"temperature": 0.1, "margin_strategy": "absolute", "margin": 0.2, "contrast_anchors": True}
+    settings |= {"contrast_positives": False, "gather_across_devices": True}
+    parts = {"similarity_fct": nn.CosineSimilarity(dim=-1), "cross_entropy_loss": nn.CrossEntropyLoss()}
+    loss = st.CachedGISTEmbedLoss.__new__(st.CachedGISTEmbedLoss)
+    nn.Module.__init__(loss)
+    for name, value in (settings | parts).items():
+        setattr(loss, name, value)
+    got = loss.calculate_loss([[column[:9], column[9:]] for column in rows], [[column] for column in guides])
+    assert_close(got, gist_dense(rows, guides, 0.1, "absolute", 0.2, True, False), 1e-12)
+
+
+@pytest.mark.parametrize("kind", [st.CachedGISTEmbedLoss, st.CachedMultipleNegativesRankingLoss])
+def test_both_passes_call_embed_minibatch(kind):
+    """It may be replaced, as in sentence-transformers. The second pass has the same dropout and a graph."""
+    model, batch = Model(D, 0, dropout=0.4), texts(2)
+    more, values = ((Model(E, 1),), 3) if "GIST" in kind.__name__ else ((), 2)
+    loss, seen = kind(model, *more, mini_batch_size=9), []
+    original = loss.embed_minibatch
+
+    def embed(**keywords):
+        found = original(**keywords)
+        assert len(found) == values
+        assert found[0].requires_grad == keywords["with_grad"] == (len(seen) >= 6)
+        seen.append(found[0].detach())
+        return found
+
+    loss.embed_minibatch = embed
+    step(loss, model, batch)
+    assert [len(rows) for rows in seen] == [9, 9, 5] * 4  # two columns, twice
+    assert all(torch.equal(*pair) for pair in zip(seen[:6], seen[6:], strict=True))
+    part = loss.embed_minibatch(sentence_feature=model.preprocess(batch[0]), begin=3, end=8, with_grad=True)[0]
+    assert part.shape == (5, D)
+
+
 def test_two_batches_before_one_backward():
     model, guide = Model(D, 0), Model(E, 1)
     loss = st.CachedGISTEmbedLoss(model, guide, 0.1, 7)
@@ -351,11 +431,15 @@ def test_refusals():
     rows = torch.randn(4, 3)
     with pytest.raises(ShapeError, match=r"each column, 2 of them, got 3"):
         st.GISTEmbedLoss(model, guide).compute_loss_from_embeddings([rows] * 2, [rows] * 3)
+    other = st.GISTEmbedLoss(model, guide)
+    other.similarity_fct = nn.PairwiseDistance()
+    with pytest.raises(ConfigError, match=r"GIST loss is nn.CosineSimilarity, got PairwiseDistance"):
+        other.compute_loss_from_embeddings([rows] * 2, [rows] * 2)
     with pytest.raises(RangeError, match="temperature"):
         st.GISTEmbedLoss(model, guide, 0.0).compute_loss_from_embeddings([rows] * 2, [rows] * 2)
     model.inside = StaticEmbedding()
     st.GISTEmbedLoss(model, guide)
-    with pytest.raises(ConfigError, match="a gradient cache needs features with one row"):
+    with pytest.raises(ConfigError, match=r"a gradient cache is not compatible with .* StaticEmbedding"):
         st.CachedGISTEmbedLoss(model, guide)
-    with pytest.raises(ConfigError, match="a guide with another tokenizer needs features with one row"):
+    with pytest.raises(ConfigError, match="a guide with another tokenizer is not compatible with"):
         st.GISTEmbedLoss(model, Model(E, 1, first=3))

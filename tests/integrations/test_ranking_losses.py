@@ -208,6 +208,8 @@ def test_ranking_by_dot_product():
     want = ranking_dense(columns, 0.3, ("query_to_doc",), "joint", dot_score)
     assert_same(loss.compute_loss_from_embeddings(columns), want, columns)
     assert loss.get_config_dict()["similarity_fct"] == "dot_score"
+    loss.similarity_fct = nn.CosineSimilarity()  # refused when it is used
+    assert loss.get_config_dict()["similarity_fct"] == "CosineSimilarity"
 
 
 @pytest.mark.parametrize("count, directions, partition_mode", [RANKING[1], RANKING[8]])
@@ -277,7 +279,7 @@ def test_cached_ranking_replays_dropout():
 
 def test_ranking_refuses():
     model = Bag()
-    with pytest.raises(RangeError, match="scale"):
+    with pytest.raises(RangeError, match="Scale must be a positive value, got 0"):
         st.MultipleNegativesRankingLoss(model, scale=0.0)
     with pytest.raises(ConfigError, match="contains the target"):
         st.MultipleNegativesRankingLoss(model, directions=("doc_to_query",))
@@ -298,7 +300,7 @@ def test_ranking_refuses():
     static = Bag()
     static.inside = type("StaticEmbedding", (nn.Module,), {})()
     st.MultipleNegativesRankingLoss(static)
-    with pytest.raises(ConfigError, match="a gradient cache needs features with one row for each text"):
+    with pytest.raises(ConfigError, match=r"a gradient cache is not compatible with .* StaticEmbedding"):
         st.CachedMultipleNegativesRankingLoss(static)
     with pytest.raises(ConfigError, match="Use mini_batch_size instead"):
         st.CachedMultipleNegativesRankingLoss(model, mini_batch_num_tokens=100)([{"input_ids": torch.ones(2, 3)}] * 2)

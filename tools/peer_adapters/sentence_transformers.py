@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from tools.peer_adapters.stand_in import HUB, OWN, publish  # isort: skip - before the hub's client is imported
 import sentence_transformers  # type: ignore[import-not-found]
 import tokenizers
 import torch
+import torch.distributed as dist
 import transformers
 from sentence_transformers.sentence_transformer import losses, modules  # type: ignore[import-not-found]
+from sentence_transformers.util import all_gather_with_grad  # type: ignore[import-not-found]
 
 from tilewise.integrations import sentence_transformers as ours
 
@@ -44,6 +50,37 @@ def make_models() -> None:
     publish("google-bert/bert-base-uncased", words)
 
 
+def on_two_ranks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``compute`` with a process as rank 0 and this one as rank 1, in tests that simulate rank 1 of two.
+
+    Such a test replaces the package's function that gathers rows by one that puts rows of rank 0 before the given ones.
+    """
+    gathering = (losses.gist_embed, losses.cached_gist_embed, losses.cached_multiple_negatives_ranking)
+
+    def run(loss: Any, *columns: list[torch.Tensor] | None) -> torch.Tensor:
+        replaced = [module.all_gather_with_grad for module in gathering]
+        gather = next((function for function in replaced if function is not all_gather_with_grad), None)
+        if gather is None or not loss.gather_across_devices:
+            return compute(loss, *columns)
+        with tempfile.TemporaryDirectory() as folder:
+            process = os.fork()
+            if process == 0:
+                columns = tuple(part and [gather(rows)[: len(rows)] for rows in part] for part in columns)
+                torch.set_num_threads(1)  # threads are not copied
+            group = {"init_method": f"file://{folder}/meet", "world_size": 2, "timeout": timedelta(seconds=60)}
+            try:
+                dist.init_process_group("gloo", rank=int(process != 0), **group)
+                value = compute(loss, *columns)
+                dist.destroy_process_group()
+            finally:
+                if process == 0:
+                    os._exit(0)
+            os.waitpid(process, 0)
+        return value
+
+    return run
+
+
 if not HUB.exists():
     make_models()
 if not OWN:
@@ -54,3 +91,5 @@ if not OWN:
         "CachedGISTEmbedLoss",
     ):
         setattr(losses, name, getattr(ours, name))
+    for one in (ours.GISTEmbedLoss, ours.MultipleNegativesRankingLoss):
+        one.compute_loss_from_embeddings = on_two_ranks(one.compute_loss_from_embeddings)  # type: ignore[method-assign]

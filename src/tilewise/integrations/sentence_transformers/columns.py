@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewise.cache import Encoder, GradientCache
-from tilewise.cache.chunks import map_tensors
+from tilewise.cache.chunks import count_rows, map_tensors, take_rows
 from tilewise.cache.settings import Progress
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 
 
 class CachedLoss(nn.Module):
-    """A loss with a gradient cache around ``self.loss``. The settings of that loss are attributes of this one too."""
+    """A gradient cache for the model of a loss that has a method ``compute_loss_from_embeddings``."""
 
     uses_gradient_cache = True  # read by the wrapping losses of sentence-transformers
-    SETTINGS: ClassVar[tuple[str, ...]] = ()  # read from ``self.loss``, and assigned to it
+    model: nn.Module
+    compute_loss_from_embeddings: Callable[..., Tensor]
 
-    def __init__(self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool) -> None:
-        super().__init__()
+    def set_chunks(self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool) -> None:
+        """Check and keep the settings of the chunks."""
         if mini_batch_num_tokens is not None and mini_batch_num_tokens <= 0:
             raise RangeError(f"mini_batch_num_tokens must be a positive integer or None, got {mini_batch_num_tokens}")
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name) if name in self.SETTINGS else super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.SETTINGS:
-            setattr(self.loss, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def chunks(self) -> dict[str, Any]:
         """The settings of a gradient cache: the size of its chunks, and an optional progress bar."""
@@ -48,16 +40,41 @@ class CachedLoss(nn.Module):
 
     def cached_loss(self, columns: list[dict[str, Any]], more: Any) -> Tensor:
         """The loss of the columns of a batch. ``more`` is the second argument of ``calculate_loss``, joined."""
-        cache = GradientCache(encoder_of(self.model), self._loss_of_columns, **self.chunks())
+        cache = GradientCache(Encoder(self._embed, (self.model,)), self._loss_of_columns, **self.chunks())
         loss: Tensor = cache.loss(*columns, more=more)
         return loss
+
+    def embed_minibatch(
+        self,
+        sentence_feature: dict[str, Any],
+        begin: int,
+        end: int,
+        with_grad: bool,
+        copy_random_state: bool = False,
+        random_state: None = None,
+    ) -> tuple[Any, ...]:
+        """The embeddings of these rows, and None. Called for each chunk in both passes; it may be replaced.
+
+        The last two arguments and the None are those of sentence-transformers, where this method also keeps the random
+        state. Here the cache does that.
+        """
+        with torch.set_grad_enabled(with_grad):
+            chunk = without_padding(take_rows(sentence_feature, slice(begin, end)))
+            return self.model(chunk)["sentence_embedding"], None
+
+    def _embed(self, **chunk: Any) -> Tensor:
+        rows, grad = count_rows(chunk), torch.is_grad_enabled()
+        embedding: Tensor = self.embed_minibatch(
+            sentence_feature=chunk, begin=0, end=rows, with_grad=grad, copy_random_state=False, random_state=None
+        )[0]
+        return embedding
 
     def calculate_loss(self, reps: list[list[Tensor]], more: Any = None, *, with_backward: bool = False) -> Tensor:
         """The loss of the embeddings of each column, in chunks. `MatryoshkaLoss` replaces this method.
 
         With ``with_backward``, also runs backward, and returns the loss without its graph.
         """
-        loss: Tensor = self.loss.compute_loss_from_embeddings([torch.cat(chunks) for chunks in reps], self.joined(more))
+        loss = self.compute_loss_from_embeddings([torch.cat(chunks) for chunks in reps], self.joined(more))
         if with_backward:
             loss.backward()
             loss = loss.detach()
@@ -73,8 +90,7 @@ class CachedLoss(nn.Module):
 
     def _loss_of_columns(self, *embeddings: Tensor, more: Any) -> Tensor:
         if "calculate_loss" not in self.__dict__:
-            loss: Tensor = self.loss.compute_loss_from_embeddings(list(embeddings), more)
-            return loss
+            return self.compute_loss_from_embeddings(list(embeddings), more)
         # `MatryoshkaLoss` calls the original several times, each time with its backward.
         more = self.in_one_chunk(more)
         if not torch.is_grad_enabled():
@@ -185,8 +201,8 @@ def refuse_static(model: nn.Module, use: str) -> None:
     """Refuse a model whose features have no row for each text."""
     if any(type(module).__name__ == "StaticEmbedding" for module in model.modules()):
         raise ConfigError(
-            f"{use} needs features with one row for each text, and those of a StaticEmbedding have none. Use the loss "
-            "without a cache, and a guide with the same tokenizer"
+            f"{use} is not compatible with a SentenceTransformer model based on a StaticEmbedding, whose features have "
+            "no row for each text. Use the loss without a cache, and a guide with the same tokenizer"
         )
 
 

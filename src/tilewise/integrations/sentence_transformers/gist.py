@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -58,8 +59,17 @@ class GISTEmbedLoss(nn.Module):
             global mean, as in `MultipleNegativesRankingLoss`.
         options: how to compute it. No option changes the result beyond rounding.
 
+    Attributes, as in sentence-transformers:
+        similarity_fct: a ``nn.CosineSimilarity``. Others are refused.
+        cross_entropy_loss: a ``nn.CrossEntropyLoss``. Assign another function of scores (n, m) and labels (n,) to
+            compute another loss, or to look at the scores. All scores of the batch are then stored: first those of the
+            anchors with the positives, where the labels point, then those with anchors, between positives, and with
+            negatives. They are -inf where a pair is left out. All ranks then need batches of the same size.
+
     Memory: linear in the rows. Cost: a product of both models for each pair of columns that is compared.
     """
+
+    options: TileOptions | None = None
 
     def __init__(
         self,
@@ -85,6 +95,8 @@ class GISTEmbedLoss(nn.Module):
         self.margin_strategy, self.margin = margin_strategy, margin
         self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
         self.gather_across_devices, self.options = gather_across_devices, options
+        self.similarity_fct: Any = nn.CosineSimilarity(dim=-1)
+        self.cross_entropy_loss: Any = nn.CrossEntropyLoss()
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are not used."""
@@ -116,9 +128,18 @@ class GISTEmbedLoss(nn.Module):
                 f"the guide needs an embedding for each column, {len(embeddings)} of them, got {len(guide_embeddings)}"
             )
         check_columns(guide_embeddings)
-        anchor, positive, *hard = (_check.autocast(F.normalize(column, dim=1)) for column in embeddings)
-        guides = [F.normalize(column.detach(), dim=1).to(anchor) for column in guide_embeddings]
+        if not isinstance(self.similarity_fct, nn.CosineSimilarity):
+            raise ConfigError(
+                f"similarity_fct of a GIST loss is nn.CosineSimilarity, got {type(self.similarity_fct).__name__}. "
+                "For other similarities call tilewise.info_nce(..., guide=tilewise.Guide(...))"
+            )
+        columns = [_check.autocast(F.normalize(column, dim=1)) for column in embeddings]
+        guides = [F.normalize(column.detach(), dim=1).to(columns[0]) for column in guide_embeddings]
         group = world_group() if self.gather_across_devices else None
+        if not _is_plain(self.cross_entropy_loss):
+            loss: Tensor = self.cross_entropy_loss(*self._stored_scores(columns, guides, group))
+            return loss
+        anchor, positive, *hard = columns
         guide = Guide(
             query=guides[0],
             key=guides[1],
@@ -147,6 +168,26 @@ class GISTEmbedLoss(nn.Module):
                 loss_n = torch.logaddexp(loss_n, lse_n - (pos_n - shift))
         return mean_over(group, loss_n)
 
+    def _stored_scores(
+        self, columns: list[Tensor], guides: list[Tensor], group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        """The scores and labels for a ``cross_entropy_loss`` of the user, from normalized embeddings."""
+        limit = guide_limit(guides[0], guides[1], self.margin, self.margin_strategy)[:, None]
+        others, guide_others = columns, guides
+        if group is not None:  # anchors are compared with those of this rank
+            _check_equal_batches(columns[0], group)
+            others, guide_others = ([x[0], *(_Gathered.apply(y, group) for y in x[1:])] for x in (columns, guides))
+        rows = torch.arange(len(columns[0]), device=columns[0].device)
+        labels = rows + (0 if group is None else dist.get_rank(group) * len(rows))
+        pairs = [(0, 1)] + [(0, 0)] * self.contrast_anchors + [(1, 1)] * self.contrast_positives
+        scores = []
+        for one, other in pairs + [(0, negatives) for negatives in range(2, len(columns))]:
+            left_out = guides[one] @ guide_others[other].T > limit
+            if (one, other) == (0, 1):
+                left_out[rows, labels] = False
+            scores.append((columns[one] @ others[other].T).masked_fill(left_out, -math.inf))
+        return torch.cat(scores, 1) / self.temperature, labels
+
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
         return {
@@ -160,7 +201,7 @@ class GISTEmbedLoss(nn.Module):
         }
 
 
-class CachedGISTEmbedLoss(CachedLoss):
+class CachedGISTEmbedLoss(GISTEmbedLoss, CachedLoss):
     """`GISTEmbedLoss` with a gradient cache: both models encode ``mini_batch_size`` rows at a time.
 
     Loss and gradients equal those of the same chunks without a cache, including dropout of the model. The guide runs
@@ -176,11 +217,6 @@ class CachedGISTEmbedLoss(CachedLoss):
 
     `MatryoshkaLoss` may be around it.
     """
-
-    SETTINGS = (
-        *("temperature", "margin_strategy", "margin", "contrast_anchors", "contrast_positives"),
-        *("gather_across_devices", "must_retokenize"),
-    )
 
     def __init__(
         self,
@@ -198,21 +234,24 @@ class CachedGISTEmbedLoss(CachedLoss):
         *,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        refuse_static(check_model(model), "a gradient cache")
         contrasts = (contrast_anchors, contrast_positives)
-        self.loss = GISTEmbedLoss(
+        super().__init__(
             *(model, guide, temperature, margin_strategy, margin, *contrasts, gather_across_devices), options=options
         )
-        refuse_static(model, "a gradient cache")
-        self.model, self.guide = self.loss.model, self.loss.guide
+        self.set_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are not used."""
         columns = [inputs_of(features) for features in sentence_features]
         with torch.no_grad():
             encoder, settings = encoder_of(self.guide), self.chunks()
-            guides = [cached_encode(encoder, column, **settings) for column in self.loss.guide_inputs(columns)]
+            guides = [cached_encode(encoder, column, **settings) for column in self.guide_inputs(columns)]
         return self.cached_loss(columns, guides)
+
+    def embed_minibatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The embeddings of these rows, and twice None: the guide runs by itself. See `CachedLoss`."""
+        return *super().embed_minibatch(*args, **kwargs), None
 
     def joined(self, more: list[list[Tensor]]) -> list[Tensor]:
         """The guide's embeddings of each column, from those of its chunks."""
@@ -224,7 +263,7 @@ class CachedGISTEmbedLoss(CachedLoss):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The settings, for a model card."""
-        return self.loss.get_config_dict() | {
+        return super().get_config_dict() | {
             "mini_batch_size": self.mini_batch_size,
             "mini_batch_num_tokens": self.mini_batch_num_tokens,
         }
@@ -244,6 +283,45 @@ def _must_retokenize(model: Any, guide: Any) -> bool:
     lengths = [getattr(one, "max_seq_length", None) for one in (model, guide)]
     longest, guide_longest = (math.inf if length is None else length for length in lengths)
     return bool(guide_longest < longest)
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether this is the cross-entropy without settings, which needs no stored scores."""
+    return (
+        type(function) is nn.CrossEntropyLoss
+        and function.weight is None
+        and function.ignore_index < 0
+        and function.reduction == "mean"
+        and function.label_smoothing == 0
+    )
+
+
+def _check_equal_batches(rows: Tensor, group: dist.ProcessGroup) -> None:
+    sizes = torch.tensor([len(rows), -len(rows)], device=rows.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = sizes[0].item(), -sizes[1].item()
+    if largest != smallest:
+        raise ShapeError(
+            f"with a cross_entropy_loss of your own, all ranks need batches of one size, got {smallest} to {largest} "
+            "rows. Drop the last batch, or keep nn.CrossEntropyLoss()"
+        )
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks. Backward adds the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
 def _token_ids(features: dict[str, Any]) -> Any:

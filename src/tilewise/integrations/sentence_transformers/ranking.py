@@ -96,7 +96,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         if model is not None:
             check_model(model)
         if not isinstance(scale, Tensor) and not scale > 0:
-            raise RangeError(f"scale must be positive, got {scale}")
+            raise RangeError(f"Scale must be a positive value, got {scale}")
         _check_directions(directions, partition_mode)
         _similarity(similarity_fct)
         check_hardness(hardness_strength, hardness_mode or "all_negatives", in_batch=True, negatives=True)
@@ -216,7 +216,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         """The settings, for a model card."""
         return {
             "scale": self.scale if not isinstance(self.scale, Tensor) else self.scale.item(),
-            "similarity_fct": _similarity(self.similarity_fct),
+            "similarity_fct": _name(self.similarity_fct),
             "gather_across_devices": self.gather_across_devices,
             "directions": self.directions,
             "partition_mode": self.partition_mode,
@@ -244,7 +244,7 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
     computed, as in sentence-transformers.
     """
 
-    SETTINGS = (
+    SETTINGS = (  # read from ``self.loss``, and assigned to it
         *("scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "labels_as_ids"),
         *("hardness_mode", "hardness_strength", "temperature"),
     )
@@ -266,9 +266,10 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
         labels_as_ids: bool = False,
         options: TileOptions | None = None,
     ) -> None:
-        super().__init__(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        super().__init__()
         self.model = check_model(model)
         refuse_static(model, "a gradient cache")
+        self.set_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         self.loss = MultipleNegativesRankingLoss(
             model,
             scale,
@@ -281,6 +282,19 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
             labels_as_ids=labels_as_ids,
             options=options,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name) if name in self.SETTINGS else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.SETTINGS:
+            setattr(self.loss, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Ids | None = None) -> Tensor:
+        """That of `MultipleNegativesRankingLoss`."""
+        return self.loss.compute_loss_from_embeddings(embeddings, labels)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Ids | None = None) -> Tensor:
         """The loss of a batch: a dict of features per column. Labels are used only with ``labels_as_ids``."""
@@ -312,10 +326,15 @@ def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
         raise ConfigError("doc_to_doc without doc_to_query is not supported. Add 'doc_to_query' to directions")
 
 
-def _similarity(function: Any) -> Similarity:
+def _name(function: Any) -> str:
+    """The name of a similarity, as it is in a model card."""
     if isinstance(function, partial) and not function.args and not function.keywords:
         function = function.func
-    name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+
+
+def _similarity(function: Any) -> Similarity:
+    name = _name(function)
     if name == "cos_sim":
         return "cos_sim"
     if name == "dot_score":
