@@ -130,7 +130,7 @@ def masses_call(pair: Pair) -> tuple[Callable[[], object], int]:
     """A callable that computes the masses of the filter, and how many scores that is."""
     n, m = pair.a.shape[0], pair.b.shape[0]
     work = FilterForward(pair, FILTER, TileOptions(filter_tolerance=1e-2))
-    work.keep_all, work.bias = torch.zeros(1, dtype=torch.int32, device=pair.a.device), None
+    work.known["skip_if"], work.bias = torch.zeros(1, dtype=torch.int32, device=pair.a.device), None
     work.order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
     work.mean = pair.a.new_empty((work.tiles, work.d))
     part = pair.scale.new_empty(work.tiles * n)
