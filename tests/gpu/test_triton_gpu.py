@@ -161,4 +161,4 @@ def test_auto_takes_triton_and_says_why_not(caplog):
 @pytest.mark.parametrize("name, width", [("bfloat16", 1024), ("float32", 512)])
 def test_the_check_of_tuned_sizes_accepts_those_of_the_table(name, width):
     device, item = torch.device("cuda", torch.cuda.current_device()), TYPES[name][0].itemsize
-    assert why_not_all(device, item, registry.tuner().base_row(device, item), (width,)) is None
+    assert why_not_all(device, item, registry.size_table().row_of(device, item), (width,)) is None

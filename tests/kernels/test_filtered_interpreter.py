@@ -13,7 +13,7 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, wanted_names
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.kernels.torch_impl.filtered import TorchFilter
-from tilewise.kernels.triton_impl.filtered import backward as filter_backward
+from tilewise.kernels.triton_impl import sizes
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import Blocks
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
@@ -137,7 +137,7 @@ def test_token_statistics_in_a_small_workspace(monkeypatch):
     """Several chunks of columns and blocks of rows."""
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**15)
-    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: PairSizes(16, 32, 16, 1, 1, 1))
+    monkeypatch.setattr(sizes, "INTERPRETED_PAIRS", PairSizes(16, 32, 16, 1, 1, 1))
     check(pair, with_entropy(grad), row_entropy=True, row_top=True)
 
 
@@ -178,7 +178,7 @@ def test_a_small_workspace(monkeypatch):
     """Several chunks of columns, blocks of rows, groups of tiles and batches of pairs."""
     pair, grad = make_pair(torch.float32, n=150)
     monkeypatch.setattr(TileOptions, "workspace_bytes", 2**14)
-    monkeypatch.setattr(filter_backward, "pair_sizes", lambda *_: PairSizes(16, 32, 16, 1, 1, 1))
+    monkeypatch.setattr(sizes, "INTERPRETED_PAIRS", PairSizes(16, 32, 16, 1, 1, 1))
     groups, batches = [], []
     plain_groups, plain_batches = Blocks.groups, Blocks.batches
     monkeypatch.setattr(Blocks, "groups", lambda *args: groups.append(made := list(plain_groups(*args))) or made)

@@ -214,7 +214,7 @@ def test_the_examples_of_the_size_table(module):
 def test_narrow_tiles_of_the_filter_have_their_own_columns():
     cpu = torch.device("cpu")
     assert sizes.mass_sizes(cpu, torch.float32, 16) == Sizes(64, 16, 64, 1, 1, 1, 2)
-    assert sizes.pair_sizes(cpu, torch.float32) == sizes.INTERPRETED_PAIRS
+    assert sizes.row_of(cpu, 4).filter_pairs == sizes.INTERPRETED_PAIRS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])

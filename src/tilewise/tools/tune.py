@@ -129,7 +129,7 @@ def keep_best(
     """Choose the fastest sizes with which every kernel is right, and write them to the file of this card."""
     module, sizes = registry.tuner(), registry.size_table()
     items = sorted({job.dtype.itemsize for job in rates})
-    before = {item: module.base_row(device, item) for item in items}
+    before = {item: sizes.row_of(device, item) for item in items}
     after = dict(before)
     kept, _ = tuned_file.read(card, sizes.parse_tuned)
     found: dict[int, dict[str, Any]] = kept or {}

@@ -207,14 +207,18 @@ def tuned(card: str) -> dict[int, dict[str, Any]]:
     return found or {}
 
 
-def row_of(device: torch.device, item: int) -> KernelSizes | None:
-    """The row in use for a device and a type of ``item`` bytes; None in the interpreter."""
+def row_of(device: torch.device, item: int) -> KernelSizes:
+    """The row in use for a device and a type of ``item`` bytes."""
     row = _rows.get((device, item))
-    if row is None and device.type == "cuda":
-        table = TABLE[architecture(torch.cuda.get_device_capability(device)), item]
-        row = dataclasses.replace(table, **tuned(torch.cuda.get_device_name(device)).get(item, {}))
-        if device.index is not None:  # without an index it is the current device, which may change
-            _rows[device, item] = row
+    if row is not None:
+        return row
+    if device.type != "cuda":  # the interpreter
+        one, pairs = INTERPRETED, INTERPRETED_PAIRS
+        return KernelSizes(forward=one, gradient=one, filter_masses=one, filter_masses_narrow=one, filter_pairs=pairs)
+    table = TABLE[architecture(torch.cuda.get_device_capability(device)), item]
+    row = dataclasses.replace(table, **tuned(torch.cuda.get_device_name(device)).get(item, {}))
+    if device.index is not None:  # without an index it is the current device, which may change
+        _rows[device, item] = row
     return row
 
 
@@ -240,39 +244,25 @@ def forget_tuned() -> None:
 def forward_sizes(device: torch.device, dtype: torch.dtype, width: int, *, columns: bool) -> Sizes:
     """Sizes of the kernels in forward; ``columns``: whether statistics of columns are computed."""
     row = row_of(device, dtype.itemsize)
-    if row is None:
-        return INTERPRETED
     return row.forward_wide if row.forward_wide is not None and width >= WIDE and not columns else row.forward
 
 
 def gradient_sizes(device: torch.device, dtype: torch.dtype, width: int) -> Sizes:
     """Sizes of the kernels that compute G or exponentials."""
     row = row_of(device, dtype.itemsize)
-    if row is None:
-        return INTERPRETED
     return row.gradient_wide if row.gradient_wide is not None and width >= WIDE else row.gradient
 
 
 def guided_sizes(device: torch.device, dtype: torch.dtype) -> Sizes:
     """Sizes of the kernels with a second score matrix."""
     row = row_of(device, dtype.itemsize)
-    if row is None:
-        return INTERPRETED
     return row.gradient if row.guided is None else row.guided
 
 
 def mass_sizes(device: torch.device, dtype: torch.dtype, cols: int) -> Sizes:
     """Sizes of `mass_kernel` of the filter, whose tiles have ``cols`` columns."""
     row = row_of(device, dtype.itemsize)
-    if row is None:
-        return dataclasses.replace(INTERPRETED, cols=cols)
     return dataclasses.replace(row.filter_masses if cols == 256 else row.filter_masses_narrow, cols=cols)
-
-
-def pair_sizes(device: torch.device, dtype: torch.dtype) -> PairSizes:
-    """Sizes of the kernels over kept pairs of the filter."""
-    row = row_of(device, dtype.itemsize)
-    return INTERPRETED_PAIRS if row is None else row.filter_pairs
 
 
 @functools.cache

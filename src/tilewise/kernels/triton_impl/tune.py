@@ -23,7 +23,6 @@ from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import (
-    TABLE,
     WIDE,
     KernelSizes,
     PairSizes,
@@ -91,11 +90,6 @@ def may_fit(sizes: Any, item: int, device: torch.device) -> bool:
     return (sizes.stages - 1) * (sizes.rows + sizes.cols) * sizes.depth * item <= most
 
 
-def base_row(device: torch.device, item: int) -> KernelSizes:
-    """The row in use; in the interpreter, any."""
-    return row_of(device, item) or TABLE["other", item]
-
-
 def problem(spec: PairSpec, rows: int, cols: int, width: int, dtype: torch.dtype, device: torch.device) -> Pair:
     """Unit features, some of them aligned, at a scale that a trained model has."""
     draw = torch.Generator(device).manual_seed(0)
@@ -136,7 +130,7 @@ def masses_call(pair: Pair) -> tuple[Callable[[], object], int]:
     """A callable that computes the masses of the filter, and how many scores that is."""
     n, m = pair.a.shape[0], pair.b.shape[0]
     work = FilterForward(pair, FILTER, TileOptions(filter_tolerance=1e-2))
-    work.keep_all, work.bias = torch.zeros(1, dtype=torch.int32, device=pair.a.device), None
+    work.known["skip_if"], work.bias = torch.zeros(1, dtype=torch.int32, device=pair.a.device), None
     work.order = torch.arange(m, dtype=torch.int32, device=pair.a.device)
     work.mean = pair.a.new_empty((work.tiles, work.d))
     part = pair.scale.new_empty(work.tiles * n)
@@ -162,7 +156,7 @@ def run_job(job: Job, device: torch.device, extent: Extent, timer: Timer) -> flo
     replay._recordings.clear()  # recorded launches have the sizes of an earlier job
     item, width = job.dtype.itemsize, job.width
     change: dict[str, Any] = {job.field: job.sizes}
-    row = dataclasses.replace(base_row(device, item), **change)
+    row = dataclasses.replace(row_of(device, item), **change)
     with on_device(torch.empty(0, device=device)), trying(device, item, row):  # also for the timer
         if job.case == "filter":
             pair = problem(FILTER, extent.filter_rows, extent.filter_columns, width, job.dtype, device)
@@ -223,6 +217,7 @@ def ranking(rates: dict[Job, float], field: str, item: int) -> list[Any]:
 def table_row(name: str, item: int, row: KernelSizes) -> str:
     """A row of the size table, as Python.
 
+    >>> from tilewise.kernels.triton_impl.sizes import TABLE
     >>> print(table_row("sm_80", 4, TABLE["sm_80", 4]).splitlines()[1])
         forward=Sizes(rows=64, cols=64, depth=16, warps=4, stages=3, programs=2, group=8, pieces=1, strip=1),
     """

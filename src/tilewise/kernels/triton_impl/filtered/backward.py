@@ -16,7 +16,7 @@ from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, la
 from tilewise.kernels.triton_impl.filtered import backward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.forward import FilterCall
 from tilewise.kernels.triton_impl.launch.call import cdiv, vector
-from tilewise.kernels.triton_impl.sizes import pair_sizes
+from tilewise.kernels.triton_impl.sizes import row_of
 from tilewise.kernels.triton_impl.two_pass.backward import folded_gradients
 from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, launch_finish
 from tilewise.kernels.triton_impl.two_pass.products import product
@@ -50,7 +50,7 @@ class FilterBackward(FilterCall):
     def _start(self) -> None:
         """The list of kept entries, and the dropped ones: tile means for the rows, a share of each tile for the columns."""
         pair, plan, kept, scale = self.pair, self.plan, self.plan.kept, self.pair.scale
-        self.sizes = pair_sizes(self.device, pair.a.dtype)
+        self.sizes = row_of(self.device, pair.a.dtype.itemsize).filter_pairs
         step = self.sizes.rows
         self.most_pairs = plans.most_kept(self.tiles * self.n)
         most_blocks = self.tiles + self.most_pairs // step

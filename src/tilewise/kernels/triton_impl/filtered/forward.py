@@ -64,9 +64,8 @@ class FilterCall:
         self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels by name
         self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
         self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "tiles": self.tiles, "W": self.width}
-        self.known |= {"pick": call.pick, "picks": 0 if call.pick is None else call.pick.shape[1]}
         self.tolerance = plans.tolerance_of(options, pair.a.dtype)
-        self.known |= {"UNIT": 16 // self.item, "tolerance": self.tolerance}
+        self.known |= {"pick": call.pick, "UNIT": 16 // self.item, "tolerance": self.tolerance}
 
     def prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
         """A kernel with these arguments and those that all kernels share."""
@@ -96,15 +95,9 @@ class FilterForward(FilterCall):
         programs = row_programs + cdiv(self.m, NORM_ROWS)
         squares, case = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
         self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
-        values: dict[str, Any] = {
-            "squares": squares,
-            "case": case,
-            "only_if": pair.only_if,
-            "row_programs": row_programs,
-            "programs": programs,
-        }
         limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
-        self.prepare(exceeds_kernel, warps=8, limit=limit, BLOCK=NORM_BLOCK, **values).launch(1)
+        exceeds = self.prepare(exceeds_kernel, warps=8, squares=squares, case=case, only_if=pair.only_if)
+        exceeds.put({"row_programs": row_programs, "programs": programs, "limit": limit, "BLOCK": NORM_BLOCK}).launch(1)
         return case
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
@@ -122,7 +115,8 @@ class FilterForward(FilterCall):
         else:
             self.order = plans.order_columns(pair)  # (m,) int32, the column at each place
             self.place = places(self.order)  # (m,) int32, the place of each column
-        stats = self._exact(self.keep_all)
+        self.known["skip_if"] = self.keep_all
+        stats = self._exact()
         self.bias = None if pair.bias is None else pair.bias[self.order.long()]
         mass = pair.a.new_empty((self.tiles, self.n))
         self.mean = pair.a.new_empty((self.tiles, self.d))
@@ -131,7 +125,7 @@ class FilterForward(FilterCall):
         step = rows_per_step(self.n, self.tiles, self.options, 1 + spec.row_entropy + 2 * spec.row_top)
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
-        where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n, "skip_if": self.keep_all}
+        where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n}
         where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick, self.place)}
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
@@ -140,7 +134,7 @@ class FilterForward(FilterCall):
         if spec.row_top:
             parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
             top = self.prepare(kernels.top_kernel, row_top=stats.row_top, row_top_col=stats.row_top_col)
-            top.offer(parts).put({"skip_if": self.keep_all, "R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+            top.offer(parts).put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         choose = self.prepare(kernels.choose_kernel, **where).offer(parts).put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
         for i in pieces(self.n, step):
             self._masses(parts, i)
@@ -153,13 +147,13 @@ class FilterForward(FilterCall):
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, surprise=surprise, kept=kept, keep_all=keep_all)
         return stats, plan, self.saved
 
-    def _exact(self, keep_all: Tensor) -> Stats:
+    def _exact(self) -> Stats:
         """The statistics of the exact case, computed if the device finds that ``keep_all`` is 1."""
         # A copy of the features, if one was needed, serves both cases.
-        pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b, only_if=keep_all)
+        pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b, only_if=self.keep_all)
         stats, self.saved = two_pass.forward(pair, self.spec, self.options, save=self.save, beside_plan=True)
-        if self.saved is not None and not (keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.saved.probed_exact = HostScalar(keep_all)
+        if self.saved is not None and not (self.keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.saved.probed_exact = HostScalar(self.keep_all)
         return stats
 
     def _picked(self, pick: Tensor | None, place: Tensor) -> Tensor | None:
@@ -214,14 +208,11 @@ class FilterForward(FilterCall):
         buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
         gather = self.prepare(kernels.gather_kernel, order=self.order, bias=self.bias, out=buffer, mean=self.mean)
-        gather.put(
-            {"skip_if": self.keep_all, "out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
-        )
-        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, n=rows, **parts)
+        gather.put({"out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features})
+        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, **parts)
         tile.put({"order": self.order if self.spec.row_top else None})
         tile.offer(self.call.rows(i, sizes))
         tile.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs})
-        tile.put({"skip_if": self.keep_all})
         for t in pieces(self.tiles, chunk):
             first = t.start * self.width
             here = {"m": min(t.stop * self.width, self.m) - first, "first": first, "first_tile": t.start}

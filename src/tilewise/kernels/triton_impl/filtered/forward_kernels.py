@@ -34,16 +34,14 @@ from tilewise.kernels.triton_impl.primitives import (
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, raised
 
 
-@kernel(optional=("bias", "skip_if"), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
+@kernel(optional=("bias",), dynamic=("m", "first", "first_tile", "b_units", "out_units"))
 def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_units, out_units,
                   D: tl.constexpr, UNIT: tl.constexpr, W: tl.constexpr, R: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """out = the m columns from place ``first`` on; mean = the mean column of each of their tiles, first_tile the first.
 
     Columns with a bias of -inf do not count in the mean. A program handles K features of one tile.
     """
-    width = W
-    if skip_if is not None:
-        width = tl.where(tl.load(skip_if) != 0, 0, W)
+    width = tl.where(tl.load(skip_if) != 0, 0, W)
     tile = tl.program_id(0) // ((D + K - 1) // K)
     at = (tl.program_id(0) % ((D + K - 1) // K)) * K + tl.arange(0, K)
     total = tl.zeros((K,), tl.float32)
@@ -64,8 +62,6 @@ def gather_kernel(b, bias, order, skip_if, out, mean, m, first, first_tile, b_un
     tl.store(mean + (first_tile + tile).to(tl.int64) * D + at, total.to(mean.dtype.element_ty), mask=at < D)
 
 
-# The statistics of a tile other than its log-sum-exp; None if a call does not need them
-TILE_STATISTICS = ("order", "entropy_part", "top_part", "top_col_part")
 SMALLEST_LIMIT = tl.constexpr(LIMIT)
 NO_PLACE = tl.constexpr(2**31 - 1)  # larger than every column
 
@@ -86,7 +82,8 @@ def tile_entropy(x, safe, log_total):
 
 
 @kernel(
-    optional=("bias", "row_shift", "skip_if", *TILE_STATISTICS), dynamic=("softcap", "n", "m", "first", "first_tile")
+    optional=("bias", "row_shift", "order", "entropy_part", "top_part", "top_col_part"),
+    dynamic=("softcap", "n", "m", "first", "first_tile"),
 )
 def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if, part, entropy_part, top_part, top_col_part,
                 n, m, first, first_tile,
@@ -100,8 +97,7 @@ def mass_kernel(a_desc, b_desc, scale, bias, softcap, order, row_shift, skip_if,
     """
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
-    if skip_if is not None:
-        tiles = tl.where(tl.load(skip_if) != 0, 0, tiles)
+    tiles = tl.where(tl.load(skip_if) != 0, 0, tiles)
     s = tl.load(scale)
     own_bias = bias
     if BIAS & SCORE:
@@ -273,7 +269,7 @@ def choose_kernel(row_key, place, pick_place, part, entropy_part, skip_if, row_p
         tl.store(surprise + first_row + row, tl.where(dropped > 0.0, lost / dropped, 0.0) * LN2, mask=ok_row)
 
 
-@kernel(optional=("row_shift", "skip_if"), dynamic=("n", "tiles", "first_row", "col_start"))
+@kernel(optional=("row_shift",), dynamic=("n", "tiles", "first_row", "col_start"))
 def top_kernel(row_shift, top_part, top_col_part, skip_if, row_top, row_top_col, n, tiles, first_row, col_start,
                R: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """The largest score of each row over all tiles and its column, the lowest of equal ones; see `mass_kernel`.
@@ -281,9 +277,7 @@ def top_kernel(row_shift, top_part, top_col_part, skip_if, row_top, row_top_col,
     If ``skip_if`` is set, nothing is written.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
-    ok_row = row < n
-    if skip_if is not None:
-        ok_row = ok_row & (tl.load(skip_if) == 0)
+    ok_row = (row < n) & (tl.load(skip_if) == 0)
     best = tl.full((R,), float("-inf"), tl.float32)
     column = tl.full((R,), NO_PLACE, tl.int32)
     for start in range(0, tiles, T):

@@ -115,10 +115,7 @@ def gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     row_tiles, col_tiles = tl.cdiv(n, R), tl.cdiv(m, C)
     tiles = row_tiles * col_tiles
     if span is not None:
-        suits = tl.load(span) >= WIDEST_SPAN
-        if not WIDE:
-            suits = suits == 0
-        tiles = tl.where(suits, tiles, 0)
+        tiles = tl.where((tl.load(span) >= WIDEST_SPAN) == WIDE, tiles, 0)
     s = tl.load(scale)
     f = outer_factor(factor)
     t = 0.0

@@ -106,7 +106,7 @@ class Forward:
             self._tiles(i, j, mirrored)
             self._merge(i, j, mirrored, out)
         if self.saved is not None and not self.saved.relative:
-            self.saved.check(self.call, self.peaks, self.needs_repair, out["row_lse"], self.only_if)
+            self.saved.check(self.call, self.peaks, self.needs_repair, out["row_lse"])
         return Stats(**out)
 
     def _macro_tiles(self) -> list[tuple[slice, slice]]:

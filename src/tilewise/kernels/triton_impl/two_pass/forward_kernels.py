@@ -224,10 +224,7 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 store_tile(e_desc, tile_row * R, tile_col * C, e * 2.0**-BELOW_PEAK)
             if COLS & STATS:
                 here = near_sums(e * ok_rows.to(tl.float32)[:, None])  # the compiler fuses mask and sum
-                if STRIP == 1:
-                    near = here
-                else:
-                    near = tl.where(step % STRIP == 0, here, near + here)
+                near = tl.where(step % STRIP == 0, here, near + here)
                 if step % STRIP == STRIP - 1:
                     down = tl.sum(near, 0)
                     tl.store(col_part + strip * m + cols, down, mask=ok_cols)

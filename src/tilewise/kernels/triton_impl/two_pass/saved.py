@@ -219,19 +219,16 @@ class SavedColumns:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
-    def check(
-        self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor | None, only_if: Tensor | None
-    ) -> None:
+    def check(self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor) -> None:
         """At the end of forward: set ``needs_repair`` if t, estimated from ``peaks``, does not suit some row.
 
-        It is also set if ``repaired`` is set, or if ``only_if`` is not 1, because then nothing was saved.
+        It is also set if ``repaired`` is set, or if ``pair.only_if`` is not 1, because then nothing was saved.
         """
         assert peaks is not None
-        assert row_lse is not None
         self.peaks, self.needs_repair = peaks, call.empty(1)
         values: dict[str, Any] = {"peaks": peaks, "peak_count": peaks.numel(), "row_lse": row_lse, "n": self.rows}
-        values |= {"repaired": repaired, "only_if": only_if, "needs_repair": self.needs_repair, "BLOCK": CHECKED_ROWS}
-        call.prepare(check_kernel, warps=8).put(values).launch(1)
+        values |= {"repaired": repaired, "only_if": call.pair.only_if, "needs_repair": self.needs_repair}
+        call.prepare(check_kernel, warps=8).put(values).put({"BLOCK": CHECKED_ROWS}).launch(1)
 
     def sort_positives(self, pair: Pair, grad: GradStats) -> None:
         """Set `positives`, for `correct_positives`: the saved columns that are a row's positive, and their rows.
@@ -257,7 +254,6 @@ class SavedColumns:
         values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "first": start, "n": n, "m": self.end}
         values |= {"each": each, "scaled": scaled, "entry": entry}
         values |= {"ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
-        values["picks"] = 0 if call.pick is None else call.pick.shape[1]
         prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
         prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
         return RowFactors(each, scaled, entry)
