@@ -218,7 +218,6 @@ def _scorer_of_forward(
         for place in range(items.shape[0]):
             pair = Pair(a=queries, b=items[place : place + 1], scale=out.new_ones(()))
             found = backend.forward(pair, PairSpec(row_lse=True), options).row_lse
-            assert found is not None
             out[:, place] = found
 
     return ScoreTile(device, width, dtype, options.workspace_bytes, multiply)

@@ -63,9 +63,6 @@ def clip_loss(
     if reduction == "none" or name:
         must_match = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
         stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
-        assert stats.row_lse is not None
-        assert stats.col_lse is not None
-        assert stats.row_pos is not None
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
         loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=SPEC, options=options)

@@ -129,23 +129,18 @@ def linear_distillation_stats(
     if name and guide == "jsd":
         keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
     found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
-    divergence = {"kl": found.row_kl, "reverse_kl": found.row_reverse_kl}.get(guide, found.row_jsd)
-    assert divergence is not None
+    divergence = getattr(found, f"row_{guide}")
     log_prob = None
     if has_target is not None:
-        assert found.row_lse is not None
-        assert found.row_pos is not None
-        assert found.num_positives is not None
         # A target out of range has 0 positives, and 0 / 0 gives NaN.
         pos = found.row_pos / torch.where(has_target, found.num_positives.detach(), 1.0)
         log_prob = pos - found.row_lse if found.row_hot_lse is None else t * pos - found.row_hot_lse
         log_prob = torch.where(has_target, log_prob, 0.0).reshape(shape)
     if valid is None:
         valid = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
-    spread = found.row_entropy
     return DistillationStats(
         divergence=torch.where(valid, divergence, 0.0).reshape(shape),
-        entropy=None if spread is None else torch.where(valid, spread.detach(), 0.0).reshape(shape),
+        entropy=torch.where(valid, found.row_entropy.detach(), 0.0).reshape(shape) if entropy else None,
         log_prob=log_prob,
         valid=valid.reshape(shape),
         has_target=None if has_target is None else has_target.reshape(shape),

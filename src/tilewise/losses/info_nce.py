@@ -138,8 +138,6 @@ def info_nce(
         if reduction != "none" and negatives is None and not group_name and not (apart and symmetric):
             return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
         stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
-        assert stats.row_pos is not None
-        assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
         if stats.col_lse is not None:
             other = stats.col_lse - pos
@@ -147,8 +145,6 @@ def info_nce(
         more = {} if guided is None else guided.keys(swap=True)
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
         stats = pair_stats(b, a, scale, keys=keys, spec=spec, **how)
-        assert stats.row_pos is not None
-        assert stats.row_lse is not None
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
         other = stats.row_lse - stats.row_pos
     if negatives is not None and negatives.dim() == 3:

@@ -69,8 +69,6 @@ def nt_xent(
         group_name=name,
         must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
     )
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
     return reduce_rows(stats.row_lse - stats.row_pos, reduction, name)
 
 

@@ -65,7 +65,6 @@ def siglip_loss(
     if name:
         must_match = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
     stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, must_match=must_match)
-    assert stats.row_softplus is not None
     return reduce_rows(stats.row_softplus, reduction, name)
 
 

@@ -69,9 +69,6 @@ def supcon_loss(
         group_name=name,
         must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
     )
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
-    assert stats.num_positives is not None
     count = stats.num_positives.detach()
     loss_n = torch.where(count > 0, stats.row_lse - stats.row_pos / count.clamp(min=1), 0.0)
     return reduce_rows(loss_n, reduction, name)

@@ -195,12 +195,9 @@ def linear_token_stats(
     )
     found = _found(stats, names, valid, row_shift)
     if inside is not None:
-        assert stats.row_lse is not None
-        assert stats.row_picked is not None
         picked = torch.where(inside, stats.row_picked - stats.row_lse[:, None], torch.nan)
         found["picked"] = picked if valid is None else torch.where(valid[:, None], picked, 0.0)
     if "correct" in names:
-        assert stats.row_top_col is not None
         assert valid is not None
         found["correct"] = (stats.row_top_col == y) & valid
     return TokenStats(**{field: value.reshape((*shape, *value.shape[1:])) for field, value in found.items()})
@@ -210,20 +207,17 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
     """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in."""
     found: dict[str, Tensor] = {}
     lse, top = stats.row_lse, stats.row_top_col
-    assert lse is not None
     if "log_prob" in names:
         assert valid is not None
-        assert stats.row_pos is not None
-        assert stats.num_positives is not None
         # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
         found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
     if "logsumexp" in names:
         found["logsumexp"] = lse if row_shift is None else lse + row_shift
     others = {"entropy": stats.row_entropy, "log_sum_sq_prob": stats.row_sum_sq, "mean_logit": stats.row_sum}
-    found |= {field: value for field, value in others.items() if field in names and value is not None}
+    found |= {field: value for field, value in others.items() if field in names}
     if valid is not None:
         found = {field: torch.where(valid, value, 0.0) for field, value in found.items()} | {"valid": valid}
-    if "argmax" in names and top is not None:
+    if "argmax" in names:
         found["argmax"] = top if valid is None else torch.where(valid, top, -1)
     return found
 

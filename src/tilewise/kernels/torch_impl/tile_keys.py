@@ -95,7 +95,6 @@ class TileKeys:
 
     def picked_scores(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
         """x - row_shift at the columns that each row picks, float64: (r, K); 0 for a column outside of the tile."""
-        assert self.pair.pick is not None
         place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
         shift = self._shift(i)
         found = x_rc.gather(1, place).double() - (shift if isinstance(shift, float) else shift[:, None])
@@ -103,7 +102,6 @@ class TileKeys:
 
     def exclude_picks_(self, x_rc: Tensor, i: slice, j: slice) -> None:
         """Set the scores of the picked columns to -inf, in place. Columns outside are clamped to the tile and add 0."""
-        assert self.pair.pick is not None
         place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
         x_rc.scatter_add_(1, place, torch.where(inside, -torch.inf, 0.0).to(x_rc.dtype))
 
@@ -128,8 +126,6 @@ class TileKeys:
 
     def _mask(self, i: slice, j: slice) -> Tensor:
         """For "many" positives: the mask of the positives, (r, c) bool."""
-        assert self.pair.row_key is not None
-        assert self.pair.col_key is not None
         mask_rc = self.pair.row_key[i, None] == self.pair.col_key[None, j]
         if self.spec.mask_self:
             mask_rc.diagonal(self._diagonal(i, j)).fill_(False)
