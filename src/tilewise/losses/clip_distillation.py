@@ -11,6 +11,7 @@ from tilewise import _check
 from tilewise.errors import DtypeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
@@ -114,12 +115,7 @@ class ClipDistillationLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {
-            "teacher_entropy": teacher_entropy,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals())
 
     def forward(
         self,

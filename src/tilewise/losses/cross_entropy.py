@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from tilewise import _check
 from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
@@ -342,17 +343,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         self.register_buffer("weight", weight)
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "z_loss": z_loss,
-            "shift": shift,
-            "return_lse": return_lse,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "weight", "logit_scale")
 
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None

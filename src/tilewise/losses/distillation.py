@@ -24,6 +24,7 @@ from tilewise.losses.cross_entropy import (
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -357,20 +358,7 @@ class LinearDistillationLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "beta": beta,
-            "temperature": temperature,
-            "target_weight": target_weight,
-            "teacher_logit_scale": teacher_logit_scale,
-            "softcap": softcap,
-            "teacher_softcap": teacher_softcap,
-            "ignore_index": ignore_index,
-            "classes": classes,
-            "shift": shift,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "logit_scale")
 
     def forward(
         self,

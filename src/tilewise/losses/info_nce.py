@@ -13,6 +13,7 @@ from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -276,15 +277,7 @@ class InfoNCELoss(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "in_batch": in_batch,
-            "symmetric": symmetric,
-            "hardness": hardness,
-            "hardness_mode": hardness_mode,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "temperature")
 
     def forward(
         self,

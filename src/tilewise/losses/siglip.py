@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.ops.reduce import reduce_rows, row_weights
@@ -79,7 +78,7 @@ class SigLipLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals())
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import NAMES, _check_classifier, _rows, _target_scores, check_shift
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import (
     check_id_range,
     check_token_ids,
@@ -251,16 +252,7 @@ class LinearSparseDistillationLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "divergence": divergence,
-            "tail": tail,
-            "reduction": reduction,
-            "softcap": softcap,
-            "temperature": temperature,
-            "shift": shift,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "logit_scale")
 
     def forward(
         self,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -99,7 +98,7 @@ class SupConLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals(), "temperature")
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """See `supcon_loss`."""
