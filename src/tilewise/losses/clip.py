@@ -60,7 +60,7 @@ def clip_loss(
     shift = positive_shift(a, b, scale, options=options)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
-        must_match = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
+        must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
         stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:

@@ -87,10 +87,8 @@ def clip_distillation_loss(
             "teacher's features, or run under torch.autocast"
         )
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
-    must_match = ""
-    if name:
-        settings = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale, "entropy": teacher_entropy}
-        must_match = call_settings(reduction=reduction, **settings)
+    scales = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale}
+    must_match = call_settings(name, reduction=reduction, entropy=teacher_entropy, **scales)
     how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
     loss_n = torch.zeros((), dtype=stat_dtype(a.dtype), device=a.device)
     for rows, cols, teacher_rows, teacher_cols in ((a, b, teacher_a, teacher_b), (b, a, teacher_b, teacher_a)):

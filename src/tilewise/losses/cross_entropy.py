@@ -130,17 +130,16 @@ def linear_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     check_z_loss(z_loss)
-    must_match = ""
-    if name:
-        must_match = call_settings(
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            ignore_index=ignore_index,
-            shift=shift,
-            logit_scale=logit_scale,
-            weight=weight,
-        )
+    must_match = call_settings(
+        name,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        shift=shift,
+        logit_scale=logit_scale,
+        weight=weight,
+    )
     start, classes = shard_of_columns(c, must_match, name)
     y = _check_target(target, input, shift, ignore_index, classes)
     bias = check_bias("linear_bias", linear_bias, c)

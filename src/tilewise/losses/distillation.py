@@ -92,10 +92,8 @@ def linear_distillation_stats(
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach()
     teacher_cap = check_softcap(teacher_softcap, "teacher_softcap")
     teacher_scale, teacher_bias, teacher_cap = tempered(t, teacher_scale, teacher_bias, teacher_cap, stat)
-    must_match = ""
-    if name:
-        settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
-        must_match = call_settings(logit_scale=logit_scale, teacher=teacher_logit_scale, mask=mask, **settings)
+    settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
+    must_match = call_settings(name, logit_scale=logit_scale, teacher=teacher_logit_scale, mask=mask, **settings)
     start, total = shard_of_columns(c, must_match, name)
     valid, key, has_target, row_shift = check_token_mask(mask, input, shift), None, None, None
     if target is not None:

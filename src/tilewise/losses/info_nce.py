@@ -103,24 +103,21 @@ def info_nce(
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
-    must_match = ""
-    if group_name:
-        kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
-        masked = negative_mask is not None
-        must_match = call_settings(
-            reduction=reduction,
-            temperature=temperature,
-            in_batch=in_batch,
-            negatives=kind,
-            masked=masked,
-            symmetric=symmetric,
-            hardness=hardness,
-            hardness_mode=hardness_mode,
-        )
-        if not in_batch and kind == "own":
-            # Called only for its cross-rank check. There are no scores with other ranks, so nothing later checks the
-            # calls.
-            shard_of_columns(b, must_match, group_name)
+    kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
+    must_match = call_settings(
+        group_name,
+        reduction=reduction,
+        temperature=temperature,
+        in_batch=in_batch,
+        negatives=kind,
+        masked=negative_mask is not None,
+        symmetric=symmetric,
+        hardness=hardness,
+        hardness_mode=hardness_mode,
+    )
+    if not in_batch and kind == "own":
+        # Only for its check over ranks. There are no scores with other ranks, so nothing later checks the calls.
+        shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.

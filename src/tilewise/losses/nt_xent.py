@@ -66,7 +66,7 @@ def nt_xent(
         spec=PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, local_keys=True),
         options=options,
         group_name=name,
-        must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
+        must_match=call_settings(name, reduction=reduction, temperature=temperature),
     )
     return reduce_rows(stats.row_lse - stats.row_pos, reduction, name)
 

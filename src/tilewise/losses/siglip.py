@@ -60,9 +60,7 @@ def siglip_loss(
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
         return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
-    must_match = ""
-    if name:
-        must_match = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
+    must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
     stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, must_match=must_match)
     return reduce_rows(stats.row_softplus, reduction, name)
 

@@ -119,11 +119,9 @@ def linear_sparse_distillation_loss(
     if bucket:  # `skip_picked` wants ascending ids
         ids, order = ids.sort(dim=1)
         t = t.gather(1, order)
-    must_match = ""
-    if name:
-        settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
-        numbers = {"logit_scale": logit_scale, "temperature": temperature, "ids": ids.shape[1]}
-        must_match = call_settings(**settings, **numbers)
+    settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
+    numbers = {"logit_scale": logit_scale, "temperature": temperature, "ids": ids.shape[1]}
+    must_match = call_settings(name, **settings, **numbers)
     start, classes = shard_of_columns(c, must_match, name)
 
     here, counted = _present(ids, mask, input, shift)

@@ -66,7 +66,7 @@ def supcon_loss(
         spec=PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
         options=options,
         group_name=name,
-        must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
+        must_match=call_settings(name, reduction=reduction, temperature=temperature),
     )
     count = stats.num_positives.detach()
     loss_n = torch.where(count > 0, stats.row_lse - stats.row_pos / count.clamp(min=1), 0.0)

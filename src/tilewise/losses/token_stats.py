@@ -151,11 +151,9 @@ def linear_token_stats(
     scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
     ids = None if pick is None else check_token_ids("pick", pick, input, shift)
-    must_match = ""
-    if name:
-        settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-        picks = None if ids is None else ids.shape[1]
-        must_match = call_settings(want="+".join(names), pick=picks, ignore_index=ignore_index, **settings)
+    settings = {"ignore_index": ignore_index, "shift": shift, "logit_scale": logit_scale, "temperature": temperature}
+    picks = None if ids is None else ids.shape[1]
+    must_match = call_settings(name, want="+".join(names), pick=picks, **settings)
     start, classes = shard_of_columns(c, must_match, name)
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, classes)
