@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import DtypeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
 from tilewise.losses.module import settings_of
@@ -80,12 +79,8 @@ def clip_distillation_loss(
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows((NAMES[0], TEACHER_NAMES[0]), a, teacher_a)
-    _check.check_device((TEACHER_NAMES[0], NAMES[0]), teacher_a, a)
-    if teacher_a.dtype != a.dtype:
-        raise DtypeError(
-            f"{TEACHER_NAMES[0]} and {NAMES[0]} need the same type, got {teacher_a.dtype} and {a.dtype}. Convert the "
-            "teacher's features, or run under torch.autocast"
-        )
+    advice = "Convert the teacher's features, or run under torch.autocast"
+    _check.check_device_and_type((TEACHER_NAMES[0], NAMES[0]), teacher_a, a, advice)
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
     scales = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale}
     must_match = call_settings(name, reduction=reduction, entropy=teacher_entropy, **scales)
