@@ -123,9 +123,7 @@ def linear_cross_entropy(
     _check.check_reduction(reduction)
     options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
@@ -142,10 +140,7 @@ def linear_cross_entropy(
     )
     start, classes = shard_of_columns(c, must_match, name)
     y = _check_target(target, input, shift, ignore_index, classes)
-    bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
-    cap = check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
 
     valid = y != ignore_index
     key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
@@ -234,15 +229,29 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     return _check.check_features("input", flat), input.shape[:-1]
 
 
-def _check_classifier(linear_weight: Tensor) -> Tensor:
-    """Check the classifier, (V, d)."""
+def check_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    logit_scale: float | Tensor,
+    softcap: float | None,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, torch.Size]:
+    """Check what all losses of a classifier share.
+
+    Returns the states to score, (n, d), the classifier, (V, d), scale, bias, soft cap, and the shape of the losses.
+    """
+    a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
         raise ShapeError(
             f"linear_weight is one classifier, (classes, features), got {tuple(linear_weight.shape)}, which is one for "
             "each position of a K-dimensional loss. Call the loss once per position, with linear_weight[:, k] and "
             "target[:, k], or use torch.nn.functional.linear_cross_entropy"
         )
-    return _check.check_features("linear_weight", linear_weight)
+    c = _check.check_features("linear_weight", linear_weight)
+    _check.check_together(NAMES, a, c)
+    bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
+    return a, c, _check.check_scalar("logit_scale", logit_scale, a), bias, cap, shape
 
 
 def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import GuideUse, PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import (
-    NAMES,
-    _check_classifier,
     _check_target,
     _rows,
     _target_scores,
+    check_head,
     check_ignore_index,
     check_shift,
 )
@@ -80,15 +79,12 @@ def linear_distillation_stats(
     options, name = _check.check_options(options), _check.group_name(group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     guide, beta, t = _check_beta(beta), float(beta), check_temperature(temperature)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     teacher_a, teacher_c = _check_teacher(input, a, c, teacher_input, teacher_weight, shift)
-    bias, teacher_bias = check_bias("linear_bias", linear_bias, c), check_bias("teacher_bias", teacher_bias, teacher_c)
+    teacher_bias = check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
     stat = stat_dtype(a.dtype)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
-    scale, bias, cap = tempered(t, scale, bias, check_softcap(softcap), stat)
+    scale, bias, cap = tempered(t, scale, bias, cap, stat)
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach()
     teacher_cap = check_softcap(teacher_softcap, "teacher_softcap")
     teacher_scale, teacher_bias, teacher_cap = tempered(t, teacher_scale, teacher_bias, teacher_cap, stat)
@@ -300,12 +296,8 @@ def _check_teacher(
     teacher_a, _ = _rows(teacher_input, shift)
     teacher_c = _check.check_features("teacher_weight", teacher_weight)
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_c)
-    _check.check_device(("teacher_input", "input"), teacher_a, a)
-    if teacher_a.dtype != a.dtype:
-        raise DtypeError(
-            f"teacher_input and input need the same type, got {teacher_a.dtype} and {a.dtype}. Convert the teacher's "
-            "hidden states and classifier once, or run under torch.autocast"
-        )
+    advice = "Convert the teacher's hidden states and classifier once, or run under torch.autocast"
+    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, advice)
     return teacher_a, teacher_c
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
-from tilewise.losses.cross_entropy import NAMES, _check_classifier, _rows, _target_scores, check_shift
-from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.cross_entropy import _target_scores, check_head, check_shift
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import (
     check_id_range,
@@ -101,11 +100,7 @@ def linear_sparse_distillation_loss(
     _check_choice("divergence", divergence, get_args(Divergence))
     _check_choice("tail", tail, get_args(Tail))
     options, name, shift = _check.check_options(options), _check.group_name(group), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
-    bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     degrees = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(degrees, scale, bias, cap, stat_dtype(a.dtype))
     ids = check_token_ids("teacher_ids", teacher_ids, input, shift)

@@ -11,16 +11,7 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
-from tilewise.losses.cross_entropy import (
-    NAMES,
-    _check_classifier,
-    _check_target,
-    _rows,
-    _target_scores,
-    check_ignore_index,
-    check_shift,
-)
-from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -141,12 +132,7 @@ def linear_token_stats(
     options, name = _check.check_row_options(options, group)
     names = _check_want(want, target)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
-    bias = check_bias("linear_bias", linear_bias, c)
-    cap = check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     t = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
