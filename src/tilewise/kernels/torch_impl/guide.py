@@ -36,13 +36,9 @@ class GuideTiles:
         y_rc = how.scaled_product(how.scaled(how.operand(guide.a[i])), how.operand(guide.b[j]))
         return how.finish_(y_rc, None if guide.bias is None else guide.bias[j])
 
-    def exclude_(self, x_rc: Tensor, i: slice, j: slice, is_positive: tuple[Tensor, Tensor] | None) -> None:
-        """Set x_ij = -inf where y_ij > row_limit_i; ``is_positive``: the positive's column, and whether it is here."""
-        mask_rc = self.scores(i, j) > self.pair.row_limit[i, None]
-        if is_positive is not None:
-            place, inside = is_positive
-            mask_rc.scatter_(1, place, mask_rc.gather(1, place) & ~inside)
-        x_rc.masked_fill_(mask_rc, -torch.inf)
+    def above_limit(self, i: slice, j: slice) -> Tensor:
+        """Which pairs of one tile the guide excludes, unless they are positive: (r, c) bool."""
+        return self.scores(i, j) > self.pair.row_limit[i, None]
 
     def stats(self, x_rc: Tensor, i: slice, j: slice) -> Stats:
         """The statistics of one tile except the positive's: (r,) each, float64, without shifts."""
