@@ -137,7 +137,7 @@ def mean_row(pair: Pair) -> Tensor:
     the order. With a bias it may, and fewer entries can be dropped then; the bounds hold for every order.
     """
     valid = (pair.row_key >= 0).to(pair.a.dtype)
-    if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
+    if pair.a.is_cuda and pair.a.dtype in HALF_TYPES:
         total = torch.mm(valid[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
     else:
         total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)

@@ -258,15 +258,12 @@ def _with_norms(
     name: str,
 ) -> PairKeys:
     """The keys with both log-sum-exps of each row over the columns of all ranks. Each takes a product of its own."""
-    assert keys.guide_a is not None
-    assert keys.guide_b is not None
-    assert keys.guide_scale is not None
     more: dict[str, Any] = {"drop_rows": spec.drop_rows, "same_rows": spec.same_rows}
     how: dict[str, Any] = {"options": options, "group_name": name}
     own, other = PairKeys(row_key=keys.row_key, row_shift=keys.row_shift), PairKeys(row_key=keys.row_key)
     with torch.no_grad():
         row = pair_stats(a, c, scale, bias, keys=own, spec=PairSpec(row_lse=True, softcap=spec.softcap, **more), **how)
-        teacher = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
+        teacher: tuple[Any, ...] = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
         guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
         guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
     return keys._replace(row_norm=row.row_lse, guide_norm=guide.row_lse)

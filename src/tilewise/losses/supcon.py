@@ -6,15 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import HALF_TYPES, PairSpec
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
-
-HALF = (torch.float16, torch.bfloat16)  # no shift for these types
 
 
 def supcon_loss(
@@ -57,7 +55,7 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-    shift = positive_shift(z, z, scale, None if z.dtype in HALF else _next_of_label(key), options)
+    shift = positive_shift(z, z, scale, None if z.dtype in HALF_TYPES else _next_of_label(key), options)
     stats = pair_stats(
         z,
         None,
