@@ -199,12 +199,16 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
             f"{first} and {second} need the same number of features, got {tuple(a.shape)} and {tuple(b.shape)}. "
             + (f"Pass {second}.T, if it is transposed" if transposed else advice)
         )
+    check_device_and_type(names, a, b)
+
+
+def check_device_and_type(
+    names: tuple[str, str], a: Tensor, b: Tensor, advice: str = "Convert one of them, or run under torch.autocast"
+) -> None:
+    """Check that two tensors are on the same device and have the same type."""
     check_device(names, a, b)
     if a.dtype != b.dtype:
-        raise DtypeError(
-            f"{first} and {second} need the same type, got {a.dtype} and {b.dtype}. "
-            "Convert one of them, or run under torch.autocast"
-        )
+        raise DtypeError(f"{names[0]} and {names[1]} need the same type, got {a.dtype} and {b.dtype}. {advice}")
 
 
 def check_device(names: tuple[str, str], a: Tensor, b: Tensor) -> None:

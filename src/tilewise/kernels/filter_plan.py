@@ -138,9 +138,8 @@ def mean_row(pair: Pair) -> Tensor:
     the order. With a bias the factor may change it. Then the filter may drop fewer entries; the bounds hold for every
     order.
     """
-    assert pair.row_key is not None
     valid = (pair.row_key >= 0).to(pair.a.dtype)
-    if pair.a.is_cuda and pair.a.dtype in (torch.float16, torch.bfloat16):
+    if pair.a.is_cuda and pair.a.dtype in HALF_TYPES:
         total = torch.mm(valid[None, :], pair.a, out_dtype=torch.float32).squeeze(0)
     else:
         total = torch.zeros(pair.a.shape[1], dtype=pair.stat_dtype, device=pair.a.device)
@@ -159,7 +158,6 @@ def rounding_exceeds(pair: Pair, tolerance: float) -> Tensor:
 
     The exact strategy has no such error: both of its passes compute the same products.
     """
-    assert pair.row_key is not None
     size = pair.scale.abs() * _largest_norm(pair.a, pair.row_key >= 0) * _largest_norm(pair.b, None)
     if pair.bias is not None:
         size = size + torch.where(pair.bias.isinf(), 0.0, pair.bias).abs().amax()
@@ -226,7 +224,6 @@ def most_kept(entries: int) -> int:
 
 def places_of(order: Tensor, pair: Pair, columns: Tensor | None = None) -> Tensor:
     """The positions of ``columns``, by default of the positives, in the order: int64; -1 for a column outside."""
-    assert pair.row_key is not None
     m = order.shape[0]
     place_m = torch.empty(m, dtype=torch.int64, device=order.device)
     place_m[order.long()] = torch.arange(m, device=order.device)
@@ -242,7 +239,6 @@ def always_kept(order: Tensor, pair: Pair) -> Tensor:
 
 def keep_everything(pair: Pair, spec: PairSpec, order: Tensor | None = None) -> FilterPlan:
     """The plan of a call that drops nothing. The order of the columns does not matter."""
-    assert pair.row_key is not None
     valid, tiles = pair.row_key >= 0, tile_count(pair.b.shape[0])
     if order is None:
         order = torch.arange(pair.b.shape[0], dtype=torch.int32, device=pair.a.device)

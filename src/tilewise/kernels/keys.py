@@ -23,8 +23,6 @@ def match_counts(row_key: Tensor, col_key: Tensor) -> Tensor:
 
 def num_positives(pair: Pair, spec: PairSpec) -> Tensor:
     """The number of positives of each row, without the sample itself: (n,), in `stat_dtype`."""
-    assert pair.row_key is not None
-    assert pair.col_key is not None
     count = match_counts(pair.row_key, pair.col_key)
     if spec.mask_self:
         own_col = torch.arange(pair.a.shape[0], device=count.device) + (pair.row_start - pair.col_start)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import BackendError
 from tilewise.kernels.backend import Backend
-from tilewise.kernels.known_faults import Fault, faults_on, warn_once
+from tilewise.kernels.known_faults import faults_on, warn_once
 from tilewise.kernels.ranks import Scorer, Searcher
 from tilewise.kernels.spec import Pair, PairShape, PairSpec, wanted_names
 from tilewise.options import BACKEND_NAMES, TileOptions
@@ -56,14 +56,9 @@ def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str 
     return None if installed("triton") else "the package triton is not installed"
 
 
-def _faults(name: str, device: torch.device) -> list[Fault]:
-    """Known faults that the backend meets on this device."""
-    return faults_on(device) if name == "triton" else []
-
-
-def _why_avoided(faults: list[Fault], options: TileOptions) -> str | None:
-    """Warn about the faults that a call meets. The reason why "auto" avoids them, or None."""
-    auto = options.backend == "auto"
+def _why_avoided(name: str, device: torch.device, options: TileOptions) -> str | None:
+    """Warn about known faults that the backend meets on this device. The reason why "auto" avoids it, or None."""
+    auto, faults = options.backend == "auto", faults_on(device) if name == "triton" else []
     for fault in faults:
         warn_once(fault, auto)
     return faults[0].reason if faults and auto else None
@@ -135,7 +130,7 @@ def why_not(name: str, shape: PairShape, spec: PairSpec, options: TileOptions) -
         return f"it does not compute {', '.join(sorted(missing))}"
     if reason := backend.why_not(shape, spec, options):
         return reason
-    return _why_avoided(_faults(name, shape.device), options)
+    return _why_avoided(name, shape.device, options)
 
 
 def refusals(shape: PairShape, spec: PairSpec, options: TileOptions) -> dict[str, str]:
@@ -171,19 +166,15 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
 forget_with_backends(choose_backend.cache_clear)
 
 
-def choose_scorer(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-    """The scorer for features of this width and type."""
-    return _choose_scorer(device, width, dtype, options, search=False)
-
-
 def choose_searcher(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Searcher:
     """The scorer for features of this width and type, from a backend that finds the nearest items."""
-    return cast(Searcher, _choose_scorer(device, width, dtype, options, search=True))
+    return cast(Searcher, choose_scorer(device, width, dtype, options, search=True))
 
 
-def _choose_scorer(
-    device: torch.device, width: int, dtype: torch.dtype, options: TileOptions, *, search: bool
+def choose_scorer(
+    device: torch.device, width: int, dtype: torch.dtype, options: TileOptions, *, search: bool = False
 ) -> Scorer:
+    """The scorer for features of this width and type; with ``search``, a `Searcher`."""
     names = _AUTO if options.backend == "auto" else (options.backend,)
     for name in names:
         reason = _why_not_load(name, device, options)
@@ -195,7 +186,7 @@ def _choose_scorer(
             if reason is None and search and not backend.offers_search:
                 reason = "it offers ranks, but no search for the nearest items"
             if reason is None:
-                reason = _why_avoided(_faults(name, device), options)
+                reason = _why_avoided(name, device, options)
             if reason is None:
                 return backend.scorer(device, width, dtype, options)
         log.debug("backend %s not chosen: %s", name, reason)
@@ -218,7 +209,6 @@ def _scorer_of_forward(
         for place in range(items.shape[0]):
             pair = Pair(a=queries, b=items[place : place + 1], scale=out.new_ones(()))
             found = backend.forward(pair, PairSpec(row_lse=True), options).row_lse
-            assert found is not None
             out[:, place] = found
 
     return ScoreTile(device, width, dtype, options.workspace_bytes, multiply)

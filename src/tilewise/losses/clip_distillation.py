@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import DtypeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
@@ -79,27 +79,19 @@ def clip_distillation_loss(
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows((NAMES[0], TEACHER_NAMES[0]), a, teacher_a)
-    _check.check_device((TEACHER_NAMES[0], NAMES[0]), teacher_a, a)
-    if teacher_a.dtype != a.dtype:
-        raise DtypeError(
-            f"{TEACHER_NAMES[0]} and {NAMES[0]} need the same type, got {teacher_a.dtype} and {a.dtype}. Convert the "
-            "teacher's features, or run under torch.autocast"
-        )
+    advice = "Convert the teacher's features, or run under torch.autocast"
+    _check.check_device_and_type((TEACHER_NAMES[0], NAMES[0]), teacher_a, a, advice)
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
-    must_match = ""
-    if name:
-        settings = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale, "entropy": teacher_entropy}
-        must_match = call_settings(reduction=reduction, **settings)
+    scales = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale}
+    must_match = call_settings(name, reduction=reduction, entropy=teacher_entropy, **scales)
     how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
     loss_n = torch.zeros((), dtype=stat_dtype(a.dtype), device=a.device)
     for rows, cols, teacher_rows, teacher_cols in ((a, b, teacher_a, teacher_b), (b, a, teacher_b, teacher_a)):
         keys = PairKeys(guide_a=teacher_rows, guide_b=teacher_cols, guide_scale=teacher_scale)
         stats = pair_stats(rows, cols, scale, keys=keys, spec=SPEC, **how)
-        assert stats.row_kl is not None
         loss_n = loss_n + stats.row_kl / 2
         if teacher_entropy:
             constant = pair_stats(teacher_rows, teacher_cols, teacher_scale, spec=ENTROPY, **how)
-            assert constant.row_entropy is not None
             loss_n = loss_n + constant.row_entropy / 2
     return reduce_rows(loss_n, reduction, name)
 
@@ -116,12 +108,7 @@ class ClipDistillationLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {
-            "teacher_entropy": teacher_entropy,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals())
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from tilewise import _check
 from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
@@ -122,30 +123,24 @@ def linear_cross_entropy(
     _check.check_reduction(reduction)
     options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
     check_z_loss(z_loss)
-    must_match = ""
-    if name:
-        must_match = call_settings(
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            ignore_index=ignore_index,
-            shift=shift,
-            logit_scale=logit_scale,
-            weight=weight,
-        )
+    must_match = call_settings(
+        name,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        shift=shift,
+        logit_scale=logit_scale,
+        weight=weight,
+    )
     start, classes = shard_of_columns(c, must_match, name)
     y = _check_target(target, input, shift, ignore_index, classes)
-    bias = check_bias("linear_bias", linear_bias, c)
     weight = _check_class_weight(weight, c)
-    cap = check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
 
     valid = y != ignore_index
     key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
@@ -174,9 +169,6 @@ def linear_cross_entropy(
         loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, spec=spec, options=options)
         return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
     stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
-    assert stats.num_positives is not None
     # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
     loss_n = (stats.row_lse - stats.row_pos) * (positives / positives)
@@ -185,7 +177,6 @@ def linear_cross_entropy(
     lse = stats.row_lse if row_shift is None else stats.row_lse + row_shift
     if smooth:
         assert col_weight is not None
-        assert stats.row_sum is not None
         uniform = sum_over_ranks(col_weight.sum(), name) * lse - stats.row_sum
         loss_n = (1.0 - label_smoothing) * loss_n + label_smoothing * uniform / classes
     loss_n, lse = torch.where(valid, loss_n, 0.0), torch.where(valid, lse, 0.0)
@@ -238,15 +229,29 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
     return _check.check_features("input", flat), input.shape[:-1]
 
 
-def _check_classifier(linear_weight: Tensor) -> Tensor:
-    """Check the classifier, (V, d)."""
+def check_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    logit_scale: float | Tensor,
+    softcap: float | None,
+    shift: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, torch.Size]:
+    """Check what all losses of a classifier share.
+
+    Returns the states to score, (n, d), the classifier, (V, d), scale, bias, soft cap, and the shape of the losses.
+    """
+    a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
         raise ShapeError(
             f"linear_weight is one classifier, (classes, features), got {tuple(linear_weight.shape)}, which is one for "
             "each position of a K-dimensional loss. Call the loss once per position, with linear_weight[:, k] and "
             "target[:, k], or use torch.nn.functional.linear_cross_entropy"
         )
-    return _check.check_features("linear_weight", linear_weight)
+    c = _check.check_features("linear_weight", linear_weight)
+    _check.check_together(NAMES, a, c)
+    bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
+    return a, c, _check.check_scalar("logit_scale", logit_scale, a), bias, cap, shape
 
 
 def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
@@ -346,17 +351,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         self.register_buffer("weight", weight)
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "softcap": softcap,
-            "z_loss": z_loss,
-            "shift": shift,
-            "return_lse": return_lse,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "weight", "logit_scale")
 
     def forward(
         self, input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None

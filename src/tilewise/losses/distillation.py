@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import GuideUse, PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import (
-    NAMES,
-    _check_classifier,
     _check_target,
     _rows,
     _target_scores,
+    check_head,
     check_ignore_index,
     check_shift,
 )
 from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -79,22 +79,17 @@ def linear_distillation_stats(
     options, name = _check.check_options(options), _check.group_name(group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     guide, beta, t = _check_beta(beta), float(beta), check_temperature(temperature)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     teacher_a, teacher_c = _check_teacher(input, a, c, teacher_input, teacher_weight, shift)
-    bias, teacher_bias = check_bias("linear_bias", linear_bias, c), check_bias("teacher_bias", teacher_bias, teacher_c)
+    teacher_bias = check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
     stat = stat_dtype(a.dtype)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
-    scale, bias, cap = tempered(t, scale, bias, check_softcap(softcap), stat)
+    scale, bias, cap = tempered(t, scale, bias, cap, stat)
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach()
     teacher_cap = check_softcap(teacher_softcap, "teacher_softcap")
     teacher_scale, teacher_bias, teacher_cap = tempered(t, teacher_scale, teacher_bias, teacher_cap, stat)
-    must_match = ""
-    if name:
-        settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
-        must_match = call_settings(logit_scale=logit_scale, teacher=teacher_logit_scale, mask=mask, **settings)
+    settings = {"temperature": t, "shift": shift, "ignore_index": ignore_index, "target": target is not None}
+    must_match = call_settings(name, logit_scale=logit_scale, teacher=teacher_logit_scale, mask=mask, **settings)
     start, total = shard_of_columns(c, must_match, name)
     valid, key, has_target, row_shift = check_token_mask(mask, input, shift), None, None, None
     if target is not None:
@@ -129,23 +124,18 @@ def linear_distillation_stats(
     if name and guide == "jsd":
         keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
     found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
-    divergence = {"kl": found.row_kl, "reverse_kl": found.row_reverse_kl}.get(guide, found.row_jsd)
-    assert divergence is not None
+    divergence = getattr(found, f"row_{guide}")
     log_prob = None
     if has_target is not None:
-        assert found.row_lse is not None
-        assert found.row_pos is not None
-        assert found.num_positives is not None
         # A target out of range has 0 positives, and 0 / 0 gives NaN.
         pos = found.row_pos / torch.where(has_target, found.num_positives.detach(), 1.0)
         log_prob = pos - found.row_lse if found.row_hot_lse is None else t * pos - found.row_hot_lse
         log_prob = torch.where(has_target, log_prob, 0.0).reshape(shape)
     if valid is None:
         valid = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
-    spread = found.row_entropy
     return DistillationStats(
         divergence=torch.where(valid, divergence, 0.0).reshape(shape),
-        entropy=None if spread is None else torch.where(valid, spread.detach(), 0.0).reshape(shape),
+        entropy=torch.where(valid, found.row_entropy.detach(), 0.0).reshape(shape) if entropy else None,
         log_prob=log_prob,
         valid=valid.reshape(shape),
         has_target=None if has_target is None else has_target.reshape(shape),
@@ -268,15 +258,12 @@ def _with_norms(
     name: str,
 ) -> PairKeys:
     """The keys with both log-sum-exps of each row over the columns of all ranks. Each takes a product of its own."""
-    assert keys.guide_a is not None
-    assert keys.guide_b is not None
-    assert keys.guide_scale is not None
     more: dict[str, Any] = {"drop_rows": spec.drop_rows, "same_rows": spec.same_rows}
     how: dict[str, Any] = {"options": options, "group_name": name}
     own, other = PairKeys(row_key=keys.row_key, row_shift=keys.row_shift), PairKeys(row_key=keys.row_key)
     with torch.no_grad():
         row = pair_stats(a, c, scale, bias, keys=own, spec=PairSpec(row_lse=True, softcap=spec.softcap, **more), **how)
-        teacher = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
+        teacher: tuple[Any, ...] = keys.guide_a, keys.guide_b, keys.guide_scale, keys.guide_bias
         guide_spec = PairSpec(row_lse=True, softcap=spec.guide_softcap, **more)
         guide = pair_stats(*teacher, keys=other, spec=guide_spec, **how)
     return keys._replace(row_norm=row.row_lse, guide_norm=guide.row_lse)
@@ -306,12 +293,8 @@ def _check_teacher(
     teacher_a, _ = _rows(teacher_input, shift)
     teacher_c = _check.check_features("teacher_weight", teacher_weight)
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_c)
-    _check.check_device(("teacher_input", "input"), teacher_a, a)
-    if teacher_a.dtype != a.dtype:
-        raise DtypeError(
-            f"teacher_input and input need the same type, got {teacher_a.dtype} and {a.dtype}. Convert the teacher's "
-            "hidden states and classifier once, or run under torch.autocast"
-        )
+    advice = "Convert the teacher's hidden states and classifier once, or run under torch.autocast"
+    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, advice)
     return teacher_a, teacher_c
 
 
@@ -362,20 +345,7 @@ class LinearDistillationLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "beta": beta,
-            "temperature": temperature,
-            "target_weight": target_weight,
-            "teacher_logit_scale": teacher_logit_scale,
-            "softcap": softcap,
-            "teacher_softcap": teacher_softcap,
-            "ignore_index": ignore_index,
-            "classes": classes,
-            "shift": shift,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "logit_scale")
 
     def forward(
         self,

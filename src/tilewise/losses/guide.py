@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
@@ -86,13 +86,12 @@ def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> Che
         raise ConfigError(
             f"guide is a tilewise.Guide, got {type(guide).__name__}. Use tilewise.Guide(query=..., key=...)"
         )
-    named = {"guide.query": guide.query, "guide.key": guide.key}
-    found = {name: _check.check_features(name, value).detach() for name, value in named.items()}
-    query, key = found.values()
-    for name, value in found.items():
-        _check.check_same_rows(("query", name), a, value)
+    query = _check.check_features("guide.query", guide.query).detach()
+    key = _check.check_features("guide.key", guide.key).detach()
+    _check.check_same_rows(("query", "guide.query"), a, query)
+    _check.check_same_rows(("query", "guide.key"), a, key)
     _check.check_together(("guide.query", "guide.key"), query, key)
-    _check_like(a, query, "guide.query")
+    _check.check_device_and_type(("guide.query", "query"), query, a, "Convert the guide's embeddings")
     others = None
     if (negatives is None) != (guide.negative_keys is None):
         have, lack = ("guide", "loss") if negatives is None else ("loss", "guide")
@@ -122,14 +121,6 @@ def guide_limit(query: Tensor, key: Tensor, margin: float, margin_strategy: str)
     return own + slack - (margin * own.abs() if margin_strategy == "relative" else margin)
 
 
-def _check_like(a: Tensor, query: Tensor, name: str) -> None:
-    _check.check_device((name, "query"), query, a)
-    if query.dtype != a.dtype:
-        raise DtypeError(
-            f"{name} and query need the same type, got {query.dtype} and {a.dtype}. Convert the guide's embeddings"
-        )
-
-
 def guided_logsumexp(
     rows: Tensor,
     columns: Tensor,
@@ -155,5 +146,4 @@ def guided_logsumexp(
     )
     spec = PairSpec(row_lse=True, guide="mask")
     stats = pair_stats(rows, columns, scale, keys=keys, spec=spec, options=options, group_name=group_name)
-    assert stats.row_lse is not None
     return stats.row_lse

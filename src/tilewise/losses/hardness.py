@@ -73,14 +73,11 @@ def hard_logsumexp(
     ``bias`` has no gradient.
     """
     if hardness == 0.0:
-        plain = pair_stats(a, b, scale, bias, keys=keys, spec=spec, **how).row_lse
-        assert plain is not None
-        return plain
+        return pair_stats(a, b, scale, bias, keys=keys, spec=spec, **how).row_lse
     fixed = scale.detach()
     share = fixed / (fixed + hardness)
     raised_scale = fixed + hardness + (scale - fixed) / share
     lse = pair_stats(a, b, raised_scale, bias, keys=keys, spec=spec, **how).row_lse
-    assert lse is not None
     value = lse.detach()
     # A row without negatives has -inf, and -inf - -inf is NaN.
     return value + share * torch.where(value == -torch.inf, 0.0, lse - value)

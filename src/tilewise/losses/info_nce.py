@@ -13,6 +13,7 @@ from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -102,24 +103,21 @@ def info_nce(
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
-    must_match = ""
-    if group_name:
-        kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
-        masked = negative_mask is not None
-        must_match = call_settings(
-            reduction=reduction,
-            temperature=temperature,
-            in_batch=in_batch,
-            negatives=kind,
-            masked=masked,
-            symmetric=symmetric,
-            hardness=hardness,
-            hardness_mode=hardness_mode,
-        )
-        if not in_batch and kind == "own":
-            # Called only for its cross-rank check. There are no scores with other ranks, so nothing later checks the
-            # calls.
-            shard_of_columns(b, must_match, group_name)
+    kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
+    must_match = call_settings(
+        group_name,
+        reduction=reduction,
+        temperature=temperature,
+        in_batch=in_batch,
+        negatives=kind,
+        masked=negative_mask is not None,
+        symmetric=symmetric,
+        hardness=hardness,
+        hardness_mode=hardness_mode,
+    )
+    if not in_batch and kind == "own":
+        # Only for its check over ranks. There are no scores with other ranks, so nothing later checks the calls.
+        shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
@@ -138,8 +136,6 @@ def info_nce(
         if reduction != "none" and negatives is None and not group_name and not (apart and symmetric):
             return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
         stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
-        assert stats.row_pos is not None
-        assert stats.row_lse is not None
         pos, lse = stats.row_pos, stats.row_lse
         if stats.col_lse is not None:
             other = stats.col_lse - pos
@@ -147,8 +143,6 @@ def info_nce(
         more = {} if guided is None else guided.keys(swap=True)
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
         stats = pair_stats(b, a, scale, keys=keys, spec=spec, **how)
-        assert stats.row_pos is not None
-        assert stats.row_lse is not None
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
         other = stats.row_lse - stats.row_pos
     if negatives is not None and negatives.dim() == 3:
@@ -280,15 +274,7 @@ class InfoNCELoss(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "in_batch": in_batch,
-            "symmetric": symmetric,
-            "hardness": hardness,
-            "hardness_mode": hardness_mode,
-            "reduction": reduction,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "temperature")
 
     def forward(
         self,

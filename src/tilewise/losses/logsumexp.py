@@ -45,9 +45,8 @@ def linear_logsumexp(
     factor = _check.check_scalar("scale", scale, a)
     bias = check_bias("bias", bias, b)
     spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
-    must_match = call_settings(scale=scale) if name else ""
+    must_match = call_settings(name, scale=scale)
     stats = pair_stats(a, b, factor, bias, spec=spec, options=options, group_name=name, must_match=must_match)
-    assert stats.row_lse is not None
     return stats.row_lse
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -67,10 +66,8 @@ def nt_xent(
         spec=PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, local_keys=True),
         options=options,
         group_name=name,
-        must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
+        must_match=call_settings(name, reduction=reduction, temperature=temperature),
     )
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
     return reduce_rows(stats.row_lse - stats.row_pos, reduction, name)
 
 
@@ -87,7 +84,7 @@ class NTXentLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals(), "temperature")
 
     def forward(self, features: Tensor) -> Tensor:
         """See `nt_xent`."""

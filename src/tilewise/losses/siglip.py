@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.ops.reduce import reduce_rows, row_weights
@@ -61,11 +60,8 @@ def siglip_loss(
     spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
         return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
-    must_match = ""
-    if name:
-        must_match = call_settings(reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
+    must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
     stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, must_match=must_match)
-    assert stats.row_softplus is not None
     return reduce_rows(stats.row_softplus, reduction, name)
 
 
@@ -80,7 +76,7 @@ class SigLipLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals())
 
     def forward(
         self,

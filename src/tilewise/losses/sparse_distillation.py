@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
-from tilewise.losses.cross_entropy import NAMES, _check_classifier, _rows, _target_scores, check_shift
-from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.cross_entropy import _target_scores, check_head, check_shift
+from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import (
     check_id_range,
     check_token_ids,
@@ -100,11 +100,7 @@ def linear_sparse_distillation_loss(
     _check_choice("divergence", divergence, get_args(Divergence))
     _check_choice("tail", tail, get_args(Tail))
     options, name, shift = _check.check_options(options), _check.group_name(group), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
-    bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     degrees = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(degrees, scale, bias, cap, stat_dtype(a.dtype))
     ids = check_token_ids("teacher_ids", teacher_ids, input, shift)
@@ -118,11 +114,9 @@ def linear_sparse_distillation_loss(
     if bucket:  # `skip_picked` needs ascending ids
         ids, order = ids.sort(dim=1)
         t = t.gather(1, order)
-    must_match = ""
-    if name:
-        settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
-        numbers = {"logit_scale": logit_scale, "temperature": temperature, "ids": ids.shape[1]}
-        must_match = call_settings(**settings, **numbers)
+    settings = {"divergence": divergence, "tail": tail, "reduction": reduction, "shift": shift, "mask": mask}
+    numbers = {"logit_scale": logit_scale, "temperature": temperature, "ids": ids.shape[1]}
+    must_match = call_settings(name, **settings, **numbers)
     start, classes = shard_of_columns(c, must_match, name)
 
     here, counted = _present(ids, mask, input, shift)
@@ -155,8 +149,6 @@ def linear_sparse_distillation_loss(
         options=options,
         group_name=name,
     )
-    assert stats.row_lse is not None
-    assert stats.row_picked is not None
     # In float64, because gradients cancel where one class has nearly all probability; these are few numbers.
     x = torch.where(here & (ids >= classes), torch.nan, stats.row_picked).double()
     lse = stats.row_lse[:, None].double()
@@ -253,16 +245,7 @@ class LinearSparseDistillationLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {
-            "divergence": divergence,
-            "tail": tail,
-            "reduction": reduction,
-            "softcap": softcap,
-            "temperature": temperature,
-            "shift": shift,
-            "group": group,
-            "options": options,
-        }
+        self.settings = settings_of(locals(), "logit_scale")
 
     def forward(
         self,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.kernels.spec import PairSpec
+from tilewise.kernels.spec import HALF_TYPES, PairSpec
+from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows
 from tilewise.options import TileOptions
-
-HALF = (torch.float16, torch.bfloat16)  # no shift for these types
 
 
 def supcon_loss(
@@ -58,7 +55,7 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-    shift = positive_shift(z, z, scale, None if z.dtype in HALF else _next_of_label(key), options)
+    shift = positive_shift(z, z, scale, None if z.dtype in HALF_TYPES else _next_of_label(key), options)
     stats = pair_stats(
         z,
         None,
@@ -67,11 +64,8 @@ def supcon_loss(
         spec=PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
         options=options,
         group_name=name,
-        must_match=call_settings(reduction=reduction, temperature=temperature) if name else "",
+        must_match=call_settings(name, reduction=reduction, temperature=temperature),
     )
-    assert stats.row_lse is not None
-    assert stats.row_pos is not None
-    assert stats.num_positives is not None
     count = stats.num_positives.detach()
     loss_n = torch.where(count > 0, stats.row_lse - stats.row_pos / count.clamp(min=1), 0.0)
     return reduce_rows(loss_n, reduction, name)
@@ -102,7 +96,7 @@ class SupConLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
-        self.settings: dict[str, Any] = {"reduction": reduction, "group": group, "options": options}
+        self.settings = settings_of(locals(), "temperature")
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """See `supcon_loss`."""

@@ -11,16 +11,7 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
-from tilewise.losses.cross_entropy import (
-    NAMES,
-    _check_classifier,
-    _check_target,
-    _rows,
-    _target_scores,
-    check_ignore_index,
-    check_shift,
-)
-from tilewise.losses.logsumexp import check_bias, check_softcap
+from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -141,21 +132,14 @@ def linear_token_stats(
     options, name = _check.check_row_options(options, group)
     names = _check_want(want, target)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, shape = _rows(input, shift)
-    c = _check_classifier(linear_weight)
-    _check.check_together(NAMES, a, c)
-    bias = check_bias("linear_bias", linear_bias, c)
-    cap = check_softcap(softcap)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
     t = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
     ids = None if pick is None else check_token_ids("pick", pick, input, shift)
-    must_match = ""
-    if name:
-        settings = {"shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-        picks = None if ids is None else ids.shape[1]
-        must_match = call_settings(want="+".join(names), pick=picks, ignore_index=ignore_index, **settings)
+    settings = {"ignore_index": ignore_index, "shift": shift, "logit_scale": logit_scale, "temperature": temperature}
+    picks = None if ids is None else ids.shape[1]
+    must_match = call_settings(name, want="+".join(names), pick=picks, **settings)
     start, classes = shard_of_columns(c, must_match, name)
     if target is not None:
         y = _check_target(target, input, shift, ignore_index, classes)
@@ -195,12 +179,9 @@ def linear_token_stats(
     )
     found = _found(stats, names, valid, row_shift)
     if inside is not None:
-        assert stats.row_lse is not None
-        assert stats.row_picked is not None
         picked = torch.where(inside, stats.row_picked - stats.row_lse[:, None], torch.nan)
         found["picked"] = picked if valid is None else torch.where(valid[:, None], picked, 0.0)
     if "correct" in names:
-        assert stats.row_top_col is not None
         assert valid is not None
         found["correct"] = (stats.row_top_col == y) & valid
     return TokenStats(**{field: value.reshape((*shape, *value.shape[1:])) for field, value in found.items()})
@@ -210,20 +191,17 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
     """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in."""
     found: dict[str, Tensor] = {}
     lse, top = stats.row_lse, stats.row_top_col
-    assert lse is not None
     if "log_prob" in names:
         assert valid is not None
-        assert stats.row_pos is not None
-        assert stats.num_positives is not None
         # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
         found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
     if "logsumexp" in names:
         found["logsumexp"] = lse if row_shift is None else lse + row_shift
     others = {"entropy": stats.row_entropy, "log_sum_sq_prob": stats.row_sum_sq, "mean_logit": stats.row_sum}
-    found |= {field: value for field, value in others.items() if field in names and value is not None}
+    found |= {field: value for field, value in others.items() if field in names}
     if valid is not None:
         found = {field: torch.where(valid, value, 0.0) for field, value in found.items()} | {"valid": valid}
-    if "argmax" in names and top is not None:
+    if "argmax" in names:
         found["argmax"] = top if valid is None else torch.where(valid, top, -1)
     return found
 

@@ -165,16 +165,17 @@ def encode(settings: Settings) -> str:
     return f"{__version__};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
 
 
-def call_settings(**settings: Any) -> str:
+def call_settings(group_name: str, **settings: Any) -> str:
     """Settings of a loss as "name=value name=value", which the ranks of a group compare before they exchange anything.
 
+    "" without a group.
     Everything that changes a result and is not a tensor belongs here, unless `PairSpec` or `TileOptions` has it. Of a
     tensor, only that it is one is compared: reading its value would synchronize.
 
-    >>> call_settings(reduction="mean", temperature=0.1, shift=True, weight=None)
+    >>> call_settings("a group", reduction="mean", temperature=0.1, shift=True, weight=None)
     'reduction=mean temperature=0.1 shift=1 weight=None'
     """
-    return " ".join([f"{name}={_shown(value)}" for name, value in settings.items()])
+    return " ".join([f"{name}={_shown(value)}" for name, value in settings.items()]) if group_name else ""
 
 
 def _shown(value: Any) -> str:

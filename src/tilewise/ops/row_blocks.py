@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.slices import full_blocks
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, Stats, wanted_names
 from tilewise.ops.rows import ROW_NAMES, KeptRows
 from tilewise.options import TileOptions
 
@@ -51,15 +51,8 @@ class RowBlocks(Backend):
         parts = [(self.inner.forward(rows.of_pair(pair), spec, options), used) for rows, used in _blocks(pair, options)]
         if not parts:
             return self.inner.forward(pair, spec, options)
-        found = {name: [getattr(stats, name) for stats, _ in parts] for name in ROW_NAMES}
-        used = [count for _, count in parts]
-        return Stats(
-            **{
-                name: torch.cat([value[:count] for value, count in zip(values, used, strict=True)])
-                for name, values in found.items()
-                if values[0] is not None
-            }
-        )
+        names = wanted_names(spec)
+        return Stats(**{name: torch.cat([getattr(stats, name)[:used] for stats, used in parts]) for name in names})
 
     def backward(
         self,

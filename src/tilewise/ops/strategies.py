@@ -161,7 +161,6 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
 
 
 def _record(plan: FilterPlan, pair: Pair, options: TileOptions) -> None:
-    assert pair.row_key is not None
     record(plan, pair.row_key >= 0, plans.tolerance_of(options, pair.a.dtype))
 
 

@@ -79,7 +79,6 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
         rows = plans.sample_size(n, m, column_bytes, options)
     if rows == 0:
         return plans.order_columns(pair), False
-    assert pair.row_key is not None
     chosen = plans.sample_of(n, rows)
     scores, sample = TileScores(pair, spec), pair.a[chosen].clone()
     sample[0] = plans.mean_row(pair)
@@ -95,7 +94,6 @@ def _order_and_sample(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple
     top = x_mr.amax(0)  # over all tiles; a tile whose terms underflow has no mass
     x_mr.sub_(torch.where(top == -torch.inf, 0.0, top))
     few = dataclasses.replace(pair, row_key=pair.row_key[chosen], pick=None if pair.pick is None else pair.pick[chosen])
-    assert few.row_key is not None
     place, valid = plans.places_of(order, few), few.row_key >= 0
     own = x_mr.gather(0, place.clamp(min=0)[None]).squeeze(0)
     entropy_tr = entropy = None
@@ -174,7 +172,6 @@ class _Forward:
 
     def _choose(self, r: slice, part_tr: Tensor, entropy_tr: Tensor | None, mass: Tensor, surprise: Tensor) -> None:
         """Fill the columns r of the plan."""
-        assert self.pair.row_key is not None
         lse, place, valid = self.lse[r].to(part_tr.dtype), self.place[r], self.pair.row_key[r] >= 0
         log_prob = _log_prob(self.own[r, 0], self.lse[r], place).to(lse.dtype) if self.spec.positive == "one" else None
         entropy = self.entropy[r].to(lse.dtype) if self.spec.row_entropy else None
@@ -272,11 +269,9 @@ class _Backward:
         # G is divided by the largest gradient of a statistic, so that it stays near 1; multiplied back at the end.
         self.size = largest_gradient(grad).to(pair.a.device)
         nothing = pair.a.new_zeros(n, dtype=pair.stat_dtype)
-        assert stats.row_lse is not None
         grad_lse = nothing if grad.row_lse is None else grad.row_lse
         self.tokens = None
         if grad.row_entropy is not None:
-            assert stats.row_entropy is not None
             grad_lse = grad_lse - grad.row_entropy.double() * stats.row_entropy.double()
         self.weights = SideWeights(stats.row_lse, pair.row_shift, grad_lse / self.size)
         self.dropped_grad = self.weights.grad  # gradient of a row's dropped probability
@@ -287,7 +282,6 @@ class _Backward:
         self.grad_pos = ((nothing if grad.row_pos is None else grad.row_pos) / self.size).to(compute)
         self.picked: tuple[Tensor, Tensor] | None = None  # positions of distinct picked columns, and their gradients
         if grad.row_picked is not None:
-            assert pair.pick is not None
             pick, _, total = combined_picks(pair.pick, grad.row_picked / self.size)
             self.picked = plans.places_of(plan.order, pair, pick), total.to(compute)
         self.count = plans.columns_of_tiles(plan.order, pair.bias).to(compute)
@@ -345,7 +339,6 @@ class _Backward:
 
     def _rows(self, r: slice, dtype: torch.dtype) -> Tensor:
         """Rows of a, with zeros for ignored rows: an ignored row may hold NaN, and 0 * NaN would reach the columns."""
-        assert self.pair.row_key is not None
         return torch.where(self.pair.row_key[r, None] >= 0, self.pair.a[r].to(dtype), 0.0)
 
     def _add_means(self, dropped_tn: Tensor, t: slice) -> None:
@@ -365,7 +358,6 @@ class _Backward:
     def _tile(self, tile: int, cols: Tensor, total_cd: Tensor | None) -> None:
         """Add the gradients of the rows that keep this tile."""
         pair = self.pair
-        assert pair.row_key is not None
         b_cd = self.scores.operand(pair.b.index_select(0, cols))
         bias = None if pair.bias is None else pair.bias[cols]
         rows = (self.plan.mass[tile] < 0).nonzero().squeeze(1)

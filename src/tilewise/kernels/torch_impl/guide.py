@@ -26,9 +26,6 @@ class GuideTiles:
     """The guide of a pair, tile by tile."""
 
     def __init__(self, pair: Pair, spec: PairSpec) -> None:
-        assert pair.guide_a is not None
-        assert pair.guide_b is not None
-        assert pair.guide_scale is not None
         self.pair, self.spec = pair, spec
         guide = Pair(a=pair.guide_a, b=pair.guide_b, scale=pair.guide_scale, bias=pair.guide_bias)
         self.guide, self.how = guide, TileScores(guide, PairSpec(softcap=spec.guide_softcap))
@@ -39,14 +36,9 @@ class GuideTiles:
         y_rc = how.scaled_product(how.scaled(how.operand(guide.a[i])), how.operand(guide.b[j]))
         return how.finish_(y_rc, None if guide.bias is None else guide.bias[j])
 
-    def exclude_(self, x_rc: Tensor, i: slice, j: slice, is_positive: tuple[Tensor, Tensor] | None) -> None:
-        """Set x_ij = -inf where y_ij > row_limit_i; ``is_positive``: the positive's column, and whether it is here."""
-        assert self.pair.row_limit is not None
-        mask_rc = self.scores(i, j) > self.pair.row_limit[i, None]
-        if is_positive is not None:
-            place, inside = is_positive
-            mask_rc.scatter_(1, place, mask_rc.gather(1, place) & ~inside)
-        x_rc.masked_fill_(mask_rc, -torch.inf)
+    def above_limit(self, i: slice, j: slice) -> Tensor:
+        """Which pairs of one tile the guide excludes, unless they are positive: (r, c) bool."""
+        return self.scores(i, j) > self.pair.row_limit[i, None]
 
     def stats(self, x_rc: Tensor, i: slice, j: slice) -> Stats:
         """The statistics of one tile except the positive's: (r,) each, float64, without shifts."""
@@ -71,8 +63,6 @@ class GuideTiles:
     def _jsd(self, x_rc: Tensor, y_rc: Tensor, i: slice) -> dict[str, Tensor]:
         """This tile's part of the Jensen-Shannon divergence. Both scores are overwritten."""
         pair, beta = self.pair, self.spec.beta
-        assert pair.row_norm is not None
-        assert pair.guide_norm is not None
         one = torch.ones_like(pair.row_norm)
         log_p = SideWeights(pair.row_norm, pair.row_shift, one).log_softmax_(x_rc, i)
         log_q = SideWeights(pair.guide_norm, None, one).log_softmax_(y_rc, i)
@@ -93,21 +83,17 @@ class GuideWeights:
     """
 
     def __init__(self, pair: Pair, stats: Stats, grad: GradStats, size: Tensor, spec: PairSpec) -> None:
-        assert stats.row_lse is not None
-        assert stats.guide_lse is not None
         self.spec, self.guide, self.stats = spec, GuideTiles(pair, spec), stats
         self.grad = GradStats(**{name: v if v is None else v.double() / size for name, v in vars(grad).items()})
         value = torch.zeros_like(stats.row_lse, dtype=torch.float64)
         if self.grad.row_lse is not None:
             value = value + self.grad.row_lse
         if self.grad.row_entropy is not None:
-            assert stats.row_entropy is not None
             value = value - self.grad.row_entropy * stats.row_entropy
         self.p = SideWeights(stats.row_lse, pair.row_shift, value)
         self.q = SideWeights(stats.guide_lse, None, value)
         self.hot: SideWeights | None = None
         if self.grad.row_hot_lse is not None:
-            assert stats.row_hot_lse is not None
             shift = None if pair.row_shift is None else spec.hot * pair.row_shift
             self.hot = SideWeights(stats.row_hot_lse, shift, spec.hot * self.grad.row_hot_lse)
 
@@ -128,10 +114,8 @@ class GuideWeights:
         if grad.row_kl is not None:
             g_rc.addcmul_(p_rc - log_q.exp(), column(grad.row_kl))
         if grad.row_reverse_kl is not None:
-            assert stats.row_reverse_kl is not None
             g_rc.addcmul_(_times(p_rc, log_p - log_q - column(stats.row_reverse_kl)), column(grad.row_reverse_kl))
         if grad.row_jsd is not None:
-            assert stats.row_mix_kl is not None
             apart = log_p - mixture(log_p, log_q, self.spec.beta) - column(stats.row_mix_kl)
             g_rc.addcmul_(_times(p_rc, apart), column((1.0 - self.spec.beta) * grad.row_jsd))
         if hot_rc is not None:

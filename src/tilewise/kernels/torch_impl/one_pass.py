@@ -150,8 +150,6 @@ class _Blocks:
         square = None if self.square is None else self.square[i]
         loss, grad = scalar_loss.loss_of_stats(self.weight[i], square, stats, shift, self.spec)
         self.loss += loss
-        assert grad.row_lse is not None
-        assert grad.row_pos is not None
         factor = grad.row_lse / self.size / torch.where(total == 0, 1.0, total)
         x_rc.mul_(factor.to(x_rc.dtype)[:, None])
         self.at_positive[i] = (grad.row_pos / self.size).to(self.at_positive.dtype)

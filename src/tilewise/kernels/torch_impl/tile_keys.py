@@ -21,37 +21,36 @@ class TileKeys:
 
     def __init__(self, pair: Pair, spec: PairSpec) -> None:
         self.pair, self.spec = pair, spec
-        self.pos_col: Tensor | None = None  # (n,), the positive's column, relative to the block; may lie outside
         if spec.positive == "one":
             own = torch.arange(pair.row_start, pair.row_start + pair.a.shape[0], device=pair.a.device)
             key = own if pair.row_key is None else pair.row_key
-            self.pos_col = key - pair.col_start
+            # (n, 1), the positive's column, relative to the block; may lie outside
+            self.pos_col_n1 = (key - pair.col_start)[:, None]
             if spec.mask_self:  # a sample is never its own positive
-                self.pos_col.masked_fill_(key == own, -1)
+                self.pos_col_n1.masked_fill_((key == own)[:, None], -1)
 
     def num_positives(self) -> Tensor:
         """The number of positives of each row: (n,)."""
-        if self.pos_col is not None:
-            return ((self.pos_col >= 0) & (self.pos_col < self.pair.b.shape[0])).to(self.pair.stat_dtype)
+        if self.spec.positive == "one":
+            return _inside(self.pos_col_n1[:, 0], slice(0, self.pair.b.shape[0]))[1].to(self.pair.stat_dtype)
         return keys.num_positives(self.pair, self.spec)
 
     def exclude_(self, x_rc: Tensor, i: slice, j: slice) -> None:
         """Set excluded pairs to -inf: equal skip keys that are not positive, and with ``mask_self`` equal indices."""
         pair = self.pair
         if pair.row_skip is not None and pair.col_skip is not None:
-            mask_rc = pair.row_skip[i, None] == pair.col_skip[None, j]
-            if self.spec.positive == "one":
-                place, inside = self._place(i, j)
-                mask_rc.scatter_(1, place, mask_rc.gather(1, place) & ~inside)
-            elif self.spec.positive == "many":
-                mask_rc &= ~self._mask(i, j)
-            x_rc.masked_fill_(mask_rc, -torch.inf)
+            self.exclude_unless_positive_(x_rc, pair.row_skip[i, None] == pair.col_skip[None, j], i, j)
         if self.spec.mask_self:
             x_rc.diagonal(self._diagonal(i, j)).fill_(-torch.inf)
 
-    def only_positive(self, i: slice, j: slice) -> tuple[Tensor, Tensor] | None:
-        """The result of `_place`; None if rows have no positives."""
-        return None if self.pos_col is None else self._place(i, j)
+    def exclude_unless_positive_(self, x_rc: Tensor, mask_rc: Tensor, i: slice, j: slice) -> None:
+        """Set the pairs of a mask to -inf, but not the positives. Overwrites the mask."""
+        if self.spec.positive == "one":
+            place, inside = _inside(self.pos_col_n1[i], j)
+            mask_rc.scatter_(1, place, mask_rc.gather(1, place) & ~inside)
+        elif self.spec.positive == "many":
+            mask_rc &= ~self._mask(i, j)
+        x_rc.masked_fill_(mask_rc, -torch.inf)
 
     def positive_sums(self, x_rc: Tensor, i: slice, j: slice, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sum of x - row_shift over the positives of each row, float64: (r,).
@@ -61,7 +60,8 @@ class TileKeys:
         """
         mirrored = self.spec.symmetric and i != j
         if self.spec.positive == "one":
-            return self._picked(x_rc, i, j), self._picked(x_rc.T, j, i) if mirrored else None
+            mirror = self._scores_at(x_rc.T, self.pos_col_n1[j], j, i)[:, 0] if mirrored else None
+            return self._scores_at(x_rc, self.pos_col_n1[i], i, j)[:, 0], mirror
         mask_rc = self._mask(i, j)
         # float64: the sum of a hundred scores of 1000, minus a hundred shifts, would have two digits in float32.
         torch.where(mask_rc, x_rc, x_rc.new_zeros(()), out=scratch)
@@ -73,7 +73,7 @@ class TileKeys:
     def flip_positives_(self, x_rc: Tensor, i: slice, j: slice) -> None:
         """Change the sign of the positives, in place."""
         if self.spec.positive == "one":
-            place, inside = self._place(i, j)
+            place, inside = _inside(self.pos_col_n1[i], j)
             found = x_rc.gather(1, place)
             x_rc.scatter_(1, place, torch.where(inside, -found, found))
         elif self.spec.positive == "many":
@@ -81,12 +81,12 @@ class TileKeys:
 
     def add_at_positives_(self, g_rc: Tensor, value: Tensor, i: slice, j: slice, scratch: Tensor) -> None:
         """Add value_i at the positives of row i, in place; with symmetric scores also value_j."""
-        value = value.to(g_rc.dtype)
         if self.spec.positive == "one":
-            self._scatter_add(g_rc, value, i, j)
+            self.add_at_picks_(g_rc, self.pos_col_n1, value[:, None], i, j)
             if self.spec.symmetric:
-                self._scatter_add(g_rc.T, value, j, i)
+                self.add_at_picks_(g_rc.T, self.pos_col_n1, value[:, None], j, i)
             return
+        value = value.to(g_rc.dtype)
         if self.spec.symmetric:
             torch.add(value[i, None], value[None, j], out=scratch)
             g_rc.add_(scratch.mul_(self._mask(i, j)))
@@ -95,15 +95,10 @@ class TileKeys:
 
     def picked_scores(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
         """x - row_shift at the columns that each row picks, float64: (r, K); 0 for a column outside of the tile."""
-        assert self.pair.pick is not None
-        place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
-        shift = self._shift(i)
-        found = x_rc.gather(1, place).double() - (shift if isinstance(shift, float) else shift[:, None])
-        return torch.where(inside, found, 0.0)
+        return self._scores_at(x_rc, self.pair.pick[i] - self.pair.col_start, i, j)
 
     def exclude_picks_(self, x_rc: Tensor, i: slice, j: slice) -> None:
         """Set the scores of the picked columns to -inf, in place. Columns outside are clamped to the tile and add 0."""
-        assert self.pair.pick is not None
         place, inside = _inside(self.pair.pick[i] - self.pair.col_start, j)
         x_rc.scatter_add_(1, place, torch.where(inside, -torch.inf, 0.0).to(x_rc.dtype))
 
@@ -112,24 +107,16 @@ class TileKeys:
         place, inside = _inside(col_nk[i], j)
         g_rc.scatter_add_(1, place, torch.where(inside, value_nk[i], 0.0).to(g_rc.dtype))
 
-    def _scatter_add(self, g_rc: Tensor, value: Tensor, i: slice, j: slice) -> None:
-        place, inside = self._place(i, j)
-        g_rc.scatter_add_(1, place, torch.where(inside, value[i, None], 0.0))
-
-    def _picked(self, x_rc: Tensor, i: slice, j: slice) -> Tensor:
-        place, inside = self._place(i, j)
-        found = x_rc.gather(1, place).squeeze(1).double() - self._shift(i)
-        return torch.where(inside.squeeze(1), found, 0.0)
-
-    def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
-        """For "one" positive: its column in the tile, clamped to the tile, and whether it is inside: (r, 1) each."""
-        assert self.pos_col is not None
-        return _inside(self.pos_col[i, None], j)
+    def _scores_at(self, x_rc: Tensor, col_rk: Tensor, i: slice, j: slice) -> Tensor:
+        """x - row_shift at the columns of each row, float64: (r, K); 0 for a column outside of the tile."""
+        place, inside = _inside(col_rk, j)
+        found = x_rc.gather(1, place).double()
+        if self.pair.row_shift is not None:
+            found -= self.pair.row_shift[i, None].double()
+        return torch.where(inside, found, 0.0)
 
     def _mask(self, i: slice, j: slice) -> Tensor:
         """For "many" positives: the mask of the positives, (r, c) bool."""
-        assert self.pair.row_key is not None
-        assert self.pair.col_key is not None
         mask_rc = self.pair.row_key[i, None] == self.pair.col_key[None, j]
         if self.spec.mask_self:
             mask_rc.diagonal(self._diagonal(i, j)).fill_(False)

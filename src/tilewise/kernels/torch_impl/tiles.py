@@ -69,7 +69,7 @@ class Tiles(TileScores):
             x_rc.mul_(self.pair.row_scale[i, None].to(x_rc.dtype))
         self.keys.exclude_(x_rc, i, j)
         if self.mask is not None:
-            self.mask.exclude_(x_rc, i, j, self.keys.only_positive(i, j))
+            self.keys.exclude_unless_positive_(x_rc, self.mask.above_limit(i, j), i, j)
         return x_rc
 
     def _block(self, name: str, features: Tensor, rows: slice) -> Tensor:

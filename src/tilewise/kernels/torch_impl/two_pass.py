@@ -121,13 +121,12 @@ class _RunningStats:
             if self.spec.skip_picked:
                 tiles.keys.exclude_picks_(x_rc, i, j)
         if now.row_sum is not None:
-            assert self.pair.col_weight is not None
             # Not x @ weight: the order of its sums may depend on the row's place.
             now.row_sum[i] += torch.mul(x_rc, self.pair.col_weight[j].to(x_rc.dtype), out=scratch).sum(1)
         if now.row_softplus is not None:
             tiles.keys.flip_positives_(x_rc, i, j)
             now.row_softplus[i] += torch.logaddexp(x_rc, x_rc.new_zeros(()), out=scratch).sum(1)
-        if now.row_top is not None and now.row_top_col is not None and x_rc.shape[1]:
+        if now.row_top is not None and x_rc.shape[1]:
             top = x_rc.max(1)  # the first of equal scores
             tile = top.values.double(), top.indices + (self.pair.col_start + j.start)
             now.row_top[i], now.row_top_col[i] = merged_top((now.row_top[i], now.row_top_col[i]), tile)
@@ -185,28 +184,22 @@ class _TileWeights:
         if spec.divergence:
             self.guide = GuideWeights(pair, stats, grad, size, spec)
         elif grad.row_entropy is not None or grad.row_sum_sq is not None:
-            assert stats.row_lse is not None
             value = torch.zeros_like(stats.row_lse, dtype=torch.float64) if grad_lse is None else grad_lse.double()
             if grad.row_entropy is not None:
-                assert stats.row_entropy is not None
                 value, h = value - grad.row_entropy * stats.row_entropy.double(), (grad.row_entropy / size).double()
             if grad.row_sum_sq is not None:
-                assert stats.row_sum_sq is not None
                 twice = 2.0 * grad.row_sum_sq.double()
                 value, c = value - twice, twice / size * torch.exp(-stats.row_sum_sq.double())
             self.tokens = TokenWeights(SideWeights(stats.row_lse, pair.row_shift, value / size), h, c)
         elif grad_lse is not None:
-            assert stats.row_lse is not None
             self.rows = SideWeights(stats.row_lse, pair.row_shift, grad_lse / size)
             if spec.symmetric:  # x_ij is also x_ji
                 self.cols = self.rows
         if grad.col_lse is not None:
-            assert stats.col_lse is not None
             self.cols = SideWeights(stats.col_lse, pair.col_shift, grad.col_lse / size)
         self.pos = None if grad.row_pos is None else grad.row_pos / size
         self.picked: tuple[Tensor, Tensor] | None = None
         if grad.row_picked is not None:
-            assert pair.pick is not None
             pick, _, total = combined_picks(pair.pick, grad.row_picked / size)
             self.picked = pick - pair.col_start, total
         self.sum = None if grad.row_sum is None else grad.row_sum / size
@@ -238,7 +231,6 @@ class _TileWeights:
         if self.picked is not None:
             tiles.keys.add_at_picks_(g_rc, *self.picked, i, j)
         if self.sum is not None:
-            assert self.pair.col_weight is not None
             g_rc.addr_(self.sum[i].to(g_rc.dtype), self.pair.col_weight[j].to(g_rc.dtype))
         return g_rc if slope is None else g_rc.mul_(slope)
 
