@@ -195,6 +195,18 @@ def test_memory_that_torch_uses_again_is_no_slot():
     assert fresh.finish([given]) is None
 
 
+def test_memory_that_was_freed_is_not_searched():
+    """A call in many blocks of rows allocates hundreds of times, and every argument of every launch is looked for."""
+    given = torch.zeros(8)
+    fresh = replay.Recording(given.device, [given])
+    held = [replay.allocate(fresh, given, (64,), torch.float32) for _ in range(100)]
+    last = held.pop()
+    held.clear()
+    assert fresh.find(given).slot == 0
+    assert fresh.find(last).slot == 100
+    assert fresh.alive == [0, 100]
+
+
 def test_what_has_no_slot_is_not_kept_alive(monkeypatch):
     """With a bias, each macro-tile has sums of its own, made by torch: they go as they come, also while recording."""
     monkeypatch.setattr(gradients.Backward, "_macro", lambda self: (64, 64))
