@@ -24,6 +24,7 @@ TILED = {
 }
 ROWS = {"SCORE": bit.SOFTCAP.value, "POSITIVE": ONE, "MANY_PARTS": MANY_PARTS, "BLOCK": 32}
 RUNS = {"D": 4096, "STRIDE": 4096, "RUN": 64, "BLOCK": 4, "WIDTH": 512}
+FINISH = {"D": 4096, "BLOCK": 8, "WIDTH": 256}
 # name -> (kernel, constants, optional arguments that are not None)
 SMALL = {
     "start": (softmax_kernels.start_kernel, {"BLOCK": 1024}, {"square"}),
@@ -31,9 +32,10 @@ SMALL = {
     "rows": (softmax_kernels.rows_kernel, ROWS, {"square", "row_key"}),
     "finish": (
         product_kernels.finish_rows_kernel,
-        {"D": 4096, "BLOCK": 8, "WIDTH": 256},
-        {"b", "entry", "column", "out", "scaled", "dots"},
+        FINISH,
+        {"b", "total", "entry", "column", "out", "scaled", "dots"},
     ),
+    "finish, only scaled rows": (product_kernels.finish_rows_kernel, FINISH, {"scaled"}),
     "positives": (rounded_positives.positives_kernel, RUNS | {"EPS": 2.0**-7}, {"scale"}),
     "positives of saved columns": (rounded_positives.positives_kernel, RUNS | {"EPS": 2.0**-7}, set()),
     "runs": (rounded_positives.runs_kernel, RUNS, {"scale"}),

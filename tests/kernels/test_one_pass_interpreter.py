@@ -66,6 +66,19 @@ def test_float16_sigmoid():
         assert_close(grads[leaf], want_grads[leaf], 5e-4, leaf)
 
 
+def test_float16_sigmoid_of_many_rows_that_are_nearly_learned():
+    """The entries of G times 1 / 65,536 and the scale are below the smallest numbers of float16."""
+    a = torch.nn.functional.normalize(torch.randn(80, 128, generator=torch.Generator().manual_seed(0)), dim=1)
+    pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(20.0), bias=torch.tensor(-10.0).expand(80))
+    spec, needs = PairSpec(softplus=True, positive="one"), Needs(a=True, b=True, scale=True, bias=True)
+    for _ in range(2):  # recorded, replayed
+        (loss, grads), (want, want_grads) = both(pair, spec, RowWeights(each=torch.full((80,), 2.0**-16)), needs)
+        assert_close(loss, want, 1e-5)
+        for field in ("a", "b", "scale"):
+            assert_close(getattr(grads, field), getattr(want_grads, field), 5e-4, field)
+        assert_close(grads.bias.sum(), want_grads.bias.sum(), 1e-5)
+
+
 def test_float16_softmax_is_left_to_two_passes():
     made = problem("cross_entropy", torch.float16)
     _, grads = solve(made.ours, made.leaves, options=ONE_PASS)

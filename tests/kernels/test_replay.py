@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.one_pass_pairs import ONE_PASS, SOFTMAX, take_several_blocks
 from tests.kernels.pair_checks import all_needs, incoming_gradients
 from tests.kernels.quick_interpreter import make_quick
 
-from tilewise.kernels.spec import Needs, Pair, PairSpec
+import tilewise as tw
+from tilewise.kernels.spec import Needs, Pair, PairSpec, RowWeights
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.launch import call as launch
 from tilewise.kernels.triton_impl.launch import driver, replay
+from tilewise.kernels.triton_impl.one_pass.strategy import loss_and_gradients
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass.strategy import STATISTICS
 from tilewise.options import TileOptions
@@ -29,6 +32,7 @@ VIEWS = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True)
 LABELS = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 PICKS = PairSpec(row_lse=True, row_picked=True, positive="one")  # and a factor of each row
 IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that never meet
+SIGMOID = PairSpec(softplus=True, positive="one")  # and a bias that all columns share
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,8 @@ def pair_of(spec: PairSpec, seed: int, n: int = 70, d: int = 24) -> Pair:
         pick = torch.randint(0, n, (n, 3), generator=generator)
         more = {"row_key": pick[:, 1].clone(), "pick": pick, "row_scale": torch.rand(n, generator=generator) + 0.5}
         return Pair(a=a, b=b, scale=torch.tensor(0.1 + seed), **more)
+    if spec is SIGMOID:
+        return Pair(a=a, b=b, scale=torch.tensor(0.1 + seed), bias=torch.tensor(-0.5 * seed).expand(n))
     if spec is VIEWS:
         key = (torch.arange(n) + n // 2) % n
     if spec is LABELS or spec is IDS:
@@ -80,8 +86,8 @@ def everything(pair: Pair, spec: PairSpec, needs: Needs | None = None):
 
 @pytest.mark.parametrize(
     "spec",
-    [CLIP, CLASSES, VIEWS, LABELS, IDS, PICKS],
-    ids=["clip", "classes", "views", "labels", "ids", "picks"],
+    [CLIP, CLASSES, VIEWS, LABELS, IDS, PICKS, SIGMOID],
+    ids=["clip", "classes", "views", "labels", "ids", "picks", "sigmoid"],
 )
 def test_a_replay_is_the_call(spec, recordings, made):
     everything(pair_of(spec, 0), spec)
@@ -95,6 +101,90 @@ def test_a_replay_is_the_call(spec, recordings, made):
         assert len(values) == len(want)
         assert all(torch.equal(one, other) for one, other in zip(values, want, strict=True))
         recordings.clear()
+
+
+def in_one_pass(seed: int, spec: PairSpec, needs: Needs, dtype: torch.dtype = torch.float32):
+    """Loss and gradients. The weights and their common factor differ from seed to seed."""
+    pair = pair_of(CLASSES if spec is SOFTMAX else SIGMOID, seed, n=150)
+    pair = dataclasses.replace(pair, a=(0.1 * pair.a).to(dtype), b=pair.b.to(dtype))  # float16 holds the exponentials
+    each = None if seed == 2 else (torch.arange(150) % 3 + seed).float()
+    square = torch.full((150,), 0.01 * seed) if spec is SOFTMAX else None
+    loss, grads = loss_and_gradients(
+        pair, RowWeights(share=0.5 / (seed + 1), each=each, square=square), needs, spec, ONE_PASS
+    )
+    return [loss, *(value for value in vars(grads).values() if value is not None)]
+
+
+@pytest.mark.parametrize("blocks", ["one block", "several blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])  # fp16: positives are corrected
+@pytest.mark.parametrize("spec", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_a_replay_of_one_pass_is_the_call(spec, dtype, blocks, recordings, made, monkeypatch):
+    if blocks == "several blocks":
+        take_several_blocks(monkeypatch)
+    for needs in (Needs(scale=True, bias=spec is SIGMOID), Needs(a=False), Needs(b=False)):
+        in_one_pass(0, spec, needs, dtype)
+        before = len(made)
+        got = [in_one_pass(seed, spec, needs, dtype) for seed in (1, 2)]
+        copies = [[value.clone() for value in values] for values in got]
+        in_one_pass(3, spec, needs, dtype)
+        assert len(made) == before, "every call but the first replays"
+        recordings.clear()
+        for seed, values, copied in zip((1, 2), got, copies, strict=True):
+            want = in_one_pass(seed, spec, needs, dtype)
+            assert all(torch.equal(one, other) for one, other in zip(values, copied, strict=True)), "and is apart"
+            assert all(torch.equal(one, other) for one, other in zip(values, want, strict=True))
+            recordings.clear()
+
+
+@pytest.mark.parametrize("needs", [Needs(bias=True), Needs(b=False, bias=True), Needs(False, False, False, True)])
+def test_one_pass_with_a_bias_of_each_column_is_not_recorded(needs, recordings):
+    """Torch adds up the gradient of the bias, between launches and after them."""
+    pair = dataclasses.replace(pair_of(CLASSES, 0), bias=torch.zeros(70))
+    weights = RowWeights(each=torch.ones(70))
+    calls = [loss_and_gradients(pair, weights, needs, SOFTMAX, ONE_PASS)[1] for _ in range(2)]
+    assert list(recordings.values()) == [None]
+    assert torch.equal(calls[0].bias, calls[1].bias)
+
+
+@pytest.mark.parametrize("loss", [tw.siglip_loss, tw.info_nce])
+def test_two_forwards_and_their_backwards_in_the_other_order(loss):
+    """Each has what it saved, although both replay one recording; a second backward computes it anew."""
+
+    def forward(seed):
+        pair = pair_of(CLIP, seed)
+        leaves = pair.a.requires_grad_(), pair.b.requires_grad_(), pair.scale.requires_grad_()
+        if loss is tw.siglip_loss:
+            return loss(*leaves, -1.0, options=ONE_PASS), leaves
+        return loss(leaves[0], leaves[1] * leaves[2], options=ONE_PASS), leaves
+
+    def alone(seed):
+        value, leaves = forward(seed)
+        return torch.autograd.grad(3.0 * value, leaves)
+
+    want = [alone(seed) for seed in (0, 1)]
+    made = [forward(seed) for seed in (0, 1)]
+    for seed in (1, 0):
+        value, leaves = made[seed]
+        for again in (True, False):
+            got = torch.autograd.grad(3.0 * value, leaves, retain_graph=again)
+            assert all(torch.equal(one, other) for one, other in zip(got, want[seed], strict=True))
+
+
+def test_scratch_that_is_used_at_the_same_time_is_apart(recordings, monkeypatch):
+    """The memory of a block of rows is used again by the next one."""
+    take_several_blocks(monkeypatch)
+    in_one_pass(0, SOFTMAX, Needs(), torch.float16)
+    (recording,) = recordings.values()
+    pooled, shared = [slot for _, slot in recording.pooled], 0
+    for number, one in enumerate(pooled):
+        assert one.pool_at % replay.ALIGNED == 0
+        assert one.pool_at + one.bytes <= recording.pool_bytes
+        for other in pooled[:number]:
+            together = one.first <= other.last and other.first <= one.last
+            apart = one.pool_at + one.bytes <= other.pool_at or other.pool_at + other.bytes <= one.pool_at
+            assert apart or not together
+            shared += not apart
+    assert shared
 
 
 def test_results_of_two_replays_are_apart():
@@ -193,6 +283,18 @@ def test_memory_that_torch_uses_again_is_no_slot():
     fresh.slots[1].address = summed.data_ptr()  # as an allocator does that gives it out again
     assert fresh.find(summed) is replay.NOWHERE
     assert fresh.finish([given]) is None
+
+
+def test_memory_that_was_freed_is_not_searched():
+    """A call in many blocks of rows allocates hundreds of times, and every argument of every launch is looked for."""
+    given = torch.zeros(8)
+    fresh = replay.Recording(given.device, [given])
+    held = [replay.allocate(fresh, given, (64,), torch.float32) for _ in range(100)]
+    last = held.pop()
+    held.clear()
+    assert fresh.find(given).slot == 0
+    assert fresh.find(last).slot == 100
+    assert fresh.alive == [0, 100]
 
 
 def test_what_has_no_slot_is_not_kept_alive(monkeypatch):

@@ -16,7 +16,7 @@ from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.ops.route import route
+from tilewise.ops.route import MANY, route
 
 MIB = 2**20
 NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_entropy_smoothed", "nt_xent", "supcon"]
@@ -244,7 +244,9 @@ def test_auto_goes_by_the_workspace(monkeypatch):
 @NEEDS_TRITON
 def test_auto_on_a_gpu(monkeypatch):
     from tilewise.kernels.triton_impl.backend import TritonBackend
+    from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 
+    assert MANY == ONE_MACRO  # beyond it two passes have a float32 sum of the column gradients
     gpu = functools.lru_cache(lambda shape, spec, options: TritonBackend())  # there is none here, and none is needed
     monkeypatch.setattr("tilewise.ops.route.choose_backend", gpu)
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -252,11 +254,20 @@ def test_auto_on_a_gpu(monkeypatch):
     assert early(8192, 128_256, 4096, workspace_mib=2100, **bf16)
     assert early(65_536, 65_536, 512, workspace_mib=512, **bf16)  # backward has the accumulator too
     assert early(65_536, 65_536, 768, spec=SIGMOID, **bf16)
-    assert not early(512, 512, 512, spec=SIGMOID, **bf16)  # the host is the limit
+    assert early(512, 512, 512, spec=SIGMOID, **bf16)
+    assert not early(512, 512, 512, **bf16)  # the host is the limit
     assert not early(8192, 128_256, 4096, workspace_mib=2000, **bf16)
     for mib in (256, 1024, 2000):  # one pass in small blocks would be slower than two passes
         assert not early(8192, 128_256, 4096, gradients="forward", workspace_mib=mib, **bf16)
     assert early(8192, 151_936, 1024, workspace_mib=1400, **bf16)
+    assert early(20_000, 100_000, 1024, workspace_mib=160, **bf16)  # 807 rows
+    assert not early(20_000, 100_000, 1024, workspace_mib=150, **bf16)  # 757 rows
+    assert not early(20_000, 16_384, 1024, workspace_mib=100, **bf16)  # two passes have no float32 sum
+    assert early(20_000, 16_384, 1024, workspace_mib=200, **bf16)  # 3,835 rows beside it
+    assert early(65_536, 65_536, 384, **bf16)
+    assert not early(65_536, 65_536, 256, **bf16)  # narrow, and in several blocks
+    assert early(65_536, 65_536, 256, gradients="forward", **bf16)
+    assert early(16_384, 16_384, 256, workspace_mib=1024, **bf16)  # in one block
     assert early(512, 512, 512, gradients="forward", **bf16)
 
 

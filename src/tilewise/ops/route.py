@@ -25,7 +25,7 @@ Strategy = Literal["two_pass", "one_pass", "filtered"]
 
 # One pass on a CPU: with fewer rows in a block its products are thin, and computing the scores twice is faster.
 SMALLEST_BLOCK = 64
-# One pass on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
+# One pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
 WORTH_ONE_PASS = 2**34
 # One pass on a GPU in several blocks of rows: each block reads and writes a float32 sum of the column gradients, which
 # pays for blocks of so many rows. With more than MANY rows and columns two passes have such a sum too: it pays earlier.
@@ -170,7 +170,7 @@ def _why_not_one_pass(
         pays = forward or (gpu and shape.dtype in HALF_TYPES)
         return None if pays else "one pass over both directions pays for half types on a GPU"
     rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
-    if gpu and not forward and shape.products < WORTH_ONE_PASS:
+    if gpu and not forward and shape.products < WORTH_ONE_PASS and not spec.softplus:
         return "the call is so small that the host would take longer than the device"
     if gpu and not forward and rows < shape.rows and shape.width < NARROWEST_IN_BLOCKS and not spec.softplus:
         return "features are so narrow that one pass in several blocks of rows gains nothing"

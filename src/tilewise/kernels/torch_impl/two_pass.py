@@ -231,7 +231,9 @@ class _TileWeights:
         if self.picked is not None:
             tiles.keys.add_at_picks_(g_rc, *self.picked, i, j)
         if self.sum is not None:
-            g_rc.addr_(self.sum[i].to(g_rc.dtype), self.pair.col_weight[j].to(g_rc.dtype))
+            # Not `addr_`: on a CPU it rounds an entry twice or once, depending on where the shares of its threads end.
+            row, col = self.sum[i, None].to(g_rc.dtype), self.pair.col_weight[None, j].to(g_rc.dtype)
+            g_rc.add_(torch.mul(row, col, out=scratch))
         return g_rc if slope is None else g_rc.mul_(slope)
 
 

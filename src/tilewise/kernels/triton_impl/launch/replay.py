@@ -113,6 +113,7 @@ class Recording:
             apart = all(start >= other.address + other.bytes or other.address >= end for other in self.slots)
             self.whole &= apart and tensor.numel() > 0  # the inputs of another call need not overlap
             self.slots.append(Slot(start, end - start, tuple(tensor.shape), tensor.stride()))
+        self.alive = list(range(len(self.slots)))  # slots to look for while recording; those that were freed leave it
 
     # -- recording ------------------------------------------------------------------------------------------------
 
@@ -120,6 +121,7 @@ class Recording:
         """A slot was allocated; see `allocate`."""
         slot = Slot(made.data_ptr(), made.nbytes, tuple(made.shape), made.stride(), made.dtype, zero)
         slot.first, slot.memory = len(self.steps), StorageWeakRef(made.untyped_storage())
+        self.alive.append(len(self.slots))
         self.slots.append(slot)
 
     def launched(self, run: Callable[..., None], args: list[Any], compiled: Any, programs: int) -> None:
@@ -149,11 +151,12 @@ class Recording:
         Freed memory is used again, also by tensors without a slot.
         """
         address = tensor.data_ptr()
-        for index in reversed(range(len(self.slots))):
+        for place in reversed(range(len(self.alive))):
+            index = self.alive[place]
             slot = self.slots[index]
-            if not slot.address <= address < slot.address + slot.bytes:
-                continue
-            if slot.memory is None or not slot.memory.expired():
+            if slot.memory is not None and slot.memory.expired():
+                del self.alive[place]
+            elif slot.address <= address < slot.address + slot.bytes:
                 slot.last = len(self.steps)
                 where = Where(index, address - slot.address, tuple(tensor.shape), tensor.stride())
                 return where._replace(whole=where[1:4] == (0, slot.shape, slot.stride))

@@ -21,10 +21,11 @@ class Sigmoid(Backward):
 
     tiles_have_positives = True
 
-    def __init__(self, call: Call, weights: RowWeights, needs: Needs) -> None:
-        super().__init__(
-            call, Stats(), GradStats(row_softplus=weights.full(call.pair)), needs, saved_dtype(call.a.dtype)
-        )
+    def __init__(
+        self, call: Call, weights: RowWeights, needs: Needs, factors: tuple[Tensor | None, Tensor | None]
+    ) -> None:
+        grad = GradStats(row_softplus=weights.full(call.pair))
+        super().__init__(call, Stats(), grad, needs, saved_dtype(call.a.dtype), factors=factors)
         size = multiprocessors(call.a.device) * self.sizes.programs * self.sizes.rows
         self.loss_part = call.empty(size, zero=True)
         self.needs_repair = call.empty(1, dtype=torch.int32, zero=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import NOT_ONE_SIDED, gradients_like, gradients_of, is_one_sided, saved_gradients
-from tilewise.kernels.spec import Grads, Needs, Pair, PairShape, PairSpec, RowWeights
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, RowWeights
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of, without_graph
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
@@ -34,7 +34,7 @@ from tilewise.kernels.triton_impl.one_pass.products import (
 from tilewise.kernels.triton_impl.one_pass.sigmoid import Sigmoid
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.sizes import multiprocessors
-from tilewise.kernels.triton_impl.two_pass.backward import spread
+from tilewise.kernels.triton_impl.two_pass.backward import factors_of, spread
 from tilewise.options import TileOptions
 
 TIMES_BLOCK, PROGRAMS_EACH = 4096, 8  # programs of each multiprocessor
@@ -107,13 +107,16 @@ def loss_and_gradients(
 
     def run(call: Call) -> tuple[Tensor | None, ...]:
         if spec.softplus:
-            losses, grads = Sigmoid(call, weights, needs).losses_and_grads()
+            losses, grads = Sigmoid(call, weights, needs, factors).losses_and_grads()
         else:
             losses, grads = Softmax(call, weights).losses_and_grads(needs)
         return losses, grads.a, grads.b, grads.scale, grads.bias
 
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
-        known = weights.each, weights.square
+        factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        if spec.softplus:
+            factors = factors_of(pair, GradStats(row_softplus=weights.each), options)
+        known = weights.each, weights.square, *factors
         losses, a, b, scale, bias = replayed(("one pass", needs), pair, spec, options, known, run)
         scale = None if scale is None else total_of(scale)
         return total_of(losses), Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))

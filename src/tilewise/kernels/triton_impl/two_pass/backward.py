@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.keys import combined_picks
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
@@ -19,6 +19,7 @@ from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
 from tilewise.kernels.triton_impl.two_pass.saved import RowFactors, SavedColumns, column_pieces
+from tilewise.options import TileOptions
 
 SPAN_BLOCK = 1024
 ONE_POSITIVE = bit.DIAGONAL.value, bit.ONE.value  # values of POSITIVE: at most one in a row
@@ -68,6 +69,14 @@ def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
         assert stats.row_sum_sq is not None
         value, square = value - 2.0 * grad.row_sum_sq, 2.0 * grad.row_sum_sq * torch.exp(-stats.row_sum_sq)
     return dataclasses.replace(grad, row_lse=value, row_sum_sq=square)
+
+
+def factors_of(pair: Pair, grad: GradStats, options: TileOptions) -> tuple[Tensor | None, Tensor | None]:
+    """``factors`` of `Backward` with which G stays near 1 in float16: divide by the largest gradient of a statistic."""
+    if pair.a.dtype != torch.float16:
+        return None, None
+    size = largest_gradient(grad, options).to(pair.scale)
+    return 1.0 / size, pair.scale * size
 
 
 class Backward:

@@ -19,9 +19,15 @@ from torch import Tensor
 
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys, without_graph
-from tilewise.kernels.triton_impl.two_pass.backward import Backward, folded_gradients, folded_picks, spread
+from tilewise.kernels.triton_impl.two_pass.backward import (
+    Backward,
+    factors_of,
+    folded_gradients,
+    folded_picks,
+    spread,
+)
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -89,12 +95,7 @@ def backward(
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
-
-        factors: tuple[Tensor | None, Tensor | None] = (None, None)
-        if pair.a.dtype == torch.float16:
-            # G must stay near 1 in float16: divide by the largest gradient of a statistic, multiply at the end.
-            size = largest_gradient(grad, options).to(pair.scale)
-            factors = 1.0 / size, pair.scale * size
+        factors = factors_of(pair, grad, options)
         pair, stats, grad = folded_picks(pair, stats, grad, spec)
         folded = folded_gradients(stats, grad)
 
