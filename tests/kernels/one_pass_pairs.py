@@ -22,6 +22,6 @@ def softmax_pair(n, m, d, scale, seed=0):
 
 def take_several_blocks(monkeypatch):
     """So little memory that a hundred rows need several blocks, and their gradients several pieces."""
-    monkeypatch.setattr(Softmax, "_blocks", lambda self: 128)
+    monkeypatch.setattr(Softmax, "_block_rows", lambda self: 128)
     monkeypatch.setattr(tw.TileOptions, "workspace_bytes", 2**14)
     monkeypatch.setattr(macro_tile, "ONE_MACRO", 50)

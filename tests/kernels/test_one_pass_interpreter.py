@@ -304,7 +304,7 @@ def test_a_call_allocates_what_it_says(n, m, d, mib):
             "m": m,
             "d": d,
         }
-        rows = work._blocks()
+        rows = work._block_rows()
         scratch = rows * (m * 2 + 4 * -(-m // size.cols) + 2 * d)
         assert scratch <= mib * 2**20 or rows == size.rows
         assert rows < n + size.rows

@@ -314,7 +314,7 @@ def test_what_has_no_slot_is_not_kept_alive(monkeypatch):
 
 
 def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
-    alive, plain = [], gradients.Backward._take_out
+    alive, plain = [], gradients.Backward._without_factor
 
     def allocated(self, made, zero):
         alive.append((tuple(made.shape), replay.StorageWeakRef(made.untyped_storage())))
@@ -325,7 +325,7 @@ def test_the_operand_of_the_products_is_freed_before_the_end(monkeypatch):
         return plain(self, dots)
 
     monkeypatch.setattr(replay.Recording, "allocated", allocated)
-    monkeypatch.setattr(gradients.Backward, "_take_out", take_out)
+    monkeypatch.setattr(gradients.Backward, "_without_factor", take_out)
     everything(pair_of(CLIP, 0), CLIP)
     assert sum(shape == (70, 72) for shape, _ in alive) == 1
 

@@ -1,4 +1,4 @@
-"""What all macro-tiles of a call share, and launches on them with little work on the host."""
+"""A call of the backend: arguments that all its macro-tiles share, and launches with little work on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilewise.kernels.triton_impl.sizes import Sizes, forward_sizes, gradient_si
 from tilewise.options import TileOptions
 
 WHOLE_UNIT = 8  # numbers that a thread can read or write at once
-REPLAYED_SCORES = 2**34  # beyond, a step takes the GPU a tenth of a second, and a recording has thousands of entries
+REPLAYED_SCORES = 2**34  # larger calls are not recorded: they have thousands of launches, and the host is not the limit
 POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
@@ -43,7 +43,7 @@ def bit_sum(*switches: tuple[Any, object]) -> int:
 
 
 def unit_of(*sizes: int) -> int:
-    """UNIT of a kernel: a number that divides all these sizes or strides, so that as much is read or written at once."""
+    """UNIT of a kernel: 8 if it divides all these sizes or strides, so that a thread reads or writes 8 numbers at once."""
     return 1 if any(size % WHOLE_UNIT for size in sizes) else WHOLE_UNIT
 
 
@@ -101,7 +101,7 @@ def pieces(size: int, step: int) -> list[slice]:
 
 
 class Call:
-    """What all macro-tiles of a call share, and slices of tensors that are cut once."""
+    """Arguments that all macro-tiles of a call share. The slices of its tensors are made once."""
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions, recording: Recording | None = None) -> None:
         """Choose sizes and switches."""
@@ -167,14 +167,14 @@ class Call:
             self.recording.stepped(run, target, left, right, first)
 
     def do_not_record(self) -> None:
-        """Torch is about to change numbers of this call in a way that cannot be replayed."""
+        """Discard the recording, because torch will compute something that `step` does not record."""
         if self.recording is not None:
             self.recording.whole = False
 
     def run(self, kernel: Any, i: slice, j: slice, sizes: Sizes, **values: Any) -> None:
         """A kernel of persistent programs over the macro-tile (i, j)."""
         programs = multiprocessors(self.a.device) * sizes.programs
-        score = self.score_bits if self.meets_itself(i, j) else self.score_bits & ~bit.MASK_SELF.value
+        score = self.score_bits if self.may_have_self_pairs(i, j) else self.score_bits & ~bit.MASK_SELF.value
         key = kernel, score, *(value if name.isupper() else value is None for name, value in values.items())
         prepared = self.prepared.get(key)
         if prepared is None:
@@ -203,7 +203,7 @@ class Call:
     def _place(self, prepared: Prepared, i: slice, j: slice, sizes: Sizes | None) -> Prepared:
         return prepared.offer(self.rows(i, sizes)).offer(self.cols(j, sizes)).put({"ahead": self.ahead(i, j)})
 
-    def meets_itself(self, i: slice, j: slice) -> bool:
+    def may_have_self_pairs(self, i: slice, j: slice) -> bool:
         """Whether a row and a column of the macro-tile may have the same global index."""
         ahead = self.pair.row_start - self.pair.col_start
         return i.start + ahead < j.stop and j.start < i.stop + ahead
@@ -251,9 +251,10 @@ def replayed(
     more: Sequence[Tensor | None],
     run: Callable[[Call], tuple[Any, ...]],
 ) -> Sequence[Any]:
-    """``run`` of the call: recorded, or replayed from an equal one, if it is so small that the time of the host may count.
+    """The result of ``run``. The first call of a kind is recorded, and later ones replay its launches.
 
-    Its launches also depend on ``what``, and it also reads the tensors ``more``.
+    Calls with more than REPLAYED_SCORES scores are neither recorded nor replayed. The launches depend on ``what`` in
+    addition to the pair, and they read the tensors ``more``.
     """
     # The statistics of a pair with a guide are merged by torch, and only launches of kernels are recorded.
     if pair.a.shape[0] * pair.b.shape[0] > REPLAYED_SCORES or spec.guide != "none":

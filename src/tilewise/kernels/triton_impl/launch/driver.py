@@ -1,11 +1,11 @@
 """Launches of a compiled kernel by a direct call of the driver.
 
 Triton's own launch looks for hooks, makes a description for profilers, allocates scratch memory and unpacks tensor
-descriptors every time: 20 us for forty arguments, of which the driver takes 8 us. Here the arguments are laid out once,
-and only addresses change. In a training step most addresses equal those of the step before.
+descriptors every time: 20 us for forty arguments, of which the driver takes 8 us. Here the list of arguments is made once,
+and only the addresses in it change. In a training step most addresses equal those of the step before.
 
 This depends on how one version of Triton passes arguments. With another version, or for a kernel that needs scratch
-memory, or in the interpreter, `DriverLaunch.of` returns None, and the caller launches in the public way.
+memory, or in the interpreter, `DriverLaunch.of` returns None, and the caller uses Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DriverLaunch:
         return DriverLaunch(compiled, programs, args, wheres)
 
     def move(self, moved: dict[int, int], slot: int) -> None:
-        """Some slots are now parts of another ``slot``; ``moved`` has the first byte of each of them."""
+        """Use parts of ``slot`` in place of the slots in ``moved``, which has the first byte of each of them."""
         self.sources = [(slot, moved[old] + offset) if old in moved else (old, offset) for old, offset in self.sources]
 
     def arguments(self, at: Sequence[int], stream: int) -> tuple[Any, ...]:

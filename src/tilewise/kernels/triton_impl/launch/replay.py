@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     by_driver: DriverLaunch | None
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch with the tensors of the slots: the public way."""
+        """Launch through Triton's own launcher with the tensors of the slots."""
         args = self.args.copy()
         for place, where in self.wheres.items():
             tensor, block = where.view(tensors), self.blocks.get(place)
@@ -118,7 +118,7 @@ class Recording:
     # -- recording ------------------------------------------------------------------------------------------------
 
     def allocated(self, made: Tensor, zero: bool) -> None:
-        """A slot was allocated; see `allocate`."""
+        """Record an allocation; see `allocate`."""
         slot = Slot(made.data_ptr(), made.nbytes, tuple(made.shape), made.stride(), made.dtype, zero)
         slot.first, slot.memory = len(self.steps), StorageWeakRef(made.untyped_storage())
         self.alive.append(len(self.slots))
@@ -140,7 +140,7 @@ class Recording:
             self.steps.append(Launch(run, others, wheres, blocks, by_driver))
 
     def stepped(self, run: TensorStep, target: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-        """``run`` was called."""
+        """Record a call of ``run``."""
         step = TorchStep(run, [self.find(tensor) for tensor in (target, left, right)], first)
         if self.whole:
             self.steps.append(step)

@@ -1,11 +1,13 @@
-"""Kernels beside the two products of the one-pass softmax loss; `softmax_kernels` computes E and f_i.
+"""Kernels of the one-pass softmax loss that run in addition to its two products of matrices.
+
+E_ij are the exponentials and f_i the factor of row i, so that the gradient of the scores is f_i E_ij (`softmax_kernels`):
 
     dA_i = scale f_i sum_j E_ij b_j     dB_j = sum_i E_ij (scale f_i a_i)     dbias_j = sum_i f_i E_ij
 
 With features of a half type, the term of the positive contains two roundings: of E_ij and of f_i a_i. That term may be
-most of the gradient, or all of it where scores are flat, and a dense loss rounds G, which is then -w_i, exactly. So the
-entry is also kept unrounded, and the roundings are corrected after the products, in float32 and for the positives alone:
-by `finish_rows_kernel` in dA, by `rounded_positives` in dB.
+most of the gradient, or all of it where scores are flat. A dense loss rounds the positive's entry of G, about minus the
+weight of the row, without an error. So the positive's entry of E is also kept unrounded, and both roundings are corrected
+in float32 after the products: by `finish_rows_kernel` in dA, by `rounded_positives` in dB.
 """
 
 import triton
@@ -55,10 +57,10 @@ def finish_rows_kernel(a, b, scale, total, factor, entry, column, out, scaled, d
 
 @kernel(dynamic=("g_stride", "n", "m"))
 def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The gradient of the bias: sum_i f_i E_ij for each column."""
+    """The gradient of the bias, sum_i f_i E_ij for each column; ``g`` is E. Without FIRST it is added to ``out``."""
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     ok = cols < m
-    # Rows are padded to this length.
+    # Rows of E are padded to a multiple of 16 bytes. The padding may be read; it is not stored.
     read = cols < row_stride(g, m + (128 // g.dtype.element_ty.primitive_bitwidth - 1))
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     for start in range(0, n, BLOCK):
@@ -77,7 +79,7 @@ def bias_kernel(g, factor, out, g_stride, n, m, FIRST: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def times(values, out, factor, count, UNIT: tl.constexpr, IN_PLACE: tl.constexpr, PROGRAMS: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """out = values * factor, in float32 up to the last rounding. In place, the usual factor of 1 costs nothing."""
+    """out = values * factor, in float32 up to the last rounding. In place, nothing is done for a factor of 1."""
     count = in_units(count, UNIT)
     blocks = tl.cdiv(count, BLOCK)
     if IN_PLACE:

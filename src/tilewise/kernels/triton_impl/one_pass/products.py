@@ -70,8 +70,8 @@ def block_rows(shape: PairShape, memory: int) -> int:
 def saves_exponentials(shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> bool:
     """Whether forward saves exponentials instead of float32 gradients.
 
-    So it is if one block holds all rows, and exponentials take less memory than the gradients, or a float32 dB takes
-    over a quarter of the workspace.
+    True if one block holds all rows and exponentials take less memory than the gradients, or a float32 dB takes over a
+    quarter of the workspace.
     """
     memory, gradients = options.workspace_bytes, 4 * (shape.rows + shape.cols) * shape.width
     if not needs.b or spec.softplus or spec.col_lse or shape.dtype != torch.bfloat16:
@@ -90,7 +90,7 @@ def exponentials_like(shape: PairShape) -> list[tuple[tuple[int, ...], torch.dty
 class Products:
     """Gradients from E, one block of rows at a time; `product_kernels` has the equations.
 
-    dA and dB have the type ``dtype``. With a half type, all rows must be one block, because dB is not added up in it.
+    dA and dB have the type ``dtype``. With a half type, all rows must be one block: dB is not accumulated in it.
     """
 
     def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
@@ -102,28 +102,28 @@ class Products:
         # Parts of the scale's gradient, one for each program of `finish_rows_kernel`
         self.dots = call.empty(cdiv(self.n, FINISH_BLOCK)) if needs.scale else None
 
-    def add(self, held: Exponentials, i: slice) -> None:
+    def add(self, block: Exponentials, i: slice) -> None:
         """Compute dA of the rows i from their E and f, and add their terms to the other gradients."""
         call, a = self.call, self.call.a[i]
         scaled = call.empty(*a.shape, dtype=a.dtype) if self.needs.b else None
-        self._rows(held, i, scaled)
+        self._rows(block, i, scaled)
         if self.bias is not None:
-            self._bias(held, self.bias, first=i.start == 0)
+            self._bias(block, self.bias, first=i.start == 0)
         if scaled is not None:
             if self.grad_b is None:
                 self.grad_b = call.empty(self.m, self.d, dtype=self.dtype)
-            call.step(product, self.grad_b, held.e.T, scaled, i.start == 0)
-            if held.rounded:
-                given = {"a": a, "scaled": scaled, "factor": held.factor, "entry": held.entry}
-                column, order = (call.empty(len(a), dtype=dtype) for dtype in (held.column.dtype, torch.int64))
-                call.step(sort_stably, column, held.column, order)
+            call.step(product, self.grad_b, block.e.T, scaled, i.start == 0)
+            if block.rounded:
+                given = {"a": a, "scaled": scaled, "factor": block.factor, "entry": block.entry}
+                column, order = (call.empty(len(a), dtype=dtype) for dtype in (block.column.dtype, torch.int64))
+                call.step(sort_stably, column, block.column, order)
                 correct_positives(call, self.grad_b, (column, order), **given, scale=call.pair.scale)
 
     def grads(self) -> Grads:
         """The gradients, after all rows were added; that of the scale in parts."""
         return Grads(a=self.grad_a, b=self.grad_b, scale=self.dots, bias=self.bias)
 
-    def _rows(self, held: Exponentials, i: slice, scaled: Tensor | None) -> None:
+    def _rows(self, block: Exponentials, i: slice, scaled: Tensor | None) -> None:
         """dA of the rows i, and their part of the scale's gradient. Writes scale f_i a_i to ``scaled``, if given."""
         call, a, out = self.call, self.call.a[i], None if self.grad_a is None else self.grad_a[i]
         dots = None if self.dots is None else self.dots[i.start // FINISH_BLOCK :]
@@ -134,27 +134,27 @@ class Products:
         else:
             if total is None or total.dtype != torch.float32:
                 total = call.empty(len(a), self.d, dtype=torch.float32)
-            call.step(product, total, held.e, call.b)
+            call.step(product, total, block.e, call.b)
         finish = call.prepare(product_kernels.finish_rows_kernel).offer(call.fixed)
         finish.put({"a": a, "n": len(a), "total": total, "out": out, "scaled": scaled, "dots": dots})
         finish.put(
-            {"factor": held.factor, "BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}
+            {"factor": block.factor, "BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}
         )
-        if held.rounded:
-            finish.put({"entry": held.entry, "column": held.column, "b": call.b})
+        if block.rounded:
+            finish.put({"entry": block.entry, "column": block.column, "b": call.b})
         finish.launch(cdiv(len(a), FINISH_BLOCK))
 
-    def _bias(self, held: Exponentials, out: Tensor, *, first: bool) -> None:
+    def _bias(self, block: Exponentials, out: Tensor, *, first: bool) -> None:
         """Write the terms of these rows to the bias's gradient ``out``, or add them if they are not the first rows."""
         self.call.do_not_record()
-        e, factor = held.e, held.factor
+        e, factor = block.e, block.factor
         values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
         values |= {"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}
         self.call.prepare(product_kernels.bias_kernel).put(values).launch(cdiv(self.m, BIAS_COLS))
-        if held.rounded:
-            lost = torch.where(held.column >= 0, factor * (held.entry - held.entry.to(e.dtype)), 0.0)
+        if block.rounded:
+            lost = torch.where(block.column >= 0, factor * (block.entry - block.entry.to(e.dtype)), 0.0)
             out.index_put_(
-                (held.column.clamp(min=0).long(),), lost, accumulate=True
+                (block.column.clamp(min=0).long(),), lost, accumulate=True
             )  # torch sorts the indices here and uses no atomics
 
 

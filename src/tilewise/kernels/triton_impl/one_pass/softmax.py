@@ -1,4 +1,4 @@
-"""The loss of a softmax and its exponentials E, a block of rows after another."""
+"""The one-pass softmax loss: for one block of rows after another, its losses and its exponentials E."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MANY_PARTS = 64
 
 
 class Softmax:
-    """The loss of a softmax and E, a block of rows after another."""
+    """The loss of one call. E of a block is used by `Products` before the next block overwrites it."""
 
     def __init__(self, call: Call, weights: RowWeights) -> None:
         self.call, self.pair, self.sizes = call, call.pair, call.gradient_sizes
         self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
-        self.row_step = self._blocks()
+        self.row_step = self._block_rows()
         self.all_cols, self.col_tiles = slice(0, self.m), cdiv(self.m, self.sizes.cols)
         own, self.needs_repair = call.empty(self.n), call.empty(1, dtype=torch.int32)
         call.by_row["row_shift"] = None  # whole scores
@@ -40,7 +40,7 @@ class Softmax:
         self.row_part = call.empty(self.col_tiles * min(self.n, self.row_step))
         self.losses = call.empty(cdiv(self.n, ROWS_BLOCK))  # parts of the loss, one for each program of `rows_kernel`
 
-    def _blocks(self) -> int:
+    def _block_rows(self) -> int:
         """Rows of a block: E, the scaled rows and the partial sums fit the workspace, one row of tiles at the least."""
         tile, fits = self.sizes.rows, block_rows(self.pair.shape, self.call.options.workspace_bytes)
         if fits == self.n:

@@ -13,7 +13,7 @@ of training e and S differ in their last digits only. The rounding of that entry
 
 The shift is the score of the row's positive, so S_i = exp(loss_i) is never less than about 1. With a loss above 55 nats E
 and its products could overflow. Then a tile sets ``needs_repair``, and the block is computed again with the maximum of
-each row as its shift. The host does not need to know.
+each row as its shift. The host does not wait for the flag.
 """
 
 import triton.language as tl

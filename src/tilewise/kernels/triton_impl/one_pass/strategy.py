@@ -45,7 +45,7 @@ class TritonOnePass:
     """The capability `one_pass` of the Triton backend."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Losses of rows with at most one positive, and the plain loss of both directions."""
+        """Why this call cannot take one pass, or None: losses of rows with one positive, or of both directions, can."""
         if spec == BOTH_DIRECTIONS and not shape.has_skips:
             return None if shape.rows == shape.cols else "both directions need as many rows as columns"
         if not is_one_sided(spec):
@@ -55,13 +55,13 @@ class TritonOnePass:
         return None
 
     def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
-        """Rows of E; only a softmax of rows keeps it."""
+        """How many rows of E fit the memory. Only a softmax of rows needs E; the other losses fit always."""
         return shape.rows if spec.softplus or spec.col_lse else block_rows(shape, memory)
 
     def saved_like(
         self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Exponentials or gradients."""
+        """Sizes and types of what forward saves: exponentials or gradients."""
         if saves_exponentials(shape, needs, spec, options):
             return exponentials_like(shape)
         return gradients_like(shape, needs)
@@ -125,7 +125,7 @@ def loss_and_gradients(
 def exponentials(
     pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
 ) -> tuple[Tensor, Exponentials]:
-    """The loss, and what gradients are made of, with room for ``rows`` rows."""
+    """The loss, and the exponentials from which backward computes gradients, with room for ``rows`` rows."""
     weights = RowWeights(each=weights.full(pair), square=weights.square)
 
     def run(call: Call) -> tuple[Tensor, ...]:

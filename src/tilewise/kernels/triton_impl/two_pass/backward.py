@@ -207,8 +207,8 @@ class Backward:
         bias = Bias(self) if self.needs.bias else None
         if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
-            spare = None if grad_a is None or grad_a.total is None else grad_a.out
-            self.factors = self.saved.factors(call, self.inside, spare)
+            unused = None if grad_a is None or grad_a.total is None else grad_a.out
+            self.factors = self.saved.factors(call, self.inside, unused)
         for i in row_pieces:
             for j in col_pieces:
                 if sym and j.start < i.start:
@@ -234,7 +234,7 @@ class Backward:
         del g_all, g, ready
         if self.saved is not None:
             self.saved.buffer = self.factors = None
-        call.prepared.clear()  # their arguments hold G too
+        call.prepared.clear()  # the arguments of prepared launches keep G alive
         if grad_a is not None and sym:
             grad_a.finish(slice(0, self.n), call.a)
         if grad_b is not None:
@@ -243,15 +243,15 @@ class Backward:
         return Grads(
             a=grad_a.out if grad_a is not None and self.needs.a else None,
             b=None if grad_b is None else grad_b.out,
-            scale=None if dots is None else self._take_out(dots),
+            scale=None if dots is None else self._without_factor(dots),
             bias=None if bias is None else bias.finish(),
         )
 
     def _sum(self, rows: int, **how: Any) -> GradientSum:
-        """The gradient of one side; ``how``: see `Sum`."""
+        """The gradient of one side; ``how``: see `GradientSum`."""
         return GradientSum(self.call, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
 
-    def _take_out(self, dots: Tensor) -> Tensor:
+    def _without_factor(self, dots: Tensor) -> Tensor:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""
         out = self.call.empty()
         values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
@@ -266,7 +266,7 @@ class Backward:
         if is_saved and self.factors is not None:
             assert self.saved is not None
             row_factor = self.factors.each
-            span = self.saved.needs_repair  # a span that is wide only where a repair is needed
+            span = self.saved.needs_repair  # WIDE runs only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
         if self.guided:
             part = None if bias is None else bias.part(i, j)
@@ -283,8 +283,8 @@ class Backward:
             more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
             for wide in (False, True) if self.span is not None else (True,):
                 call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
-        # On the diagonal it is known which macro-tiles have positives. Those among skipped picks follow with the picks.
-        one = call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.meets_itself(i, j))
+        # On the diagonal, the host knows which macro-tiles have positives. Those among skipped picks are added below.
+        one = call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.may_have_self_pairs(i, j))
         if one and not self.spec.skip_picked:
             more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
             call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
@@ -365,7 +365,7 @@ class Bias:
             self.parent.call.do_not_record()
             self._add_positives()
         if self.shared:
-            return self.parent._take_out(self.total)
+            return self.parent._without_factor(self.total)
         self.parent.call.do_not_record()
         return self.total / self._factor()
 
