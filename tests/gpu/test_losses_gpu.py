@@ -223,7 +223,7 @@ def test_saved_exponentials_of_flat_scores_round_positives_once(mib, seed, seen)
         return torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target), leaves)
 
     for got, low, exact in zip(found, dense(torch.bfloat16), dense(torch.float64), strict=True):
-        assert_no_worse(got, low, exact, factor=1.1)
+        assert_no_worse(got, low, exact, factor=1.25)  # without the correction of positives: 1.6 and 1.7
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -126,7 +126,10 @@ def test_siglip_at_65536_takes_640_mib():
 
 
 def test_cross_entropy_takes_its_gradients_and_the_workspace():
-    """Saved columns take 184 MiB of it, from forward on, and float32 row gradients 72. The peak is backward's."""
+    """Saved columns take 184 MiB of it, from forward on, and float32 row gradients 72. The peak is backward's.
+
+    Beside the workspace, the correction of positives has partial sums: 2 x 128 x 2304 numbers in float32, 2.3 MiB.
+    """
     n, vocabulary, d = 8192, 256_000, 2304
     hidden = torch.randn(n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     classifier = torch.randn(vocabulary, d, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
@@ -136,7 +139,7 @@ def test_cross_entropy_takes_its_gradients_and_the_workspace():
         loss = tw.linear_cross_entropy(hidden, classifier, target, options=GPU.options())
         torch.autograd.grad(loss, (hidden, classifier))
 
-    assert peak_bytes(step) <= 2 * d * (n + vocabulary) + 258 * MIB
+    assert peak_bytes(step) <= 2 * d * (n + vocabulary) + 260 * MIB
     before = torch.cuda.memory_allocated()
     loss = tw.linear_cross_entropy(hidden, classifier, target, options=GPU.options())
     assert torch.cuda.memory_allocated() - before <= 2 * d * vocabulary + 186 * MIB, "between the passes"
