@@ -54,6 +54,20 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "ignored": lambda x, odd, group: tw.linear_cross_entropy(
         x, x, torch.arange(5), ignore_index=(-100, 0)[odd], group=group
     ),
+    "distillation": lambda x, odd, group: tw.linear_distillation_loss(
+        x, x, x, x, reduction=reductions(odd), group=group
+    ),
+    "target weight": lambda x, odd, group: tw.linear_distillation_loss(
+        x, x, x, x, torch.arange(5), target_weight=(1.0, 0.5)[odd], group=group
+    ),
+    "beta": lambda x, odd, group: tw.linear_distillation_loss(x, x, x, x, beta=(0.2, 0.5)[odd], group=group),
+    "margin": lambda x, odd, group: tw.info_nce(
+        x, x, guide=tw.Guide(query=x, key=x, margin=(0.0, 0.1)[odd]), group=group
+    ),
+    "margin strategy": lambda x, odd, group: tw.info_nce(
+        x, x, guide=tw.Guide(query=x, key=x, margin_strategy=("absolute", "relative")[odd]), group=group
+    ),
+    "guide": lambda x, odd, group: tw.info_nce(x, x, guide=(None, tw.Guide(query=x, key=x))[odd], group=group),
 }
 
 
@@ -111,6 +125,12 @@ SAYS = {
     "logsumexp": "loss: scale=1.0 on ranks 0, 2 but scale=2.0 on rank 1",
     "class weights": "loss: weight=None on ranks 0, 2 but weight=tensor on rank 1",
     "ignored": "loss: ignore_index=-100 on ranks 0, 2 but ignore_index=0 on rank 1",
+    "distillation": "loss: reduction=sum on ranks 0, 2 but reduction=none on rank 1",
+    "target weight": "loss: target_weight=1.0 on ranks 0, 2 but target_weight=0.5 on rank 1",
+    "beta": "beta=0.2",
+    "margin": "loss: margin=0.0 on ranks 0, 2 but margin=0.1 on rank 1",
+    "margin strategy": "loss: margin_strategy=absolute on ranks 0, 2 but margin_strategy=relative on rank 1",
+    "guide": "keys: row_shift col_shift on ranks 0, 2 but row_shift guide_a row_limit col_shift",
     "frozen": "requires_grad: rows columns on ranks 0, 2 but rows on rank 1",
     "no gradient": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",
     "no_grad": "requires_grad: rows columns on ranks 0, 2 but none on rank 1",

@@ -214,6 +214,10 @@ def linear_distillation_loss(
     """
     _check.check_reduction(reduction)
     _check.check_number("target_weight", target_weight)
+    if name := _check.group_name(group):
+        # The statistics do not depend on these settings, so ranks compare them in an exchange of their own.
+        classifier = _check.check_features("linear_weight", linear_weight)
+        shard_of_columns(classifier, call_settings(name, reduction=reduction, target_weight=target_weight), name)
     stats = linear_distillation_stats(
         input,
         linear_weight,

@@ -104,6 +104,7 @@ def info_nce(
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
     kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
+    margin = {} if guide is None else {"margin": guide.margin, "margin_strategy": guide.margin_strategy}
     must_match = call_settings(
         group_name,
         reduction=reduction,
@@ -114,6 +115,7 @@ def info_nce(
         symmetric=symmetric,
         hardness=hardness,
         hardness_mode=hardness_mode,
+        **margin,
     )
     if not in_batch and kind == "own":
         # Only for its check over ranks. There are no scores with other ranks, so nothing later checks the calls.
