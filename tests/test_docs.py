@@ -28,7 +28,10 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=inde
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
-STARTED_ELSEWHERE = ("pip install", "make ", "python examples/", "torchrun --nproc-per-node 2 examples/")
+STARTED_ELSEWHERE = (
+    *("pip install", "make ", "python examples/"),
+    *("torchrun --nproc-per-node 2 examples/", "torchrun --nproc-per-node 2 -m tilewise.train.cli train "),
+)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_no_message_names_a_package_that_is_not_published():
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["tests.yml", "wheels.yml", "release.yml"])
+@pytest.mark.parametrize("name", ["tests.yml", "wheels.yml", "release.yml", "docs.yml"])
 def test_workflows_are_yaml_and_their_commands_exist(name):
     yaml = pytest.importorskip("yaml")
     text = (ROOT / ".github" / "workflows" / name).read_text()

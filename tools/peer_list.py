@@ -165,13 +165,11 @@ PEERS = [
             "tests/losses/test_ntxent_loss.py",
             "tests/losses/test_self_supervised_loss.py",
             "tests/losses/test_losses_without_labels.py",
+            "tests/losses/test_cross_batch_memory.py",
         ),
         content=("src", "tests"),
         packages=SKLEARN,
-        reasons={"LossesWithoutLabels": "pairs that a miner selects are refused"},
-        left_out={
-            "tests/losses/test_cross_batch_memory.py": "many losses; see tests/integrations/test_metric_learning.py",
-        },
+        reasons={"LossesWithoutLabels|CrossBatchMemory": "pairs that a miner selects are refused"},
     ),
     Peer(
         name="sentence_transformers",

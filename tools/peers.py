@@ -34,6 +34,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from peer_list import PEERS, Peer
+from test_matrix import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests" / "results" / "peers.json"
@@ -165,6 +166,7 @@ def counted(peer: Peer, report: Path, own: set[str], device: str) -> tuple[dict[
         "selected": peer.select,
         "changed": dict(peer.substitutions + (peer.on_cpu if device == "cpu" else ())),
         "device": device,
+        "tilewise": commit(),
         "torch": version("torch"),
         "python": platform.python_version(),
         "ran": total["passed"] + total["failed"],
