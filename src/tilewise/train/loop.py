@@ -123,7 +123,8 @@ class Trainer:
                 self._train(log, stop, bar)
             if pairs is not None:
                 pairs.images.give_up_when(None)
-            self.messages.skipped("training pairs", self.skips)
+            here = "" if self.world.size == 1 else f" of rank 0, one of {self.world.size}"
+            self.messages.skipped(f"training pairs{here}", self.skips)
             self.messages.slow_data(self.seconds, self.waited, self.config.data)
             self.world.wait()
             return RunResult(

@@ -266,7 +266,7 @@ def _skipped(skipped: dict[str, int]) -> str:
     if not skipped:
         return ""
     items = "".join(f"<li>{count:,} x {html.escape(reason)}</li>" for reason, count in skipped.items())
-    return f"<h2>Skipped records</h2><ul>{items}</ul>"
+    return f"<h2>Skipped records</h2><ul>{items}</ul><p>Of several ranks: the records of rank 0.</p>"
 
 
 def _settings(config: RunConfig) -> str:
