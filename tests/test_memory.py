@@ -40,8 +40,11 @@ def test_memory_grows_with_the_batch_not_with_its_square(name):
     ],
 )
 def test_scratch_stays_within_the_workspace(name, dtype, workspace_mib):
-    """Peak = gradients (float32 while they grow) + vectors + at most the workspace."""
+    """Peak = gradients (float32 while they grow) + vectors + at most the workspace.
+
+    2 MiB more are allowed: resident memory also has the buffers of the BLAS, which differ between versions of torch.
+    """
     n, d = 4096, 128
     sides = 1 if name == "supcon" else 2
     gradients, vectors = sides * n * d * 4, 24 * n * 8
-    assert peak(name, n, d, dtype, workspace_mib) <= workspace_mib * MIB + gradients + vectors + MIB
+    assert peak(name, n, d, dtype, workspace_mib) <= workspace_mib * MIB + gradients + vectors + 2 * MIB
