@@ -52,6 +52,7 @@ def info_nce_dense(
     negative_mask=None,
     hardness=0.0,
     hardness_mode="all_negatives",
+    left_out=(None, None, None),
     reduction="mean",
 ):
     n = len(query)
@@ -65,6 +66,9 @@ def info_nce_dense(
     if query_ids is not None:
         same = (query_ids[:, None] == key_ids[None, :n]) & ~eye
         batch, columns = batch.masked_fill(same, -torch.inf), columns.masked_fill(same.T, -torch.inf)
+    out_of_batch, out_of_columns, out_of_negatives = left_out  # what a guide leaves out
+    if out_of_batch is not None:
+        batch, columns = batch.masked_fill(out_of_batch, -torch.inf), columns.masked_fill(out_of_columns, -torch.inf)
     parts = [batch] if in_batch else [own]
     if negatives is not None and negatives.dim() == 2:
         more = query @ negatives.T
@@ -80,6 +84,8 @@ def info_nce_dense(
         if negative_mask is not None:
             more = more.masked_fill(~negative_mask, -torch.inf)
         parts.append(more)
+    if out_of_negatives is not None:
+        parts[1] = parts[1].masked_fill(out_of_negatives, -torch.inf)
     answer = torch.arange(n, device=query.device) if in_batch else torch.zeros(n, dtype=torch.long, device=query.device)
     loss = F.cross_entropy(torch.cat(parts, 1), answer, reduction="none")
     if symmetric:
@@ -121,11 +127,6 @@ def distillation_dense(student, teacher, beta, temperature=1.0):
         return (p * (log_p - log_q)).sum(-1)
     log_m = ((1 - beta) * p + beta * q).log()
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
-
-
-def guided_dense(logits, guide, limit, own):
-    """Logits without the negatives whose guide score is above the limit; ``own`` marks the positives."""
-    return logits.masked_fill((guide > limit[:, None]) & ~own, -torch.inf)
 
 
 def sparse_distillation_dense(

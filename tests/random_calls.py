@@ -26,15 +26,14 @@ from typing import Any
 import torch
 from tests.compare import relative_error
 from tests.gpu.checks import Place
-from tests.losses import loss_cases
 from tests.losses.loss_cases import CASES, Maker, Problem, converted, solve, upstream_like
+from tests.random_settings import FAMILIES
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Small problems round by luck: what is looked for is wrong, not coarse. Vectors and numbers are sums over many pairs.
 FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
-ANY = ("any cross entropy", "any info_nce")  # beside the fixed cases: their settings are random too
 TIMES = 3
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
 LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
@@ -52,7 +51,7 @@ class Call:
     reduction: str
     frozen: float  # the share of leaves without a gradient
     options: dict[str, Any]
-    settings: dict[str, Any]  # of the loss; for the names in ANY
+    settings: dict[str, Any]  # of the loss, for a name in FAMILIES
 
 
 def size(chance: random.Random, most: int) -> int:
@@ -61,72 +60,11 @@ def size(chance: random.Random, most: int) -> int:
     return min(most, max(2, chance.choice([near, round(2 ** chance.uniform(1.0, most.bit_length()))])))
 
 
-def cross_entropy_settings(chance: random.Random) -> dict[str, Any]:
-    """Any combination of the settings of `linear_cross_entropy`."""
-    maybe = {
-        "bias": True,
-        "weight": True,
-        "label_smoothing": chance.choice([0.1, 0.5, 1.0]),
-        "softcap": chance.choice([0, 2.0, 30.0]),
-        "z_loss": chance.choice([1e-4, 0.1]),
-        "shift": chance.choice([1, 2]),
-        "ignore_index": chance.choice([-1, 0, 2, 10**6]),
-    }
-    return {name: value for name, value in maybe.items() if chance.random() < 0.4}
-
-
-def info_nce_settings(chance: random.Random) -> dict[str, Any]:
-    """Any combination of the settings of `info_nce`; see `make_info_nce`."""
-    negatives = chance.choice(["none", "shared", "own"])
-    in_batch = negatives == "none" or chance.random() < 0.7
-    return {
-        "negatives": negatives,
-        "in_batch": in_batch,
-        "symmetric": in_batch and chance.random() < 0.5,
-        "masked": negatives != "none" and chance.random() < 0.5,
-        "ids": in_batch and chance.random() < 0.5,
-        "hardness": chance.choice([0.0, 0.0, 1.0, 9.0]),
-        "close": chance.random() < 0.3,
-    }
-
-
-def make_info_nce(
-    make: Maker,
-    negatives: str,
-    in_batch: bool,
-    symmetric: bool,
-    masked: bool,
-    ids: bool,
-    hardness: float,
-    close: bool,
-) -> Problem:
-    """The problem of these settings. ``close``: each key of a half type is near its query.
-
-    Probabilities are then near 1, and gradients cancel. In float32 the loss would be as small as rounding errors.
-    """
-    shape = {"none": None, "shared": (make.n // 2 + 3,), "own": (make.n, 3)}[negatives]
-    fixed: dict[str, Any] = {"in_batch": in_batch, "symmetric": symmetric, "hardness": hardness}
-    if masked and shape is not None:
-        fixed["negative_mask"] = make.flags(*shape)
-    if ids:
-        shared = shape[0] if negatives == "shared" and shape is not None else 0
-        high = max(make.n // 2, 1)
-        fixed |= {"query_ids": make.integers(high, make.n), "key_ids": make.integers(high, make.n + shared)}
-    made = loss_cases._info_nce(make, None if shape is None else make.unit(*shape), **fixed)
-    if close and make.dtype in (torch.bfloat16, torch.float16):
-        loss_cases.bring_close(made.leaves["query"], made.leaves["key"], make)
-    return made
-
-
 def make_problem(call: Call, seed: int, device: str) -> Problem:
     """The call's tensors, its loss and the oracle."""
     make = Maker(call.dtype, n=call.n, d=call.d, seed=seed, device=device)
-    if call.name == "any cross entropy":
-        made = loss_cases._cross_entropy(make, **call.settings)
-    elif call.name == "any info_nce":
-        made = make_info_nce(make, **call.settings)
-    else:
-        made = CASES[call.name](make)
+    family = FAMILIES.get(call.name)
+    made = CASES[call.name](make) if family is None else family.make(make, **call.settings)
     for leaf in made.leaves.values():
         leaf.requires_grad_()
     return made
@@ -140,8 +78,9 @@ def draw(seed: int, largest: int = 3000, dtypes: tuple[torch.dtype, ...] = DTYPE
         "gradients": chance.choice(["auto", "auto", "forward", "backward"]),
         "filter_tolerance": chance.choice([0.0, 0.0, 0.0, 1e-6]),
     }
-    name = chance.choice([*sorted(CASES), *ANY * 6])
-    settings = {"any cross entropy": cross_entropy_settings, "any info_nce": info_nce_settings}.get(name)
+    name = chance.choice([*sorted(CASES), *sorted(FAMILIES) * 6])
+    family = FAMILIES.get(name)
+    largest = largest if family is None else min(largest, family.largest)
     return Call(
         name=name,
         dtype=chance.choice(dtypes),
@@ -150,7 +89,7 @@ def draw(seed: int, largest: int = 3000, dtypes: tuple[torch.dtype, ...] = DTYPE
         reduction=chance.choice(["mean", "mean", "sum", "none"]),
         frozen=chance.choice([0.0, 0.0, 0.3]),
         options=options,
-        settings=settings(chance) if settings else {},
+        settings={} if family is None else family.draw(chance),
     )
 
 

@@ -1,6 +1,7 @@
 """The questions that tests/gpu asks, asked here of the torch backend on the CPU: a wrong question fails here first."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from tests import random_calls
 from tests.gpu import checks, parallel, sanitize
 from tests.gpu.checks import Place
+from tests.random_settings import FAMILIES
 
 CPU = Place("cpu", "torch")
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -172,8 +174,18 @@ def test_random_calls(capsys):
     assert random_calls.ask(CPU, range(9), seconds=0.0) == 0  # the time is up
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_losses_with_random_settings(name):
+    for seed in range(6):
+        settings = FAMILIES[name].draw(random.Random(seed))
+        call = random_calls.Call(name, torch.float64, 21, 6, "mean", 0.0, {}, settings)
+        assert random_calls.wrong(call, CPU, seed) == []
+
+
 @pytest.mark.parametrize("spoil", ["value", "failure", 1.1, -1.0, 0.0])
-@pytest.mark.parametrize("seed, leaves", [(9, {"scale", "bias"}), (27, {"query", "key", "temperature"})])
+@pytest.mark.parametrize(
+    "seed, leaves", [(47, {"hidden", "classifier", "scale", "bias"}), (24, {"query", "key", "temperature"})]
+)
 def test_a_random_call_that_is_wrong_is_told(seed, leaves, spoil, monkeypatch, capsys):
     def spoiled(loss, arguments, upstream=None, **how):
         value, grads = solve(loss, arguments, upstream, **how)

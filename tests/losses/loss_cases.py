@@ -155,166 +155,172 @@ def bring_close(queries: Tensor, keys: Tensor, make: Maker) -> None:
     keys.copy_(F.normalize(queries.float() + 0.02 * make.unit(*queries.shape[:-1]).float(), dim=-1))
 
 
-def _info_nce(make: Maker, negatives: Tensor | None = None, **fixed: Any) -> Problem:
+@dataclass(frozen=True)
+class MadeGuide:
+    """A guide's embeddings, float64, and its margin. Its scores are exact in every type; see `make_guide`."""
+
+    query: Tensor
+    key: Tensor
+    negatives: Tensor | None
+    settings: dict[str, Any]
+
+    def in_type(self, dtype: torch.dtype) -> tw.Guide:
+        others = None if self.negatives is None else self.negatives.to(dtype)
+        return tw.Guide(query=self.query.to(dtype), key=self.key.to(dtype), negative_keys=others, **self.settings)
+
+    def left_out(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Which keys of a query, queries of a key and negatives of a query are left out."""
+        scores, margin = self.query @ self.key.T, self.settings.get("margin", 0.0)
+        relative = self.settings.get("margin_strategy") == "relative"
+        own = scores.diagonal()
+        limit = (own - margin * (own.abs() if relative else 1.0))[:, None]
+        others = torch.eye(len(own), dtype=torch.bool, device=own.device).logical_not()
+        negatives = None
+        if self.negatives is not None:
+            form = "nd,md->nm" if self.negatives.dim() == 2 else "nd,nkd->nk"
+            negatives = torch.einsum(form, self.query, self.negatives) > limit
+        return (scores > limit) & others, (limit < scores.T) & others, negatives
+
+
+def make_guide(make: Maker, negatives: tuple[int, ...] | None = None, **settings: Any) -> MadeGuide:
+    """A guide that finds each key close to its query, but not always the closest. ``negatives``: their shape without d.
+
+    Its embeddings, and margins, are multiples of 1/256, so its scores and limits are exact in every type: a score that
+    is rounded to the other side of a limit would change the answer.
+    """
+
+    def coarse(values: Tensor) -> Tensor:
+        return (256 * values.double()).round() / 256
+
+    query, noise = coarse(make.unit(make.n)), make.unit(make.n)
+    key = coarse(F.normalize(query + 1.5 * noise.double(), dim=1))
+    return MadeGuide(query, key, None if negatives is None else coarse(make.unit(*negatives)), settings)
+
+
+def info_nce_problem(
+    make: Maker, negatives: Tensor | None = None, *, guide: MadeGuide | None = None, **fixed: Any
+) -> Problem:
+    """`info_nce` with these settings."""
     leaves = {"query": make.unit(make.n), "key": make.unit(make.n), "temperature": make.number(0.1)}
     if negatives is not None:
         leaves["negatives"] = negatives
-    return Problem(
-        leaves,
-        lambda p, **how: tw.info_nce(
-            p.query, p.key, getattr(p, "negatives", None), temperature=p.temperature, **fixed, **how
-        ),
-        lambda p, **how: oracles.info_nce_dense(
-            p.query, p.key, getattr(p, "negatives", None), p.temperature, **fixed, **how
-        ),
-    )
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        more = {} if guide is None else {"guide": guide.in_type(p.query.dtype)}
+        return tw.info_nce(
+            p.query, p.key, getattr(p, "negatives", None), temperature=p.temperature, **more, **fixed, **how
+        )
+
+    def dense(p: Any, **how: Any) -> Tensor:
+        more = {} if guide is None else {"left_out": guide.left_out()}
+        return oracles.info_nce_dense(
+            p.query, p.key, getattr(p, "negatives", None), p.temperature, **more, **fixed, **how
+        )
+
+    return Problem(leaves, ours, dense)
 
 
 @case
 def info_nce(make: Maker) -> Problem:
-    return _info_nce(make)
+    return info_nce_problem(make)
 
 
 @case
 def info_nce_symmetric(make: Maker) -> Problem:
-    return _info_nce(make, symmetric=True)
+    return info_nce_problem(make, symmetric=True)
 
 
 @case
 def info_nce_shared_negatives(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n // 2 + 3))
+    return info_nce_problem(make, make.unit(make.n // 2 + 3))
 
 
 @case
 def info_nce_shared_masked(make: Maker) -> Problem:
     count = make.n // 2 + 3
-    return _info_nce(make, make.unit(count), negative_mask=make.flags(count))
+    return info_nce_problem(make, make.unit(count), negative_mask=make.flags(count))
 
 
 @case
 def info_nce_only_shared_negatives(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n // 2 + 3), in_batch=False)
+    return info_nce_problem(make, make.unit(make.n // 2 + 3), in_batch=False)
 
 
 @case
 def info_nce_ids(make: Maker) -> Problem:
     ids = make.integers(make.n // 2, make.n)
-    return _info_nce(make, symmetric=True, query_ids=ids, key_ids=ids)
+    return info_nce_problem(make, symmetric=True, query_ids=ids, key_ids=ids)
 
 
 @case
 def info_nce_ids_one_way(make: Maker) -> Problem:
     ids = make.integers(make.n // 2, make.n)
-    return _info_nce(make, query_ids=ids, key_ids=ids)
+    return info_nce_problem(make, query_ids=ids, key_ids=ids)
 
 
 @case
 def info_nce_ids_of_negatives(make: Maker) -> Problem:
     count = make.n // 2 + 3
     key_ids = make.integers(make.n // 2, make.n + count)
-    return _info_nce(
+    return info_nce_problem(
         make, make.unit(count), symmetric=True, query_ids=make.integers(make.n // 2, make.n), key_ids=key_ids
     )
 
 
 @case
 def info_nce_own_negatives(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n, 4))
+    return info_nce_problem(make, make.unit(make.n, 4))
 
 
 @case
 def info_nce_own_masked(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n, 4), negative_mask=make.flags(make.n, 4), symmetric=True)
+    return info_nce_problem(make, make.unit(make.n, 4), negative_mask=make.flags(make.n, 4), symmetric=True)
 
 
 @case
 def info_nce_only_own_negatives(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n, 4), in_batch=False)
+    return info_nce_problem(make, make.unit(make.n, 4), in_batch=False)
 
 
 @case
 def info_nce_hardness(make: Maker) -> Problem:
     """Close keys of other queries count more."""
-    return _info_nce(make, hardness=9.0)
+    return info_nce_problem(make, hardness=9.0)
 
 
 @case
 def info_nce_hardness_ids(make: Maker) -> Problem:
     ids = make.integers(make.n // 2, make.n)
-    return _info_nce(make, hardness=5.0, symmetric=True, query_ids=ids, key_ids=ids)
+    return info_nce_problem(make, hardness=5.0, symmetric=True, query_ids=ids, key_ids=ids)
 
 
 @case
 def info_nce_hardness_shared(make: Maker) -> Problem:
     count = make.n // 2 + 3
-    return _info_nce(make, make.unit(count), hardness=5.0, negative_mask=make.flags(count), symmetric=True)
+    return info_nce_problem(make, make.unit(count), hardness=5.0, negative_mask=make.flags(count), symmetric=True)
 
 
 @case
 def info_nce_hardness_of_own_negatives(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="hard_negatives")
+    return info_nce_problem(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="hard_negatives")
 
 
 @case
 def info_nce_hardness_in_batch(make: Maker) -> Problem:
-    return _info_nce(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="in_batch_negatives")
-
-
-def _guided(make: Maker, negatives: int = 0, symmetric: bool = False, **settings: Any) -> Problem:
-    """Negatives that a second model finds too close are left out; its positives are close, but not the closest.
-
-    The features and margins of that model are multiples of 1/256, so its scores and limits are exact in every type:
-    a score that is rounded to the other side of a limit would change the answer.
-    """
-    n, margin = make.n, settings.get("margin", 0.0)
-    leaves = {"query": make.unit(n), "key": make.unit(n), "temperature": make.number(0.2)}
-
-    def coarse(values: Tensor) -> Tensor:
-        return ((256 * values.double()).round() / 256).to(make.dtype)
-
-    guide_query, noise = coarse(make.unit(n)), make.unit(n)
-    guide_key = coarse(F.normalize(guide_query.double() + 1.5 * noise.double(), dim=1))
-    others = coarse(make.unit(negatives)) if negatives else None
-    if negatives:
-        leaves["more"] = make.unit(negatives)
-    scores = guide_query.double() @ guide_key.double().T
-    limit = scores.diagonal() - margin * (scores.diagonal().abs() if "margin_strategy" in settings else 1.0)
-    own = torch.eye(n, dtype=torch.bool, device=make.device)
-
-    def ours(p: Any, **how: Any) -> Tensor:
-        kind = p.query.dtype
-        guide = tw.Guide(
-            query=guide_query.to(kind),
-            key=guide_key.to(kind),
-            negative_keys=None if others is None else others.to(kind),
-            **settings,
-        )
-        given = {"temperature": p.temperature, "symmetric": symmetric, "guide": guide}
-        return tw.info_nce(p.query, p.key, getattr(p, "more", None), **given, **how)
-
-    def dense(p: Any, reduction: str = "mean") -> Tensor:
-        logits = p.query @ p.key.T / p.temperature
-        parts = [oracles.guided_dense(logits, scores, limit, own)]
-        if others is not None:
-            guided = guide_query.double() @ others.double().T
-            parts.append(oracles.guided_dense(p.query @ p.more.T / p.temperature, guided, limit, guided.isnan()))
-        loss = F.cross_entropy(torch.cat(parts, 1), torch.arange(n, device=make.device), reduction="none")
-        if symmetric:
-            back = oracles.guided_dense(logits.T, scores.T, limit, own)
-            loss = (loss + F.cross_entropy(back, torch.arange(n, device=make.device), reduction="none")) / 2
-        return reduced(loss, reduction)
-
-    return Problem(leaves, ours, dense)
+    return info_nce_problem(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="in_batch_negatives")
 
 
 @case
 def info_nce_guided(make: Maker) -> Problem:
-    return _guided(make, margin=0.125)
+    """Negatives that a second model finds too close are left out."""
+    return info_nce_problem(make, guide=make_guide(make, margin=0.125))
 
 
 @case
 def info_nce_guided_symmetric_with_negatives(make: Maker) -> Problem:
-    return _guided(make, make.n // 2 + 3, True, margin=0.25, margin_strategy="relative")
+    count = make.n // 2 + 3
+    guide = make_guide(make, (count,), margin=0.25, margin_strategy="relative")
+    return info_nce_problem(make, make.unit(count), symmetric=True, guide=guide)
 
 
 @case
@@ -386,7 +392,8 @@ def distillation_jsd_with_targets(make: Maker) -> Problem:
     return _distillation(make, 0.3, targets=True)
 
 
-def _cross_entropy(make: Maker, *, bias: bool = False, weight: bool = False, **fixed: Any) -> Problem:
+def cross_entropy_problem(make: Maker, *, bias: bool = False, weight: bool = False, **fixed: Any) -> Problem:
+    """`linear_cross_entropy` with these settings."""
     tokens = 5 if fixed.get("shift") else None
     rows = (max(make.n // 5, 2), tokens) if tokens else (make.n,)
     classes = make.n + 41
@@ -425,57 +432,57 @@ def _cross_entropy(make: Maker, *, bias: bool = False, weight: bool = False, **f
 
 @case
 def cross_entropy(make: Maker) -> Problem:
-    return _cross_entropy(make)
+    return cross_entropy_problem(make)
 
 
 @case
 def cross_entropy_bias(make: Maker) -> Problem:
-    return _cross_entropy(make, bias=True)
+    return cross_entropy_problem(make, bias=True)
 
 
 @case
 def cross_entropy_ignoring_a_class(make: Maker) -> Problem:
-    return _cross_entropy(make, ignore_index=2)
+    return cross_entropy_problem(make, ignore_index=2)
 
 
 @case
 def cross_entropy_weighted(make: Maker) -> Problem:
-    return _cross_entropy(make, weight=True)
+    return cross_entropy_problem(make, weight=True)
 
 
 @case
 def cross_entropy_smoothed(make: Maker) -> Problem:
-    return _cross_entropy(make, bias=True, label_smoothing=0.2)
+    return cross_entropy_problem(make, bias=True, label_smoothing=0.2)
 
 
 @case
 def cross_entropy_smoothed_weighted(make: Maker) -> Problem:
-    return _cross_entropy(make, weight=True, label_smoothing=0.3)
+    return cross_entropy_problem(make, weight=True, label_smoothing=0.3)
 
 
 @case
 def cross_entropy_smoothed_only(make: Maker) -> Problem:
-    return _cross_entropy(make, label_smoothing=1.0)
+    return cross_entropy_problem(make, label_smoothing=1.0)
 
 
 @case
 def cross_entropy_softcap(make: Maker) -> Problem:
-    return _cross_entropy(make, softcap=2.0)
+    return cross_entropy_problem(make, softcap=2.0)
 
 
 @case
 def cross_entropy_z_loss(make: Maker) -> Problem:
-    return _cross_entropy(make, z_loss=0.01)
+    return cross_entropy_problem(make, z_loss=0.01)
 
 
 @case
 def cross_entropy_shift(make: Maker) -> Problem:
-    return _cross_entropy(make, shift=2)
+    return cross_entropy_problem(make, shift=2)
 
 
 @case
 def cross_entropy_everything(make: Maker) -> Problem:
-    return _cross_entropy(make, bias=True, weight=True, label_smoothing=0.1, softcap=3.0, z_loss=0.01, shift=1)
+    return cross_entropy_problem(make, bias=True, weight=True, label_smoothing=0.1, softcap=3.0, z_loss=0.01, shift=1)
 
 
 @case
