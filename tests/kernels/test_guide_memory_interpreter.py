@@ -57,7 +57,8 @@ def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
 @pytest.mark.parametrize(
     "kind, room",
     [
-        *((kind, room) for kind in ("guide_kl", "guide_reverse_kl") for room in (0, 96, 10_000)),
+        *(("guide_kl", room) for room in (0, 96, 10_000)),
+        ("guide_reverse_kl", 96),
         ("guide_of_the_same_scores", 96),
         ("guide_of_scores_1000", 96),
     ],

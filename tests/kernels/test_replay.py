@@ -121,7 +121,8 @@ def in_one_pass(seed: int, spec: PairSpec, needs: Needs, dtype: torch.dtype = to
 def test_a_replay_of_one_pass_is_the_call(spec, dtype, blocks, recordings, made, monkeypatch):
     if blocks == "several blocks":
         take_several_blocks(monkeypatch)
-    for needs in (Needs(scale=True, bias=spec is SIGMOID), Needs(a=False), Needs(b=False)):
+    one_side = (Needs(a=False), Needs(b=False)) if dtype == torch.float32 else ()
+    for needs in (Needs(scale=True, bias=spec is SIGMOID), *one_side):
         in_one_pass(0, spec, needs, dtype)
         before = len(made)
         got = [in_one_pass(seed, spec, needs, dtype) for seed in (1, 2)]

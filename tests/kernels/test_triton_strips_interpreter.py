@@ -33,8 +33,7 @@ def strips(monkeypatch, request):
     return seen
 
 
-@pytest.mark.parametrize("strips", [2, 4], indirect=True)
-@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("strips, tile", [(4, 16), (2, 64), (4, 64)], indirect=["strips"])
 @pytest.mark.parametrize("name", TWO_SIDED)
 def test_columns_of_a_strip_are_added_up(strips, tile, name, monkeypatch):
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(tile, tile, 64, 1, 1, 1, 4))

@@ -131,7 +131,7 @@ def die_after(trainer, step):
 @pytest.mark.slow
 def test_kills_inside_checkpoint_writes(tmp_path):
     """`python -m tests.train.kill_saves 30` does it thirty times; TILEWISE_KILLS sets the number for this test."""
-    command = [sys.executable, "-m", "tests.train.kill_saves", os.environ.get("TILEWISE_KILLS", "3")]
+    command = [sys.executable, "-m", "tests.train.kill_saves", os.environ.get("TILEWISE_KILLS", "2")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "all continued bitwise" in ended.stdout
