@@ -31,6 +31,11 @@ def test_losses(name, dtype):
     checks.check_loss(CPU, name, dtype, n=150, d=40, seed=5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.03, 0.5, 1.0])
+def test_a_good_student(beta):
+    checks.check_good_student(CPU, beta)
+
+
 def test_behaviour():
     checks.check_same_twice(CPU, "clip", torch.bfloat16, 1, 3)
     checks.check_frozen(CPU, torch.float32, n=90, d=12)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests import oracles
 from tests.compare import assert_close, relative_error
 from tests.kernels.pair_cases import CASES, HARD
 from tests.kernels.pair_checks import (
@@ -285,6 +286,31 @@ def check_tokens(place: Place, dtype: torch.dtype, *, n: int, d: int, seed: int,
         again, again_grads = solve(ours, made.leaves, upstream)
     assert torch.equal(again, value)
     assert all(torch.equal(again_grads[leaf], grads[leaf]) for leaf in grads)
+
+
+def check_good_student(place: Place, beta: float, n: int = 48, m: int = 300, d: int = 16) -> None:
+    """Distillation in float32 of a student that is sure of the same classes as its teacher, with scores of up to 80.
+
+    Its gradient is a small difference of large terms, so errors of log-sum-exps would show.
+    """
+    generator = torch.Generator().manual_seed(0)
+    classes, own = torch.randn(m, d, generator=generator), torch.randint(0, m, (n,), generator=generator)
+    student, teacher = (2.5 * classes[own] + 0.3 * torch.randn(n, d, generator=generator) for _ in range(2))
+    leaves = {"hidden": student.to(place.device).requires_grad_(), "head": classes.to(place.device).requires_grad_()}
+    teacher, head = teacher.to(place.device), classes.to(place.device)
+
+    def ours(p: Any) -> Tensor:
+        return tw.linear_distillation_loss(p.hidden, p.head, teacher, head, beta=beta, options=place.options())
+
+    def dense(p: Any) -> Tensor:
+        logits, other = p.hidden @ p.head.T, teacher.double() @ head.double().T
+        return oracles.distillation_dense(logits, other, beta).mean()
+
+    value, grads = solve(ours, leaves)
+    want, want_grads = solve(dense, converted(leaves, torch.float64))
+    assert relative_error(value, want) <= 1e-5
+    for name, grad in grads.items():
+        assert relative_error(grad, want_grads[name]) <= 6e-6, name
 
 
 def check_never_negative(place: Place, dtype: torch.dtype, lowest: float, n: int, d: int, **settings: Any) -> None:

@@ -360,3 +360,8 @@ def test_scores_of_a_divergence_are_saved(apart, beta, mib, seed, seen):
     exact, low = dense(torch.float64), dense(torch.bfloat16)
     for index in (0, 1):
         assert_no_worse(first[index], low[index], exact[index], f"saved {index}")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.03, 0.5, 1.0])
+def test_distillation_of_a_good_student(beta):
+    checks.check_good_student(GPU, beta)

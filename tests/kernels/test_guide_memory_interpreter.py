@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.compare import assert_close
+from tests.gpu.checks import Place, check_good_student
 from tests.kernels.dense import dense_stats
 from tests.kernels.interpreted import INTERPRETED
 from tests.kernels.pair_cases import make_case
@@ -136,3 +137,8 @@ def test_macro_tiles_are_whole_tiles(n, mib):
     assert cols % max(tile.rows, tile.cols) == 0
     assert 0 < cols <= 65536
     assert rows % tile.rows == 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.03, 1.0])
+def test_a_good_student(beta):
+    check_good_student(Place("cpu", "triton"), beta, n=24)

@@ -12,8 +12,6 @@ The Jensen-Shannon divergence needs the log-sum-exps over all columns (``row_nor
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -66,9 +64,9 @@ class GuideTiles:
         one = torch.ones_like(pair.row_norm)
         log_p = SideWeights(pair.row_norm, pair.row_shift, one).log_softmax_(x_rc, i)
         log_q = SideWeights(pair.guide_norm, None, one).log_softmax_(y_rc, i)
-        log_m = mixture(log_p, log_q, beta)
-        mix_kl = _times(log_p.exp(), log_p - log_m).sum(1, dtype=torch.float64)
-        other = _times(log_q.exp(), log_q - log_m).sum(1, dtype=torch.float64)
+        over_p, over_q = over_mixture(log_p, log_q, beta)
+        mix_kl = _times(log_p.exp_(), over_p).sum(1, dtype=torch.float64)
+        other = _times(log_q.exp_(), over_q).sum(1, dtype=torch.float64)
         return {"row_mix_kl": mix_kl, "row_jsd": beta * other + (1.0 - beta) * mix_kl}
 
 
@@ -116,16 +114,27 @@ class GuideWeights:
         if grad.row_reverse_kl is not None:
             g_rc.addcmul_(_times(p_rc, log_p - log_q - column(stats.row_reverse_kl)), column(grad.row_reverse_kl))
         if grad.row_jsd is not None:
-            apart = log_p - mixture(log_p, log_q, self.spec.beta) - column(stats.row_mix_kl)
+            apart, _ = over_mixture(log_p, log_q, self.spec.beta)
+            apart.sub_(column(stats.row_mix_kl))
             g_rc.addcmul_(_times(p_rc, apart), column((1.0 - self.spec.beta) * grad.row_jsd))
         if hot_rc is not None:
             g_rc.add_(hot_rc)
         return x_rc.copy_(g_rc)
 
 
-def mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """log((1 - beta) p + beta q)."""
-    return torch.logaddexp(log_p + math.log(1.0 - beta), log_q + math.log(beta))
+def over_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p / m) and log(q / m), m = (1 - beta) p + beta q.
+
+    With the larger of p and q as h and d = log q - log p:
+
+        log(h / m) = -log1p(s expm1(-|d|))        s is the share of the other one in m: beta if p is larger
+
+    Only differences of logarithms occur, so large logarithms lose no digits.
+    """
+    d = log_q - log_p
+    share = (d > 0).to(d.dtype).mul_(1.0 - 2.0 * beta).add_(beta)
+    larger = d.abs().neg_().expm1_().mul_(share).log1p_().neg_()
+    return larger - d.clamp(min=0.0), larger.add_(d.clamp_(max=0.0))
 
 
 def _exponentials(x_rc: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:

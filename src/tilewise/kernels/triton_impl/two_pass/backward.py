@@ -60,7 +60,7 @@ def folded_gradients(stats: Stats, grad: GradStats) -> GradStats:
     if grad.row_entropy is None and grad.row_sum_sq is None:
         return grad
     assert stats.row_lse is not None
-    value = torch.zeros_like(stats.row_lse) if grad.row_lse is None else grad.row_lse
+    value = torch.zeros_like(stats.row_lse, dtype=torch.float32) if grad.row_lse is None else grad.row_lse
     square = None
     if grad.row_entropy is not None:
         assert stats.row_entropy is not None

@@ -7,6 +7,7 @@ ends, for a Jensen-Shannon divergence, or *saved* for backward, for a Kullback-L
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "reverse_kl": ("guide_lse", "row_reverse_kl"),
     "jsd": ("guide_lse", "row_jsd", "row_mix_kl"),
 }
+LN2 = math.log(2.0)
 FEWEST_STORED = 256  # rows; estimated, see decision 0029
 STORED_BLOCK = 2048  # columns that `stored_jsd_kernel` reads at a time
 
@@ -51,8 +53,16 @@ def guided_forward(call: Call, memory: int, saved: SavedColumns | None = None) -
     else:
         saved = _allocated(call, saved)
         total = _statistics(call, slice(0, n), PARTS[spec.guide], saved)
-    found = vars(total.rounded(call.pair.stat_dtype)) | found
+    found = vars(_rounded(call, total)) | found
     return Stats(**{name: found[name] for name in wanted_names(spec)}), saved
+
+
+def _rounded(call: Call, stats: Stats) -> Stats:
+    """Float32 statistics. Log-sum-exps of float32 features stay in float64: they may be large, and are subtracted."""
+    rounded = stats.rounded(call.pair.stat_dtype)
+    if call.pair.a.dtype != torch.float32:
+        return rounded
+    return dataclasses.replace(rounded, row_lse=stats.row_lse, guide_lse=stats.guide_lse)
 
 
 def _without_norms(call: Call, memory: int) -> Stats:
@@ -66,7 +76,7 @@ def _without_norms(call: Call, memory: int) -> Stats:
     wide = row_width(m, torch.float32)
     step = memory // (8 * wide) // sizes.rows * sizes.rows
     if step < min(n, FEWEST_STORED):
-        norms = _statistics(call, slice(0, n), ("guide_lse",)).rounded(call.pair.stat_dtype)
+        norms = _rounded(call, _statistics(call, slice(0, n), ("guide_lse",)))
         call.by_row |= {"row_norm": vector(norms.row_lse), "guide_norm": vector(norms.guide_lse)}
         call.row_cuts.clear()
         call.prepared.clear()  # they were prepared without norms
@@ -76,7 +86,7 @@ def _without_norms(call: Call, memory: int) -> Stats:
     for i in pieces(n, step):
         rows = i.stop - i.start
         found = _statistics(call, i, ("guide_lse",), stored=(x[:rows], y[:rows]))
-        norms, out = found.rounded(torch.float32), [call.empty(rows, dtype=torch.float32) for _ in range(2)]
+        norms, out = _rounded(call, found), [call.empty(rows, dtype=torch.float32) for _ in range(2)]
         values: dict[str, Any] = {
             "x": x,
             "y": y,
@@ -174,7 +184,7 @@ def _folded(names: list[str], planes: Iterator[Tensor]) -> Stats:
         parts[name] = next(planes)
         if name.endswith("lse"):
             tops[name] = parts[name].amax(0)
-            parts[name] = (parts[name] - tops[name]) + next(planes)
+            parts[name] = (parts[name] - tops[name]) * LN2 + next(planes)
     found = {name: part.sum(0) for name, part in parts.items() if name in ("row_jsd", "row_mix_kl")}
     for name, p, q in (("row_kl", "row_lse", "guide_lse"), ("row_reverse_kl", "guide_lse", "row_lse")):
         if name in parts:
@@ -182,4 +192,5 @@ def _folded(names: list[str], planes: Iterator[Tensor]) -> Stats:
     if "row_entropy" in parts:
         found["row_lse"], found["row_entropy"] = folded_entropy(parts["row_lse"], parts["row_entropy"])
     found |= {name: torch.logsumexp(parts[name], 0) for name in tops if name not in found}
-    return Stats(**{name: value.double() + tops.get(name, 0.0) for name, value in found.items()})
+    high = {name: top.double() * LN2 for name, top in tops.items()}
+    return Stats(**{name: value.double() + high.get(name, 0.0) for name, value in found.items()})

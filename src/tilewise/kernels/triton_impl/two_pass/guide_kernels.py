@@ -63,19 +63,31 @@ def times(weight, values):
 
 
 @triton.jit
-def log_mixture(log_p, log_q, beta):
-    """log2((1 - beta) p + beta q); NaN if both are 0, which `times` replaces by 0."""
-    one, other = log_p + tl.log2(1.0 - beta), log_q + tl.log2(beta)
-    top = tl.maximum(one, other)
-    return top + tl.log2(1.0 + tl.exp2(-tl.abs(one - other)))
+def over_mixture(log_p, log_q, beta):
+    """log2(p / m) and log2(q / m), m = (1 - beta) p + beta q; NaN if both are 0, which `times` replaces by 0.
+
+    With the larger of p and q as h, m / h = 1 + s (exp2(-|d|) - 1), d = log q - log p, s the share of the other one.
+    Only differences of logarithms occur, so large logarithms lose no digits.
+    """
+    d = log_q - log_p
+    share = tl.where(d > 0, 1.0 - beta, beta)
+    larger = -tl.log2(1.0 + share * (tl.exp2(-tl.abs(d)) - 1.0))
+    return larger - tl.maximum(d, 0.0), larger + tl.minimum(d, 0.0)
 
 
 @triton.jit
 def log_shares(x, shift, level, at, ok):
-    """x - shift - level of each row, for scores in units of log2 and natural vectors; -inf for an empty sum."""
+    """x - shift - level of each row, for scores in units of log2 and natural vectors; -inf for an empty sum.
+
+    A ``level`` in float64 is subtracted in two steps: rounded to float32, then the rest.
+    """
     norm = tl.load(level + at, mask=ok, other=float("inf"))
     norm = tl.where(norm == float("-inf"), float("inf"), norm) * LOG2E
-    return (x - shifts(shift, at, ok)[:, None]) - norm[:, None]
+    coarse = norm.to(tl.float32)
+    below = (x - shifts(shift, at, ok)[:, None]) - coarse[:, None]
+    if norm.dtype == tl.float64:
+        below -= tl.where(norm == float("inf"), 0.0, norm - coarse).to(tl.float32)[:, None]
+    return below
 
 
 @kernel(
@@ -95,6 +107,7 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
     """Parts of one macro-tile: row_part is (numbers, column tiles, n), in the order of this code.
 
     A log-sum-exp is two numbers, the largest score and the log of the sum relative to it: large scores keep their digits.
+    The largest score stays in units of log2, because a factor would round it.
     With ``x_desc`` and ``y_desc`` the scores are also stored. JSD needs the log-sum-exps over all columns, ``row_norm``
     and ``guide_norm``; without them its parts are not computed.
     """
@@ -115,7 +128,7 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
         e = tl.exp2(x_below)
         total = tl.sum(e, 1)
         shift = shifts(row_shift, rows, ok)
-        tl.store(at, (high - shift) * LN2, mask=ok)
+        tl.store(at, high - shift, mask=ok)
         at += step
         tl.store(at, tl.log2(total) * LN2, mask=ok)
         if MASK != GUIDE:
@@ -124,7 +137,7 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             f = tl.exp2(y_below)
             guide_total = tl.sum(f, 1)
             at += step
-            tl.store(at, guide_high * LN2, mask=ok)
+            tl.store(at, guide_high, mask=ok)
             at += step
             tl.store(at, tl.log2(guide_total) * LN2, mask=ok)
             apart = tl.log2(total) - tl.log2(guide_total)
@@ -139,9 +152,9 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             if (JSD == GUIDE) and (row_norm is not None):
                 log_p = log_shares(x, row_shift, row_norm, rows, ok)
                 log_q = log_shares(y, None, guide_norm, rows, ok)
-                log_m = log_mixture(log_p, log_q, beta)
-                mix = tl.sum(times(tl.exp2(log_p), log_p - log_m), 1)
-                other = tl.sum(times(tl.exp2(log_q), log_q - log_m), 1)
+                over_p, over_q = over_mixture(log_p, log_q, beta)
+                mix = tl.sum(times(tl.exp2(log_p), over_p), 1)
+                other = tl.sum(times(tl.exp2(log_q), over_q), 1)
                 tl.store(at, (beta * other + (1.0 - beta) * mix) * LN2, mask=ok)
                 at += step
                 tl.store(at, mix * LN2, mask=ok)
@@ -153,7 +166,7 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             at += step
             hot_high = finite(tl.max(x * hot, 1))
             hot_total = tl.sum(tl.exp2(x * hot - hot_high[:, None]), 1)
-            tl.store(at, (hot_high - hot * shift) * LN2, mask=ok)
+            tl.store(at, hot_high - hot * shift, mask=ok)
             at += step
             tl.store(at, tl.log2(hot_total) * LN2, mask=ok)
 
@@ -172,9 +185,9 @@ def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_
         log_q = tl.load(y + start + cols, mask=inside, other=float("-inf"))[None, :]
         log_p = log_shares(log_p, row_shift, row_norm, one, one >= 0)
         log_q = log_shares(log_q, None, guide_norm, one, one >= 0)
-        log_m = log_mixture(log_p, log_q, beta)
-        mix += tl.sum(times(tl.exp2(log_p), log_p - log_m), 0)
-        other += tl.sum(times(tl.exp2(log_q), log_q - log_m), 0)
+        over_p, over_q = over_mixture(log_p, log_q, beta)
+        mix += tl.sum(times(tl.exp2(log_p), over_p), 0)
+        other += tl.sum(times(tl.exp2(log_q), over_q), 0)
     own = tl.sum(mix, 0)
     tl.store(row_jsd + row, (beta * tl.sum(other, 0) + (1.0 - beta) * own) * LN2)
     tl.store(row_mix_kl + row, own * LN2)
@@ -241,11 +254,12 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 g += k * (p - tl.exp2(log_q))
             else:
                 level = (tl.load(row_level + rows, mask=ok_rows, other=0.0) * LOG2E)[:, None]
-                apart = log_q
                 if JSD == GUIDE:
-                    apart = log_mixture(log_p, log_q, beta)
+                    apart, _ = over_mixture(log_p, log_q, beta)
                     k = k * (1.0 - beta)
-                g += (k * LN2) * times(p, log_p - apart - level)
+                else:
+                    apart = log_p - log_q
+                g += (k * LN2) * times(p, apart - level)
         if HOT & TERMS:
             t = tl.load(grad_hot + rows, mask=ok_rows, other=0.0) * (f * hot)
             norm = tl.load(row_hot_lse + rows, mask=ok_rows, other=float("inf")) * LOG2E
