@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # than the terms whose difference it is. Vectors and numbers are sums over many pairs.
 FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5, torch.float64: 1e-12}
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
-SMALLEST = 2.0**-24  # positive number of float16
+NOTHING = 1e-5  # a gradient that float16 cannot hold: rounding errors of terms near 1, whose sum it is
 TIMES = 3
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
 LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
@@ -118,8 +118,9 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
         eps = torch.finfo(call.dtype).eps
         with torch.no_grad():
             each = made.dense(SimpleNamespace(**exact_leaves), reduction="none")
-        smaller = each.abs().sum().item() / max(abs(each.sum().item()), 1e-300) if want.dim() == 0 else 1.0
-        found += judged("loss", got, dense, want, FLOOR[call.dtype] * smaller, eps, share)
+        terms, total = each.abs().sum().item(), abs(each.sum().item())  # of both signs, they are larger than the loss
+        floor = FLOOR[call.dtype] * (terms / total if want.dim() == 0 and total > 0 else 1.0)
+        found += judged("loss", got, dense, want, floor, eps, share)
         if want.dim() == 0 and want.isnan():
             continue  # a mean over no tokens; its gradients are 0, as in PyTorch, but NaN in the oracle
         for leaf, exact in want_grads.items():
@@ -130,7 +131,7 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
                 # A gradient may be so small that the type holds few of its digits, or none.
                 held = exact.half()
                 if not held.any():
-                    found += judged(leaf, grads[leaf] - exact, held, torch.zeros_like(exact), SMALLEST, eps)
+                    found += judged(leaf, grads[leaf] - exact, held, torch.zeros_like(exact), NOTHING, eps)
                     continue
                 floor = max(floor, min(0.5, 1.5 * relative_error(held, exact)))
             found += judged(leaf, grads[leaf], dense_grads[leaf], exact, floor, eps, share)
