@@ -35,10 +35,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # than the terms whose difference it is. Vectors and numbers are sums over many pairs.
 FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5, torch.float64: 1e-12}
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
-# What docs/concepts/numerics.md permits beside that: the rounding of scores up to 15 in float32. Each row's loss may be
-# off by so much, and its gradient by so much of its terms, which are up to 15 times upstream.
+# What docs/concepts/numerics.md permits beside that, for scores up to 15. In a row's loss: the rounding of its scores
+# in float32. In a gradient whose terms cancel: that times the terms, which are up to 15 times upstream. In float16:
+# what is below half of its smallest number, in the gradient and in the coefficients of its terms.
 ROUNDING = 2.0**-22 * (1.0 + 15.0)
 STEEPEST = 15.0
+LOST = {torch.float16: 2.0**-25}
 TIMES = 3
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
 LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
@@ -132,16 +134,10 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
             floor = (FLOOR if exact.dim() > 1 else FLOOR_OF_SUMS)[call.dtype]
             if exact.dim() == 0:
                 floor *= cancellation(made, exact_leaves, leaf, upstream)
-            if call.dtype == torch.float16 and exact.abs().max() < torch.finfo(torch.float16).max:
-                # A gradient may be so small that the type holds few of its digits, or none.
-                held = exact.half()
-                lost = relative_error(held, exact) if exact.any() else 1.0
-                if lost > 0.3:
-                    nothing = torch.zeros_like(exact)
-                    most = allowed * STEEPEST * upstream.norm().item() * rows
-                    found += judged(leaf, grads[leaf] - exact, nothing, nothing, most, eps)
-                    continue
-                floor = max(floor, 1.5 * lost)
+            lost = LOST.get(call.dtype, 0.0)
+            coefficient = lost if exact.any() else max(lost, allowed)
+            most = coefficient * STEEPEST * upstream.norm().item() * rows + lost * exact.numel() ** 0.5
+            floor = max(floor, most / size_of(exact))
             found += judged(leaf, grads[leaf], dense_grads[leaf], exact, floor, eps, share)
     return found
 
