@@ -15,15 +15,16 @@ from tests.kernels.dense import dense_stats
 from tests.kernels.pair_cases import CASES, make_case
 from tests.kernels.pair_checks import dense_grads, incoming_gradients, leaves_of, stats_asked
 from tests.losses import loss_cases
+from tests.ops.one_pass_cases import TWO_PASS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
-from tilewise.kernels.spec import STATISTICS, Needs, Pair, PairSpec, Stats, wanted_stats
+from tilewise.kernels.spec import STATISTICS, Needs, Pair, PairSpec, RowWeights, Stats, wanted_stats
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import rows as drop_rows
-from tilewise.ops.autograd import pair_stats
+from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import KEYS, LEAVES, PairKeys, Settings, decode, encode
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.rows import KeptRows, PendingRows
@@ -139,6 +140,25 @@ def test_nothing_of_the_size_of_the_scores_is_saved(name):
     teacher = 4 * 40 * (2 * n + 41)  # arguments that are no leaves
     assert sum(saved.values()) <= 30 * 8 * n + 2 * own_negatives + 8 * n * d + teacher
     assert max(saved.values(), default=0) < n * n
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_a_weight_that_all_rows_share_needs_no_vectors(name):
+    """One number and a vector of it give the same loss and gradients, but the number saves nothing for backward."""
+    pair, spec = make_case(name, torch.float64)
+    n, share, found = pair.a.shape[0], 0.3, []
+    for weights in (RowWeights(share=share), RowWeights(each=torch.full((n,), share, dtype=torch.float64))):
+        leaves = leaves_of(dataclasses.replace(pair))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            loss = pair_loss(
+                leaves.a, leaves.b, leaves.scale, leaves.bias, weights=weights, spec=spec, options=TWO_PASS
+            )
+        (1.7 * loss).backward()
+        found.append((loss, leaves.a.grad, leaves.b.grad, leaves.scale.grad, len(kept)))
+    for one, other in zip(found[0][:-1], found[1][:-1], strict=True):
+        assert_close(one, other, 1e-13)
+    assert found[1][-1] - found[0][-1] == 1 + {"clip": 3, "siglip": 1}[name]  # the weights, and the gradients
 
 
 SPECS = st.builds(

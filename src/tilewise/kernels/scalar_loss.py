@@ -36,21 +36,31 @@ def is_one_sided(spec: PairSpec) -> bool:
     return set(wanted_names(spec)) in ONE_SIDED
 
 
+def fixed_slopes(spec: PairSpec) -> dict[str, float]:
+    """The gradient of l_i in `RowWeights` with respect to each statistic; empty where it depends on the statistics."""
+    if spec.softplus:
+        return {"row_softplus": 1.0}
+    return {"row_lse": 0.5, "col_lse": 0.5, "row_pos": -1.0} if spec.col_lse else {}
+
+
 def loss_of_stats(
-    weight: Tensor, square: Tensor | None, stats: Stats, row_shift: Tensor | float | None, spec: PairSpec
+    weight: Tensor | float, square: Tensor | None, stats: Stats, row_shift: Tensor | float | None, spec: PairSpec
 ) -> tuple[Tensor, GradStats]:
     """The loss, float64 and 0-d, and its gradient with respect to the statistics.
 
     Args:
-        weight, square: (n,), see `RowWeights`.
+        weight, square: (n,), see `RowWeights`. With `fixed_slopes`, ``weight`` may be one number for all rows. Then the
+            gradient is not returned: it is that number times the slopes.
         stats: the statistics of these rows, relative to ``row_shift``.
     """
+    slopes = fixed_slopes(spec)
+    if slopes:
+        each = stats.row_softplus if spec.softplus else torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos
+        if isinstance(weight, float):
+            return each.sum(dtype=torch.float64) * weight, GradStats()
+        return (weight.double() * each).sum(), GradStats(**{name: slope * weight for name, slope in slopes.items()})
+    assert isinstance(weight, Tensor)
     wide = weight.double()
-    if spec.softplus:
-        return (wide * stats.row_softplus).sum(), GradStats(row_softplus=weight)
-    if spec.col_lse:
-        loss = (wide * (torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos)).sum()
-        return loss, GradStats(row_lse=weight / 2, col_lse=weight / 2, row_pos=-weight)
     counts, lse_grad = weight != 0, weight
     # A target out of range has 0 positives, and 0 / 0 gives NaN. A row of weight 0 is not an error.
     positives = torch.where(counts, stats.num_positives, 1.0)

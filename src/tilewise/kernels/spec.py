@@ -447,8 +447,9 @@ def largest_gradient(grad: GradStats, options: TileOptions = DEFAULT_OPTIONS) ->
     Kernels divide by it and multiply the result back, so that the operand G of the gradient products stays
     in [-2, 2]: float16 would lose gradients of a mean over a million rows.
     """
-    tops = [values.abs().amax() for values in vars(grad).values() if values is not None and values.numel()]
+    given = [values for values in vars(grad).values() if values is not None and values.numel()]
+    tops = [torch.linalg.vector_norm(values, torch.inf) for values in given]  # one launch each
     if not tops or options.batch_invariant:
         return torch.ones(())
     top = torch.stack(tops).amax()
-    return torch.where((top > 0) & top.isfinite(), top, torch.ones_like(top))
+    return torch.where((top > 0) & (top < torch.inf), top, 1.0)
