@@ -112,7 +112,7 @@ def kernels_over_tiles(loss, stats, sizes, wide_sizes):
 def small_kernels(loss, kind, sizes):
     """(kernel, constants, optional arguments that are not None)."""
     found = [(forward.merge_kernel, MERGE | {"R": sizes.rows, "C": sizes.cols}, set())]
-    if kind != MANY:
+    if kind in (DIAGONAL, ONE):
         found += [(positive.positive_kernel, {}, {"num_positives"}), (positive.positive_gradient_kernel, {}, set())]
     if loss == "tokens, picked":
         picked = {"POSITIVE": PICKED}
