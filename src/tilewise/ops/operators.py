@@ -27,6 +27,7 @@ from tilewise.kernels.spec import (
     Grads,
     GradStats,
     Needs,
+    PairSpec,
     Stats,
     saved_names,
     stat_dtype,
@@ -93,8 +94,8 @@ class PairStats:
 class PairLoss:
     """Any strategy. Saved: in one pass, what the backend saves; otherwise statistics, their gradients, and the plan.
 
-    If all rows have one weight and the slopes are fixed, backward makes those gradients: each is one number, repeated.
-    A small batch is limited by the number of launches, and this takes five fewer. The methods are those of `PairStats`.
+    With `fixed_slopes` those gradients are not saved: backward makes them from the weights. That takes five launches
+    fewer, which limit the speed of a small batch. The methods are those of `PairStats`.
     """
 
     name = "pair_loss"
@@ -109,12 +110,13 @@ class PairLoss:
             return Done((loss,), tuple(loss.new_empty(0) if value is None else value for value in one.saved))
         pair, weights, spec = call.pair(), call.weights(), call.settings.spec
         found = strategies.find_stats(call, pair, way, eager=eager)
-        weight = weights.share if _has_one_slope(call) else weights.full(pair)
+        equal = weights.each is None and fixed_slopes(spec)
+        weight = weights.share if equal else weights.full(pair)
         loss, grad = loss_of_stats(weight, weights.square, found.stats, pair.row_shift, spec)
         if math.isnan(weights.share):  # a mean over no rows
             loss = loss + weights.share
         # The gradients of unit weights are saved: backward multiplies them by grad_output.
-        coming = [getattr(grad, name) for name in _saved_gradients(call)]
+        coming = [getattr(grad, name) for name in _saved_gradients(spec)]
         stats = found.stats
         if not eager:  # the outputs of a registered operator may not share memory
             coming, stats = [value.clone() for value in coming], stats.rounded(pair.stat_dtype)
@@ -132,7 +134,7 @@ class PairLoss:
         if way.strategy == "one_pass":
             assert way.backend.one_pass is not None
             return loss + way.backend.one_pass.saved_like(call.shape, needs, spec, options)
-        vectors = _stats_like(call, (*saved_names(spec), *_saved_gradients(call)))
+        vectors = _stats_like(call, (*saved_names(spec), *_saved_gradients(spec)))
         return loss + vectors + (_plan_like(call) if way.strategy == "filtered" else [])
 
     def outputs(self, call: Call) -> int:
@@ -155,14 +157,14 @@ class PairLoss:
                 one = strategies.found_again(call, way, saved[1:])
                 return strategies.loss_backward(call, one, grad_output, eager=False)
         spec = call.settings.spec
-        names, gradients = saved_names(spec), _saved_gradients(call)
+        names, gradients = saved_names(spec), _saved_gradients(spec)
         first = 0 if eager else 1  # the loss itself
         second, third = first + len(names), first + len(names) + len(gradients)
-        if _has_one_slope(call):
-            every_row, share = grad_output.expand(call.shape.rows), call.settings.share
-            grad = {name: every_row * (share * slope) for name, slope in fixed_slopes(spec).items()}
-        else:
-            grad = {name: g * grad_output for name, g in zip(gradients, saved[second:third], strict=True)}
+        grad = {name: g * grad_output for name, g in zip(gradients, saved[second:third], strict=True)}
+        slopes, share, each = fixed_slopes(spec), call.settings.share, call.row_weight
+        if slopes:
+            weighted = grad_output.expand(call.shape.rows) if each is None else each * grad_output
+            grad = {name: weighted * (share * slope) for name, slope in slopes.items()}
         found = _found(once, names, (*saved[first:second], *saved[third:]))
         return strategies.stats_backward(call, found, GradStats(**grad), needs, once is not None)
 
@@ -171,14 +173,9 @@ Operator = PairStats | PairLoss
 PAIR_STATS, PAIR_LOSS = PairStats(), PairLoss()
 
 
-def _has_one_slope(call: Call) -> bool:
-    """Whether a scalar loss has the same gradient with respect to a statistic in every row, known in advance."""
-    return call.row_weight is None and bool(fixed_slopes(call.settings.spec))
-
-
-def _saved_gradients(call: Call) -> tuple[str, ...]:
+def _saved_gradients(spec: PairSpec) -> tuple[str, ...]:
     """The statistics for which a scalar loss saves its gradient."""
-    return () if _has_one_slope(call) else tuple(fixed_slopes(call.settings.spec)) or ("row_lse", "row_pos")
+    return () if fixed_slopes(spec) else ("row_lse", "row_pos")
 
 
 def _found(once: Found | None, names: Sequence[str], saved: Sequence[Any]) -> Found:
