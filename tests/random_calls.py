@@ -38,8 +38,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOOR = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5, torch.float64: 1e-12}
 FLOOR_OF_SUMS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 2e-4, torch.float64: 1e-10}
 # What docs/concepts/numerics.md permits beside that, for scores up to 15. In a row's loss: the rounding of its scores.
-# In a gradient whose terms cancel: that times the terms, which are up to 15 times upstream. In float16: what is below
-# half of its smallest number, in the gradient and in the coefficients of its terms.
+# In a gradient: that of a probability, times its terms, which are up to 15 times upstream; where they cancel exactly,
+# that of scores times them. In float16: what is below half of its smallest number, in the gradient and in the
+# coefficients of its terms.
 ROUNDING = {torch.float32: 2.0**-22 * (1.0 + 15.0), torch.float64: 2.0**-51 * (1.0 + 15.0)}  # type of the statistics
 STEEPEST = 15.0
 LOST = {torch.float16: 2.0**-25}
@@ -137,10 +138,9 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
             if exact.dim() == 0:
                 floor *= cancellation(made, exact_leaves, leaf, upstream)
             lost = LOST.get(call.dtype, 0.0)
-            # Where terms cancel only in part, the dense path has errors of that size as well; in float64 it is the
-            # reference, and has none.
+            # Where terms cancel in part, the dense path has errors of scores, too; in float64 it is the reference.
             cancels = call.dtype == torch.float64 or not exact.any()
-            coefficient = max(lost, allowed) if cancels else lost
+            coefficient = allowed if cancels else max(lost, torch.finfo(torch.float32).eps)
             most = coefficient * STEEPEST * upstream.norm().item() * rows + lost * exact.numel() ** 0.5
             floor = max(floor, most / size_of(exact))
             found += judged(leaf, grads[leaf], dense_grads[leaf], exact, floor, eps, share)
