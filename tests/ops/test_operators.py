@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import logging
+import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +27,7 @@ from tilewise.kernels.spec import STATISTICS, Needs, Pair, PairSpec, RowWeights,
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import rows as drop_rows
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import KEYS, LEAVES, PairKeys, Settings, decode, encode
+from tilewise.ops.call import KEYS, LEAVES, PairKeys, Settings, decode, encode, revision_of
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.rows import KeptRows, PendingRows
 from tilewise.options import TileOptions
@@ -191,6 +193,21 @@ NEEDS = st.builds(Needs, st.booleans(), st.booleans(), st.booleans(), st.boolean
 def test_the_string_of_an_operator_has_every_setting(spec, options, group, needs, share):
     settings = Settings(spec, options, group, needs, share)
     assert decode(encode(settings)) == settings
+
+
+def test_a_changed_file_changes_the_string_of_an_operator(tmp_path):
+    """A compiled graph that torch has cached on disk holds the number of tensors that the operator returned."""
+    package = Path(tw.__file__).parent
+    assert encode(Settings(PairSpec(row_lse=True), OPTIONS)).startswith(f"{revision_of(package)};")
+    for folder in ("ops", "kernels"):
+        shutil.copytree(package / folder, tmp_path / folder)
+    assert revision_of(tmp_path) == revision_of(package)
+    found = {revision_of(package)}
+    for name in ("ops/operators.py", "kernels/scalar_loss.py", "kernels/torch_impl/one_pass.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# more\n")
+        found.add(revision_of(tmp_path))
+    assert len(found) == 4
 
 
 def test_the_table_of_statistics_has_every_field():

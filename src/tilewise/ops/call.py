@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -149,11 +151,22 @@ SPEC_FIELDS = tuple((field.name, str(field.type)) for field in dataclasses.field
 OPTION_FIELDS = tuple((field.name, str(field.type)) for field in dataclasses.fields(TileOptions))
 
 
+def revision_of(package: Path) -> str:
+    """The version, and a digest of the files that decide what an operator saves: they change between releases, too."""
+    digest = hashlib.sha256()
+    for file in sorted([*package.glob("ops/**/*.py"), *package.glob("kernels/**/*.py")]):
+        digest.update(file.read_bytes())
+    return f"{__version__}-{digest.hexdigest()[:12]}"
+
+
+REVISION = revision_of(Path(__file__).parent.parent)
+
+
 def encode(settings: Settings) -> str:
     """One line that `decode` reads back.
 
-    It starts with the version: torch caches compiled graphs on disk, with the sizes of what an operator saves. Another
-    version may save something else.
+    It starts with `REVISION`: torch caches compiled graphs on disk, with the sizes of what an operator saves. Another
+    revision may save something else.
 
     A float is written with all its digits, without "!r": from Python 3.13 on torch.compile cannot trace that for the
     symbols of dynamic=True.
@@ -162,7 +175,7 @@ def encode(settings: Settings) -> str:
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
     numbers = f"{needs};{float(settings.share)}"
-    return f"{__version__};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
+    return f"{REVISION};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
 
 
 def call_settings(group_name: str, **settings: Any) -> str:
