@@ -145,16 +145,18 @@ def sparse_distillation_dense(
     losses = []
     for token in range(here[..., 0].numel()):  # one by one, without padding
         own = here.reshape(-1, ids.shape[-1])[token]
-        q = t.reshape(-1, ids.shape[-1])[token][own].to(log_p.dtype).exp()
-        every, chosen = log_p.reshape(-1, log_p.shape[-1])[token].exp(), ids.reshape(-1, ids.shape[-1])[token][own]
-        p = every[chosen]
+        log_q = t.reshape(-1, ids.shape[-1])[token][own].to(log_p.dtype)
+        every, chosen = log_p.reshape(-1, log_p.shape[-1])[token], ids.reshape(-1, ids.shape[-1])[token][own]
+        own_log_p = every[chosen]
         if tail == "renormalize":
-            q = q / q.sum()
+            log_q = log_q - log_q.logsumexp(0)
         if tail == "bucket":
             others = torch.ones_like(every, dtype=torch.bool).index_fill(0, chosen, False)
-            p = torch.cat([p, every[others].sum(0, keepdim=True)])
-            q = torch.cat([q, 1 - q.sum(0, keepdim=True)])
-        kind = {"forward": q * (q.log() - p.log()), "reverse": p * (p.log() - q.log()), "cross_entropy": -q * p.log()}
-        losses.append(kind[divergence].sum() if own.any() else p.sum() * 0.0)
+            own_log_p = torch.cat([own_log_p, every[others].logsumexp(0, keepdim=True)])
+            log_q = torch.cat([log_q, (1 - log_q.exp().sum(0, keepdim=True)).log()])
+        p, q = own_log_p.exp(), log_q.exp()
+        log_ratio = log_q - own_log_p
+        terms = {"forward": q * log_ratio, "reverse": -p * log_ratio, "cross_entropy": -q * own_log_p}
+        losses.append(terms[divergence].sum() if own.any() else every.sum() * 0.0)
     loss = torch.stack(losses).reshape(here.shape[:-1])
     return loss.sum() / here.any(-1).sum() if reduction == "mean" else reduced(loss, reduction)
