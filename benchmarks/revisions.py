@@ -97,6 +97,9 @@ def gpu_cases() -> list[tuple[str, Case, Call]]:
     def filtered(package: ModuleType, case: Case, x: Inputs) -> Tensor:
         return loss(package, case, x, filter_tolerance=1e-2)
 
+    def two_passes(package: ModuleType, case: Case, x: Inputs) -> Tensor:
+        return loss(package, case, x, gradients="backward")
+
     def within_rounding(package: ModuleType, case: Case, x: Inputs) -> Tensor:
         return loss(package, case, x, filter_tolerance="rounding")
 
@@ -109,6 +112,7 @@ def gpu_cases() -> list[tuple[str, Case, Call]]:
             (f"clip {n} x {d}", square("clip", n, d, "bf16"), loss)
             for n, d in ((8192, 512), (16384, 512), (32768, 512))
         ),
+        *((f"clip {n} x 512, two passes", square("clip", n, 512, "bf16"), two_passes) for n in (2048, 8192)),
         *(
             (f"clip {n} x {d}", square("clip", n, d, "bf16"), loss)
             for n, d in ((65536, 512), (65536, 768), (65536, 640))
