@@ -5,8 +5,8 @@
 Every call is made three times with other numbers of the same shapes, because a GPU's launches are recorded the first
 time and replayed after it. In between, the memory that the allocator hands out next is filled with NaN. Calls are
 small, so that many can be made. With `--as-if-large` they are computed as large ones are; of several processes, every
-second does so. The exit status is 0 if all were right. A failure is printed with its seed: `--first SEED --count 1`
-makes it alone.
+second does so. The exit status is 0 if all were right. A failure is printed with its seed. `--first SEED --count 1`
+with the same `--device` and `--largest` makes it alone; also pass `--as-if-large` if its process did so.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ from torch import Tensor
 from tilewise.kernels.spec import stat_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# What docs/concepts/numerics.md permits, for scores up to 15, where it is more than 1.5 times the dense path's error.
-# Relative to the answer, or for the gradient of a number to the sum of its rows' absolute shares. In a half type, that
-# is the rounding of a returned gradient:
+# An error may be the largest of three, as docs/concepts/numerics.md says. First, so much of the answer, or for the
+# gradient of a number, of the sum of its rows' absolute shares. In a half type: the rounding of what is returned.
 LOSS = {torch.float32: 2e-6, torch.float64: 1e-12}
 GRADIENT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5, torch.float64: 1e-12}
-# Absolute, in a row's loss: the rounding of its scores. In a gradient: that of a probability, times its terms, which
-# are up to 15 times upstream. For a number, where a teacher's class has nearly all probability, and where terms cancel
-# exactly: that of scores times the terms. In float16: what is below half of its smallest number, in the gradient and in
-# the coefficients of its terms.
+# Second, rounding errors that do not depend on the size of the answer; see `permitted`. They are for scores up to 15;
+# the dense path has the errors of larger ones, too.
 ROUNDING = {torch.float32: 2.0**-22 * (1.0 + 15.0), torch.float64: 2.0**-51 * (1.0 + 15.0)}  # type of the statistics
-STEEPEST = 15.0
-LOST = {torch.float16: 2.0**-25}
-# A small call rounds only a few numbers, so the dense path may be exact by luck. Where ours is not, the dense error is
-# the largest of so many calls with leaves nearby.
+STEEPEST = 15.0  # a row's gradient has terms of this size, times the incoming gradient
+UNDERFLOW = {torch.float16: 2.0**-25}  # half of the smallest number
+# Third, 1.5 times the error of the dense path. A small call rounds only a few numbers, so the dense path may be exact
+# by luck. Where ours is not, the dense error is the largest of so many calls whose leaves are a little off.
 NEARBY = 64
-AWAY = 2.0**-5  # how far, relative to each entry: several steps of a half type
+AWAY = 2.0**-5  # relative to each entry: 4 steps of bfloat16
 TIMES = 3
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
 LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
@@ -122,42 +119,51 @@ def wrong(call: Call, place: Place, seed: int) -> list[str]:
         got = answers(made.ours, made.leaves, upstream, **how)
         want = answers(made.dense, in_double(made.leaves), upstream, reduction=call.reduction)
         if want["loss"].dim() == 0 and want["loss"].isnan():  # a mean over no tokens
-            if not got["loss"].isnan():
-                found.append(f"loss: {got['loss'].item():.3g} instead of NaN")
-            continue  # its gradients are 0, as in PyTorch, but NaN in the oracle
-        rest = permitted(call, made, got, want, upstream)
+            if not got.pop("loss").isnan():
+                found.append("loss: a number instead of NaN")
+            # Gradients are finite, as in PyTorch: 0, or those of a divergence without targets. The oracle's are NaN.
+            found += [f"{leaf}: not finite" for leaf, grad in got.items() if not grad.isfinite().all()]
+            continue
+        limits = permitted(call, made, got, want, upstream)
         errors = {what: error_of(got[what], exact) for what, exact in want.items()}
-        suspects = [what for what in want if not errors[what] <= rest[what]]
-        for chance in range(NEARBY + 1):
+        suspects = [what for what in want if not errors[what] <= limits[what]]
+        for draw_index in range(NEARBY + 1):
             if not suspects:
                 break
-            dense = dense_errors(call, made, upstream, chance)
+            dense = dense_errors(call, made, upstream, draw_index)
             for what in suspects:
-                rest[what] = max(rest[what], 1.5 * dense[what])
-            suspects = [what for what in suspects if not errors[what] <= rest[what]]
+                limits[what] = max(limits[what], 1.5 * dense[what])
+            suspects = [what for what in suspects if not errors[what] <= limits[what]]
         for what in suspects:
-            size = size_of(want[what])
-            found.append(f"{what}: error {errors[what] / size:.3g}, permitted {rest[what] / size:.3g}")
+            norm = size_of(want[what])
+            found.append(f"{what}: error {errors[what] / norm:.3g}, permitted {limits[what] / norm:.3g}")
     return found
 
 
 def permitted(
     call: Call, made: Problem, got: dict[str, Tensor], want: dict[str, Tensor], upstream: Tensor
 ) -> dict[str, float]:
-    """The largest error of the loss and of each gradient that needs no comparison with the dense path."""
-    each = ROUNDING[stat_dtype(call.dtype)]
-    rows = {"mean": 1.0, "sum": call.n, "none": call.n**0.5}[call.reduction]
-    lost = LOST.get(call.dtype, 0.0)
+    """The largest error of the loss and of each gradient that needs no comparison with the dense path.
+
+    Of two errors, the larger. One is relative: LOSS, GRADIENT. The other is, in the loss of a row, that of its scores:
+    ROUNDING. In a gradient it is the rounding of a probability, times the terms of the gradient. It is the larger
+    ROUNDING in place of that in float64, where the dense path is the reference; in a number, whose terms have a score
+    as a factor; in a gradient of exactly 0; and on a GPU for sparse teachers.
+    """
+    score, row_factor = ROUNDING[stat_dtype(call.dtype)], {"mean": 1.0, "sum": call.n, "none": call.n**0.5}
+    terms = STEEPEST * upstream.norm().item() * row_factor[call.reduction]
     limits = {}
     for what, exact in want.items():
+        norm = exact.nan_to_num(0.0).norm().item()
         if what == "loss":
-            limits[what] = max(LOSS[got[what].dtype] * size_of(exact), each * rows)
+            limits[what] = max(LOSS[got[what].dtype] * norm, score * row_factor[call.reduction])
             continue
-        by_score = call.dtype == torch.float64 or exact.dim() == 0 or "sparse" in call.name or not exact.any()
-        coefficient = each if by_score else max(lost, torch.finfo(torch.float32).eps)
-        absolute = coefficient * STEEPEST * upstream.norm().item() * rows + lost * exact.numel() ** 0.5
-        terms = cancellation(made, what, upstream) if exact.dim() == 0 else 1.0
-        limits[what] = max(GRADIENT[call.dtype] * size_of(exact) * terms, absolute)
+        by_score = call.dtype == torch.float64 or exact.dim() == 0 or norm == 0.0
+        by_score |= upstream.is_cuda and "sparse" in call.name
+        absolute = terms * (score if by_score else torch.finfo(torch.float32).eps)
+        absolute += UNDERFLOW.get(call.dtype, 0.0) * exact.numel() ** 0.5
+        more = cancellation(made, what, upstream) if exact.dim() == 0 else 1.0
+        limits[what] = max(GRADIENT[call.dtype] * norm * more, absolute)
     return limits
 
 
@@ -173,17 +179,17 @@ def cancellation(made: Problem, leaf: str, upstream: Tensor) -> float:
     return size / total if total > 0 else 1.0
 
 
-def dense_errors(call: Call, made: Problem, upstream: Tensor, chance: int) -> dict[str, float]:
-    """The errors of the dense path; with a ``chance``, those for leaves nearby.
+def dense_errors(call: Call, made: Problem, upstream: Tensor, draw_index: int) -> dict[str, float]:
+    """The errors of the dense path; see `nearby`.
 
-    For float64 the dense path is the reference, so its error is taken from float32, which has 29 bits less. Five of
-    them are left for the error of the reference. Where the dense path overflows in float16, its error is taken from
-    bfloat16, which has 3 bits less.
+    For float64 the dense path is the reference, so its error is taken from float32, which has 29 bits less. It is
+    multiplied by 2^-24 instead of 2^-29, because the reference has a rounding error, too. Where the dense path
+    overflows in float16, its error is taken from bfloat16, which has 3 bits less.
     """
     types = {torch.float64: [(torch.float32, 2.0**-24)], torch.float16: [(torch.float16, 1.0), (torch.bfloat16, 0.125)]}
     errors: dict[str, float] = {}
     for dtype, share in types.get(call.dtype, [(call.dtype, 1.0)]):
-        leaves = nearby(made, chance, call.dtype, dtype)
+        leaves = nearby(made, draw_index, call.dtype, dtype)
         exact = answers(made.dense, in_double(leaves), upstream, reduction=call.reduction)
         for what, dense in answers(made.dense, leaves, upstream, reduction=call.reduction).items():
             if not math.isfinite(errors.get(what, math.nan)):
@@ -193,11 +199,11 @@ def dense_errors(call: Call, made: Problem, upstream: Tensor, chance: int) -> di
     return {what: error if math.isfinite(error) else 0.0 for what, error in errors.items()}
 
 
-def nearby(made: Problem, chance: int, old: torch.dtype, new: torch.dtype) -> dict[str, Tensor]:
-    """The leaves, those of type ``old`` in type ``new``; with a ``chance``, each entry a little off."""
-    leaves, generator = {}, torch.Generator().manual_seed(chance)
+def nearby(made: Problem, draw_index: int, old: torch.dtype, new: torch.dtype) -> dict[str, Tensor]:
+    """The leaves, those of type ``old`` in type ``new``: for 0 as they are, otherwise each entry a little off."""
+    leaves, generator = {}, torch.Generator().manual_seed(draw_index)
     for name, leaf in made.leaves.items():
-        away = AWAY * (2.0 * torch.rand(leaf.shape, generator=generator) - 1.0) if chance else torch.zeros(())
+        away = AWAY * (2.0 * torch.rand(leaf.shape, generator=generator) - 1.0) if draw_index else torch.zeros(())
         moved = leaf.detach() * (1.0 + away.to(leaf))
         leaves[name] = moved.to(new if leaf.dtype == old else leaf.dtype).requires_grad_(leaf.requires_grad)
     return leaves
@@ -296,7 +302,8 @@ def main() -> int:
             )
             for k in range(arguments.processes)
         ]
-        return max(process.wait() for process in running)
+        codes = [process.wait() for process in running]  # a killed process has a negative one
+        return int(any(codes))
     large = " as if large" if arguments.as_if_large else ""
     print(f"seeds from {arguments.first} on {arguments.device}{large}", flush=True)
     if arguments.as_if_large:
