@@ -12,6 +12,7 @@ import torch
 from tests import random_calls
 from tests.gpu import checks, parallel, sanitize
 from tests.gpu.checks import Place
+from tests.losses.loss_cases import Problem
 from tests.random_settings import FAMILIES
 
 CPU = Place("cpu", "torch")
@@ -185,6 +186,17 @@ def test_losses_with_random_settings(name):
         settings = FAMILIES[name].draw(random.Random(seed))
         call = random_calls.Call(name, torch.float64, 21, 6, "mean", 0.0, {}, settings)
         assert random_calls.wrong(call, CPU, seed) == []
+
+
+def test_dense_errors_of_random_calls_are_finite_and_of_leaves_nearby():
+    def dense(p, reduction):
+        return p.x.square().sum()  # infinite in float16
+
+    made = Problem({"x": torch.full((3,), 300.0, dtype=torch.float16).requires_grad_()}, dense, dense)
+    call = random_calls.Call("clip", torch.float16, 3, 1, "mean", 0.0, {}, {})
+    errors = [random_calls.dense_errors(call, made, torch.ones(()), draw)["loss"] for draw in (0, 1, 2)]
+    assert len(set(errors)) == 3
+    assert all(0 < error < 0.125 * 2**-7 * 3 * 300.0**2 for error in errors)
 
 
 @pytest.mark.parametrize("spoil", ["value", "failure", 1.1, -1.0, 0.0])
