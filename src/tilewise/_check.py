@@ -6,6 +6,7 @@ Checks of values (targets, temperatures) read them on the host. They run only fo
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,8 @@ Reduction = Literal["none", "sum", "mean"]
 REDUCTIONS = get_args(Reduction)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+LARGEST_SCALE = 1e30  # a number between this and its negative is accepted without further checks
+PLAIN = (Tensor, torch.nn.Parameter)
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
 # Computed at import: torch.compile cannot trace is_autocast_available in torch 2.11.
 AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
@@ -186,6 +189,33 @@ def autocast(features: Tensor) -> Tensor:
     return features
 
 
+def check_sides(names: tuple[str, str], a: Tensor, b: Tensor, *, paired: bool = False) -> tuple[Tensor, Tensor]:
+    """Check the features of two sides. Returns them, converted to autocast's type if autocast is on.
+
+    ``paired``: row i of one side belongs to row i of the other. What is right is accepted by one condition; the checks
+    below it find the words for what is wrong.
+    """
+    if (
+        type(a) in PLAIN
+        and type(b) in PLAIN
+        and a.ndim == b.ndim == 2
+        and a.shape[1] == b.shape[1]
+        and a.dtype is b.dtype
+        and a.dtype in FLOATS
+        and a.device == b.device
+        and a.layout is b.layout is torch.strided
+        and not (a.is_nested or b.is_nested or a.is_mps)
+        and not (paired and a.shape[0] != b.shape[0])
+        and not (a.device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(a.device.type))
+    ):
+        return a, b
+    a, b = check_features(names[0], a), check_features(names[1], b)
+    check_together(names, a, b)
+    if paired:
+        check_same_rows(names, a, b)
+    return a, b
+
+
 def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     """Check that two tensors have the same width, type and device."""
     first, second = names
@@ -256,24 +286,41 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
                 check_device((name, "the features"), value, like)
             value = value.to(like.device)
         if can_read(value):
-            if not torch.isfinite(value).all():
-                raise RangeError(
-                    f"{name} must be finite, got {value.item()}. Check for a step with a very large gradient"
-                )
-            _check_fits(name, value.item(), stat)
-        if positive and can_read(value) and not value.item() > 0:
-            raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
+            number = value.item()
+            if not math.isfinite(number):
+                raise RangeError(f"{name} must be finite, got {number}. Check for a step with a very large gradient")
+            _check_fits(name, number, stat)
+            if positive and not number > 0:
+                raise RangeError(f"{name} must be positive, got {number}. Is it a logarithm? Then pass its .exp()")
         return value if value.dim() == 0 else value.reshape(())  # avoids a needless view in the graph
     check_number(name, value, positive=positive, dtype=stat)
     return torch.full((), value, dtype=stat, device=like.device)
 
 
-def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
-    """Check a temperature. Returns its reciprocal, a 0-d tensor, by which the scores are multiplied.
+def check_scale(name: str, value: float | Tensor, like: Tensor) -> Tensor | float:
+    """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor."""
+    if type(value) is float and -LARGEST_SCALE < value < LARGEST_SCALE:
+        return value
+    number = check_scalar(name, value, like)
+    return number if isinstance(value, Tensor) else float(value)
+
+
+def scale_tensor(scale: Tensor | float, like: Tensor) -> Tensor:
+    """The result of `check_scale` or `check_temperature` as a 0-d tensor on the device of the features."""
+    if isinstance(scale, Tensor):
+        return scale
+    stat = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.full((), scale, dtype=stat, device=like.device)
+
+
+def check_temperature(value: float | Tensor, like: Tensor) -> Tensor | float:
+    """Check a temperature. Returns its reciprocal, by which the scores are multiplied, as `check_scale` does.
 
     The reciprocal is computed in the type of the statistics. In a narrower type its rounding error would amount to a
     different temperature.
     """
+    if type(value) is float and 1.0 / LARGEST_SCALE < value < LARGEST_SCALE:
+        return 1.0 / value
     number = check_scalar("temperature", value, like, positive=True)
     if number.dtype != torch.float64:
         number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
@@ -285,7 +332,7 @@ def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
             f"1 / temperature must fit {str(scale.dtype).removeprefix('torch.')}, got a temperature of "
             f"{value.item() if isinstance(value, Tensor) else value}. Is it a logarithm? Then pass exp of it"
         )
-    return scale
+    return scale if isinstance(value, Tensor) else 1.0 / value
 
 
 def check_index(name: str, value: Any, advice: str) -> int:
@@ -319,6 +366,6 @@ def _check_fits(name: str, value: float, dtype: torch.dtype) -> None:
 
 def can_read(values: Tensor) -> bool:
     """Whether the host can read values without synchronizing with a device or breaking a graph."""
-    if torch.compiler.is_compiling() or values.device.type != "cpu":
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return type(values) in (Tensor, torch.nn.Parameter) or not is_fake(values)

@@ -163,7 +163,7 @@ class SupConLoss(_LabelLoss):
 
     def _against(self, z: Tensor, labels: Tensor, ref: Tensor, ref_labels: Tensor) -> Tensor:
         """Log-sum-exp of each row over all references minus the mean score of its positives: (n,), 0 without any."""
-        scale = _check.check_temperature(self.temperature, z)
+        scale = _check.scale_tensor(_check.check_temperature(self.temperature, z), z)
         lse = linear_logsumexp(z, ref, scale=scale, options=self.options)
         total, count = _label_sums(labels, ref, ref_labels, lse.dtype)
         positive = scale * (z.to(lse.dtype) * total / count.clamp(min=1)[:, None]).sum(1)

@@ -17,7 +17,10 @@ Like = tuple[tuple[int, ...], torch.dtype]  # size and type of a tensor
 
 
 class OnePass(Protocol):
-    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
+    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`).
+
+    `Backend.small` is the same for a batch whose scores fit the workspace all at once.
+    """
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this loss cannot be computed in one pass, or None."""
@@ -90,6 +93,7 @@ class Backend:
 
     name: str
     one_pass: OnePass | None = None
+    small: OnePass | None = None
     filtered: Filtered | None = None
     offers_ranks: bool = False
     offers_search: bool = False

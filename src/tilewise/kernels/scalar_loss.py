@@ -61,7 +61,11 @@ def loss_of_stats(
         return (weight.double() * each).sum(), GradStats(**{name: slope * weight for name, slope in slopes.items()})
     assert isinstance(weight, Tensor)
     wide = weight.double()
-    counts, lse_grad = weight != 0, weight
+    counts = weight != 0
+    if spec.positive == "many":  # a row without positives has the loss 0
+        counts = counts & (stats.num_positives > 0)
+        weight = torch.where(counts, weight, 0.0)
+    lse_grad = weight
     # A target out of range has 0 positives, and 0 / 0 gives NaN. A row of weight 0 is not an error.
     positives = torch.where(counts, stats.num_positives, 1.0)
     each = torch.where(counts, wide * (stats.row_lse - stats.row_pos / positives), 0.0)

@@ -25,6 +25,7 @@ row picks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
@@ -76,6 +77,7 @@ class PairSpec:
         guide_softcap: the cap of the guide, or 0 for none.
         beta: the weight of the guide in the mixture of "jsd".
         hot: with a guide, if not 0: also row_hot_lse_i = log sum_j exp(hot * x_ij).
+        in_range: the caller has checked that every row has its positive among these columns ("one").
         drop_rows: a row with a negative key is ignored; its statistics and its gradient are 0.
         local_keys: over a group, ``row_key`` is a position in this rank's shard of the columns; the ring adds the
             shard's start.
@@ -100,6 +102,7 @@ class PairSpec:
     guide_softcap: float = 0.0
     beta: float = 0.0
     hot: float = 0.0
+    in_range: bool = False
     drop_rows: bool = False
     local_keys: bool = False
     same_rows: bool = False
@@ -138,7 +141,7 @@ class Pair:
 
     a: Tensor  # (n, d)
     b: Tensor  # (m, d); the same tensor as a when symmetric
-    scale: Tensor  # (), in the type of the statistics
+    scale: MaybeTensor  # (), in the type of the statistics; in a small call it may be a number
     bias: Tensor | None = None  # (m,)
     row_key: MaybeTensor = None  # (n,) int64
     col_key: MaybeTensor = None  # (m,) int64
@@ -403,23 +406,34 @@ class RowWeights:
         l_i = (row_lse_i + col_lse_i) / 2 - pos_i              with ``col_lse`` (as many rows as columns)
         l_i = row_lse_i - pos_i                                otherwise
 
-    An ignored row has the weight 0.
+    An ignored row has the weight 0. With ``kept``, share is divided by the number of rows whose key is not negative.
     """
 
     share: float = 1.0
+    kept: bool = False
     each: Tensor | None = None  # (n,), in the type of the statistics; None for ones
     square: Tensor | None = None  # (n,)
 
     def full(self, pair: Pair) -> Tensor:
         """w_i of all rows: (n,)."""
+        if self.kept:
+            valid = (pair.row_key >= 0).to(pair.stat_dtype)
+            return valid * (self.share / valid.sum().clamp(min=1.0))
         if self.each is None:
             return torch.full((pair.a.shape[0],), self.share, dtype=pair.stat_dtype, device=pair.a.device)
         return self.each if self.share == 1.0 else self.each * self.share
 
     def rows(self, index: slice | Tensor) -> RowWeights:
-        """The weights of the rows ``index``."""
+        """The weights of the rows ``index``, among them all whose key is not negative."""
         each = None if self.each is None else self.each[index]
-        return RowWeights(share=self.share, each=each, square=None if self.square is None else self.square[index])
+        square = None if self.square is None else self.square[index]
+        return RowWeights(share=self.share, kept=self.kept, each=each, square=square)
+
+    def nan_if_none(self, loss: Tensor, pair: Pair) -> Tensor:
+        """The loss, or NaN for a mean over no rows."""
+        if math.isnan(self.share):
+            return loss + self.share
+        return torch.where((pair.row_key >= 0).any(), loss, torch.nan) if self.kept else loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from tilewise import _check
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
+from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
@@ -52,19 +54,17 @@ def clip_loss(
     """
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
-    a = _check.check_features(NAMES[0], image_features)
-    b = _check.check_features(NAMES[1], text_features)
-    _check.check_together(NAMES, a, b)
-    _check.check_same_rows(NAMES, a, b)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
-    shift = positive_shift(a, b, scale, options=options)
-    keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
+    a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
+    scale = _check.check_scale("logit_scale", logit_scale, a)
+    shift = functools.partial(positive_shift, a, b, scale, options=options)
     if reduction == "none" or name:
+        values = shift()
+        keys = PairKeys(row_shift=values, col_shift=values)
         must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
         stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
-        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=SPEC, options=options)
+        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), shift=shift, spec=SPEC, options=options)
     if logit_bias is not None:
         loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a).to(loss.dtype)
     return loss

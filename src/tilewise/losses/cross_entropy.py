@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, overload
 
@@ -20,7 +21,7 @@ from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import TileOptions
 
 NAMES = ("input", "linear_weight")
-NO_CLASS = 2**31 - 1  # an index beyond all classes
+NO_SIGN = 2**31 - 1  # the bits of an index; those of a negative number are an index beyond all classes
 
 
 @overload
@@ -123,7 +124,8 @@ def linear_cross_entropy(
     _check.check_reduction(reduction)
     options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
+    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
+    scale = _check.check_scale("logit_scale", logit_scale, a)
     _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
@@ -139,15 +141,24 @@ def linear_cross_entropy(
         weight=weight,
     )
     start, classes = shard_of_columns(c, must_match, name)
-    y = _check_target(target, input, shift, ignore_index, classes)
+    y, in_range = _check_target(target, input, shift, ignore_index, classes)
     weight = _check_class_weight(weight, c)
+    scalar = reduction != "none" and label_smoothing == 0.0 and not name and not return_lse
+    if scalar and in_range and weight is None:
+        share = 1.0 / y.shape[0] if reduction == "mean" else 1.0
+        square = None if z_loss == 0.0 else torch.full(y.shape, z_loss / y.shape[0], dtype=stat_dtype(a.dtype))
+        spec = PairSpec(row_lse=True, positive="one", softcap=cap, in_range=True)
+        make_shift = functools.partial(_target_scores, a, c, y, scale, bias, cap, name, options)
+        weights, keys = RowWeights(share=share, square=square), PairKeys(row_key=y)
+        return pair_loss(a, c, scale, bias, weights=weights, keys=keys, shift=make_shift, spec=spec, options=options)
 
     valid = y != ignore_index
-    key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
-    if not _check.can_read(y):  # a negative target is wrong, not ignored: it becomes one beyond the classes
-        key = torch.where(valid & (y < 0), NO_CLASS, key)
+    if _check.can_read(y):
+        key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
+    else:  # a negative target is wrong, not ignored: without its sign it is beyond the classes
+        key = torch.where(valid, y & NO_SIGN, -1)
     own = key - start if name else key
-    row_shift = _target_scores(a, c, own, scale, bias, cap, name, options)
+    make_shift = functools.partial(_target_scores, a, c, own, scale, bias, cap, name, options)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
@@ -156,18 +167,24 @@ def linear_cross_entropy(
     if weight is not None:
         picked = _pick(weight.to(stat), own, 0.0 if name else torch.nan)
         target_weight = torch.where(valid, sum_over_ranks(picked, name), 0.0)
-    keys = PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight)
+    keys = PairKeys(row_key=key, col_weight=col_weight)
     spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
+    if scalar and reduction == "mean" and weight is None and z_loss == 0.0:
+        how = {"shift": make_shift, "spec": spec, "options": options}
+        return pair_loss(a, c, scale, bias, weights=RowWeights(kept=True), keys=keys, **how)
     count = valid.sum().to(stat) if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
-    if reduction != "none" and not smooth and not name and not return_lse:
+    if scalar:
         each = valid.to(stat) if target_weight is None else target_weight
         total = each.sum() if reduction == "mean" and weight is not None else count
         square = torch.where(valid, z_loss / count, 0.0).to(stat) if z_loss else None
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
-        loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, spec=spec, options=options)
+        how = {"shift": make_shift, "spec": spec, "options": options}
+        loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, **how)
         return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
+    row_shift = make_shift()
+    keys = keys._replace(row_shift=row_shift)
     stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
@@ -225,6 +242,8 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
                 "Add a dimension, or shift the target yourself"
             )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
+    if input.dim() == 2:
+        return _check.check_features("input", input), input.shape[:-1]
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     return _check.check_features("input", flat), input.shape[:-1]
 
@@ -233,13 +252,12 @@ def check_head(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
-    logit_scale: float | Tensor,
     softcap: float | None,
     shift: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, torch.Size]:
+) -> tuple[Tensor, Tensor, Tensor | None, float, torch.Size]:
     """Check what all losses of a classifier share.
 
-    Returns the states to score, (n, d), the classifier, (V, d), scale, bias, soft cap, and the shape of the losses.
+    Returns the states to score, (n, d), the classifier, (V, d), bias, soft cap, and the shape of the losses.
     """
     a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
@@ -251,11 +269,13 @@ def check_head(
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
     bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
-    return a, c, _check.check_scalar("logit_scale", logit_scale, a), bias, cap, shape
+    return a, c, bias, cap, shape
 
 
-def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
-    """Check the targets. Returns those of the scored states: (n,) int64."""
+def _check_target(
+    target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor
+) -> tuple[Tensor, bool]:
+    """Check the targets. Returns those of the scored states, (n,) int64, and whether all are known to be classes."""
     if isinstance(target, Tensor):
         _check.check_tensor("target", target)
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
@@ -270,8 +290,14 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
             "For next-token prediction pass shift=1 instead of a shorter target"
         )
     _check.check_device(("target", "input"), target, input)
-    y = (target[..., shift:] if shift else target).reshape(-1).long()
-    if _check.can_read(y):
+    y = target[..., shift:] if shift else target
+    if y.dim() != 1:
+        y = y.reshape(-1)
+    y = y.long()
+    if y.numel() and _check.can_read(y):
+        least, most = (end.item() for end in torch.aminmax(y))
+        if 0 <= least and most < classes and not least <= ignore_index <= most:
+            return y, True
         wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]
         if wrong.numel():
             raise RangeError(
@@ -279,7 +305,7 @@ def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, 
                 f"got {wrong[0].item()} ({wrong.numel()} out of range). "
                 "Set ignore_index to the value that marks padding"
             )
-    return y
+    return y, False
 
 
 def _check_class_weight(weight: Tensor | None, c: Tensor) -> Tensor | None:
@@ -308,7 +334,7 @@ def _target_scores(
     a: Tensor,
     c: Tensor,
     own: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     bias: Tensor | None,
     softcap: float,
     group_name: str,

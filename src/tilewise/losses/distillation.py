@@ -79,7 +79,8 @@ def linear_distillation_stats(
     options, name = _check.check_options(options), _check.group_name(group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     guide, beta, t = _check_beta(beta), float(beta), check_temperature(temperature)
-    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
+    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
     teacher_a, teacher_c = _check_teacher(input, a, c, teacher_input, teacher_weight, shift)
     teacher_bias = check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
@@ -93,7 +94,7 @@ def linear_distillation_stats(
     start, total = shard_of_columns(c, must_match, name)
     valid, key, has_target, row_shift = check_token_mask(mask, input, shift), None, None, None
     if target is not None:
-        y = _check_target(target, input, shift, ignore_index, total)
+        y, _ = _check_target(target, input, shift, ignore_index, total)
         valid = y != ignore_index if valid is None else valid
         has_target = valid & (y != ignore_index)
         # A token that counts and has no target gets a column that does not exist.

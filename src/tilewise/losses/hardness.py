@@ -55,7 +55,7 @@ def check_hardness(
 def hard_logsumexp(
     a: Tensor,
     b: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     bias: Tensor | None = None,
     *,
     hardness: float,
@@ -74,6 +74,7 @@ def hard_logsumexp(
     """
     if hardness == 0.0:
         return pair_stats(a, b, scale, bias, keys=keys, spec=spec, **how).row_lse
+    scale = _check.scale_tensor(scale, a)
     fixed = scale.detach()
     share = fixed / (fixed + hardness)
     raised_scale = fixed + hardness + (scale - fixed) / share
@@ -86,7 +87,7 @@ def hard_logsumexp(
 def others_logsumexp(
     a: Tensor,
     b: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     *,
     hardness: float = 0.0,
     ids: Tensor | None = None,

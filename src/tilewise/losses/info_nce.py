@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +89,7 @@ def info_nce(
     """
     _check.check_reduction(reduction)
     options, group_name = _check.check_options(options), _check.group_name(group)
-    a = _check.check_features(NAMES[0], query)
-    b = _check.check_features(NAMES[1], positive_key)
-    _check.check_together(NAMES, a, b)
-    _check.check_same_rows(NAMES, a, b)
+    a, b = _check.check_sides(NAMES, query, positive_key, paired=True)
     negatives = _check_negatives(a, negative_keys, negative_mask)
     if symmetric and not in_batch:
         raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True. Pass it")
@@ -99,10 +97,23 @@ def info_nce(
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a)
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
-    shift = positive_shift(a, b, scale, options=options)
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
+    # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
+    apart = guided is not None or harder.in_batch > 0
+    spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
+    more = {} if guided is None else guided.keys()
+    make_shift = functools.partial(positive_shift, a, b, scale, options=options)
+    if (
+        reduction != "none"
+        and negatives is None
+        and not group_name
+        and not harder.in_batch
+        and not (apart and symmetric)
+    ):
+        keys, weights = PairKeys(row_skip=query_id, col_skip=key_id, **more), row_weights(a, reduction)
+        return pair_loss(a, b, scale, weights=weights, keys=keys, shift=make_shift, spec=spec, options=options)
     kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
     margin = {} if guide is None else {"margin": guide.margin, "margin_strategy": guide.margin_strategy}
     must_match = call_settings(
@@ -122,11 +133,8 @@ def info_nce(
         shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
-    # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
-    apart = guided is not None or harder.in_batch > 0
-    more = {} if guided is None else guided.keys()
+    shift = make_shift()
     keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
-    spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
     other = None  # the losses of the keys, in the other direction
     if not in_batch or harder.in_batch:
         pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
@@ -135,8 +143,6 @@ def info_nce(
             others_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
             lse = torch.logaddexp(pos, others_lse)
     else:
-        if reduction != "none" and negatives is None and not group_name and not (apart and symmetric):
-            return pair_loss(a, b, scale, weights=row_weights(a, reduction), keys=keys, spec=spec, options=options)
         stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
         pos, lse = stats.row_pos, stats.row_lse
         if stats.col_lse is not None:
@@ -171,7 +177,7 @@ def info_nce(
 def _shared_lse(
     a: Tensor,
     negatives: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     shift: Tensor | None,
     ids: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
@@ -183,7 +189,7 @@ def _shared_lse(
     if mask is not None:
         # A masked negative scores -inf. Its features are replaced by zeros, because they may hold NaN.
         negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
-        bias = torch.zeros(mask.shape, dtype=scale.dtype, device=a.device).masked_fill(~mask, -torch.inf)
+        bias = torch.zeros(mask.shape, dtype=stat_dtype(a.dtype), device=a.device).masked_fill(~mask, -torch.inf)
     query_id, negative_id = ids
     skip = query_id if negative_id is not None else None
     more = {} if guided is None else guided.negative_keys()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +12,13 @@ from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.module import settings_of
-from tilewise.ops.autograd import pair_stats
+from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
-from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
+
+SPEC = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, in_range=True)
 
 
 def nt_xent(
@@ -57,13 +62,16 @@ def nt_xent(
     scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
-    shift = positive_shift(z, z, scale, other, options)
+    shift = functools.partial(positive_shift, z, z, scale, other, options)
+    if reduction != "none" and not name:
+        keys, weights = PairKeys(row_key=other), row_weights(z, reduction)
+        return pair_loss(z, None, scale, weights=weights, keys=keys, shift=shift, spec=SPEC, options=options)
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=other, row_shift=shift),
-        spec=PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, local_keys=True),
+        keys=PairKeys(row_key=other, row_shift=shift()),
+        spec=replace(SPEC, local_keys=True, in_range=False),
         options=options,
         group_name=name,
         must_match=call_settings(name, reduction=reduction, temperature=temperature),

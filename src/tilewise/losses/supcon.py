@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
 from tilewise.losses.module import settings_of
-from tilewise.ops.autograd import pair_stats
+from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
-from tilewise.ops.reduce import reduce_rows
+from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
+
+SPEC = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 
 
 def supcon_loss(
@@ -55,13 +57,20 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-    shift = positive_shift(z, z, scale, None if z.dtype in HALF_TYPES else _next_of_label(key), options)
+
+    def shift() -> Tensor | None:
+        return None if z.dtype in HALF_TYPES else positive_shift(z, z, scale, _next_of_label(key), options)
+
+    keys = PairKeys(row_key=key, col_key=key)
+    if reduction != "none" and not name:
+        weights = row_weights(z, reduction)
+        return pair_loss(z, None, scale, weights=weights, keys=keys, shift=shift, spec=SPEC, options=options)
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=key, col_key=key, row_shift=shift),
-        spec=PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True),
+        keys=keys._replace(row_shift=shift()),
+        spec=SPEC,
         options=options,
         group_name=name,
         must_match=call_settings(name, reduction=reduction, temperature=temperature),

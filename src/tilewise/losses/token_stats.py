@@ -132,7 +132,8 @@ def linear_token_stats(
     options, name = _check.check_row_options(options, group)
     names = _check_want(want, target)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
-    a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
+    a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
+    scale = _check.check_scalar("logit_scale", logit_scale, a)
     t = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
@@ -142,7 +143,7 @@ def linear_token_stats(
     must_match = call_settings(name, want="+".join(names), pick=picks, **settings)
     start, classes = shard_of_columns(c, must_match, name)
     if target is not None:
-        y = _check_target(target, input, shift, ignore_index, classes)
+        y, _ = _check_target(target, input, shift, ignore_index, classes)
         valid = y != ignore_index
         key = torch.where(valid, y, -1)
         row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)

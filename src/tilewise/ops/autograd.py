@@ -7,7 +7,7 @@ return tensors only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from tilewise.ops.call import (
     needs_of,
     operator_schema,
 )
+from tilewise.ops.route import Route
+from tilewise.ops.strategies import route_of
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS, Operator
 from tilewise.options import TileOptions
 
@@ -36,7 +38,7 @@ from tilewise.options import TileOptions
 def pair_stats(
     a: Tensor,
     b: Tensor | None,
-    scale: Tensor,
+    scale: Tensor | float,
     bias: Tensor | None = None,
     *,
     keys: PairKeys = NO_KEYS,
@@ -50,7 +52,7 @@ def pair_stats(
     Args:
         a: (n, d) rows.
         b: (m, d) columns, or None when they are the rows themselves (``spec.symmetric``).
-        scale: 0-d tensor.
+        scale: 0-d tensor, or a number, which gets no gradient.
         bias: (m,) or None.
         keys: integer keys and shifts.
         group_name: the process group over which the columns are sharded, "" for this process alone.
@@ -69,21 +71,32 @@ def pair_stats(
 
 def pair_loss(
     a: Tensor,
-    b: Tensor,
-    scale: Tensor,
+    b: Tensor | None,
+    scale: Tensor | float,
     bias: Tensor | None = None,
     *,
     weights: RowWeights,
     keys: PairKeys = NO_KEYS,
+    shift: Callable[[], Tensor | None] | None = None,
     spec: PairSpec,
     options: TileOptions,
 ) -> Tensor:
     """The scalar loss that `RowWeights` describes, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
     Arguments as in `pair_stats`; in this process alone.
+
+    Args:
+        shift: makes the shift of each row, which the strategy `small` does not need.
     """
-    settings = Settings(spec, with_budget(options, a.device, ""), "", needs_of(a, b, scale, bias), weights.share)
-    return _apply(PAIR_LOSS, (a, b, scale, bias), keys, weights.each, weights.square, settings)[0]
+    leaves = a, b, scale, bias
+    settings = Settings(spec, with_budget(options, a.device, ""), "", needs_of(*leaves), weights.share, weights.kept)
+    way, others = None, (*keys, weights.each, weights.square)
+    if holds_numbers(a):
+        way = route_of(Call(leaves, others, settings), scalar=True, eager=True)
+    if shift is not None and (way is None or way.strategy != "small"):
+        values = shift()
+        keys = keys._replace(row_shift=values, col_shift=values if spec.col_lse else None)
+    return _apply(PAIR_LOSS, leaves, keys, weights.each, weights.square, settings, way)[0]
 
 
 def _apply(
@@ -93,13 +106,17 @@ def _apply(
     weight: Tensor | None,
     square: Tensor | None,
     settings: Settings,
+    way: Route | None = None,
 ) -> Sequence[Any]:
     others = *keys, weight, square
-    if holds_numbers(leaves[0]):
-        values: Sequence[Any] = _Eager.apply(*leaves, _Rest(operator, others, settings))
+    if way is not None or holds_numbers(leaves[0]):
+        a, b, scale, bias = leaves
+        number = None if isinstance(scale, Tensor) else scale
+        rest = _Rest(operator, others, settings, number, way)
+        values: Sequence[Any] = _Eager.apply(a, b, scale if number is None else None, bias, rest)
         return values
     registered = getattr(torch.ops.tilewise, operator.name)
-    found: Sequence[Any] = registered(*leaves, *others, encode(settings))
+    found: Sequence[Any] = registered(*Call(leaves, others, settings).tensors, encode(settings))
     return found
 
 
@@ -109,6 +126,8 @@ class _Rest(NamedTuple):
     operator: Operator
     others: tuple[Tensor | None, ...]
     settings: Settings
+    number: float | None  # the scale, if it is no tensor
+    way: Route | None  # if it is known
 
 
 def _nothing_to_do(needs: Sequence[bool], group_name: str, grads: Sequence[Tensor | None]) -> bool:
@@ -137,12 +156,12 @@ class _Eager(torch.autograd.Function):
     """The operator in eager calls. It avoids torch's dispatcher, which is slower than the products of a small batch."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, bias: Tensor | None, rest: _Rest) -> Any:
-        call = Call((a, b, scale, bias), rest.others, rest.settings)
-        done = rest.operator.forward(call, eager=True)
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: _Rest) -> Any:
+        call = Call((a, b, scale if rest.number is None else rest.number, bias), rest.others, rest.settings)
+        done = rest.operator.forward(call, eager=True, way=rest.way)
         ctx.set_materialize_grads(False)
         ctx.rest, ctx.once = rest, done.once
-        ctx.save_for_backward(*call.tensors, *done.saved)
+        ctx.save_for_backward(a, b, scale, bias, *rest.others, *done.saved)
         if done.constants:
             ctx.mark_non_differentiable(*done.constants)
         return tuple(done.outputs)
@@ -154,7 +173,9 @@ class _Eager(torch.autograd.Function):
         if _nothing_to_do(needs, rest.settings.group_name, grads):
             return (None,) * 5
         tensors = ctx.saved_tensors  # read once: checkpointing recomputes them at each access
-        call = Call(tensors[: len(LEAVES)], tensors[len(LEAVES) : len(TENSORS)], rest.settings)
+        a, b, scale, bias = tensors[: len(LEAVES)]
+        leaves = a, b, scale if rest.number is None else rest.number, bias
+        call = Call(leaves, tensors[len(LEAVES) : len(TENSORS)], rest.settings)
         saved, (once, ctx.once) = tensors[len(TENSORS) :], (ctx.once, None)
         found = None
         # With create_graph a second derivative may follow; the registered operator raises an error there. A compiler of

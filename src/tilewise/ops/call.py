@@ -45,7 +45,7 @@ class PairKeys(NamedTuple):
 
 
 NO_KEYS = PairKeys()
-LEAVES = ("a", "b", "scale", "bias")  # differentiable
+LEAVES = ("a", "b", "scale", "bias")  # differentiable; in an eager call the scale may be a number
 KEYS = PairKeys._fields
 GUIDE = KEYS.index("guide_a")
 PICK, ROW_SCALE = KEYS.index("pick"), KEYS.index("row_scale")
@@ -62,6 +62,7 @@ class Settings(NamedTuple):
     group_name: str = ""  # "" for this process alone
     needs: Needs = Needs(a=False, b=False)  # which of the four leaves require a gradient
     share: float = 1.0  # the common weight of all rows of a scalar loss
+    kept: bool = False  # and it is divided by the number of rows that are not ignored
     must_match: str = ""  # over a group: the loss's own settings, see `call_settings`
 
 
@@ -75,17 +76,30 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> tuple[Any, ...]:
         """In the order of TENSORS."""
-        return (*self.leaves, *self.others)
+        a, b, scale, bias = self.leaves
+        return (a, b, scale if isinstance(scale, Tensor) else self._scale_tensor(), bias, *self.others)
 
-    def pair(self) -> Pair:
-        """The tensors without their graph, scale and bias in the type of the statistics."""
+    def pair(self, *, number: bool = False) -> Pair:
+        """The tensors without their graph, scale and bias in the type of the statistics.
+
+        ``number``: a scale that is a number stays one.
+        """
         a, b, scale, bias = self.leaves
         stat = stat_dtype(a.dtype)
-        scale, bias = scale.detach(), None if bias is None else bias.detach().to(stat)
-        if scale.dtype != stat:  # the check is five times faster than `to`
-            scale = scale.to(stat)
+        if isinstance(scale, Tensor):
+            scale = scale.detach()
+            if scale.dtype != stat:  # the check is five times faster than `to`
+                scale = scale.to(stat)
+        elif not number:
+            scale = self._scale_tensor()
+        if bias is not None:
+            bias = bias.detach().to(stat)
         # The fields of `Pair` begin with LEAVES and KEYS, in this order.
         return Pair(a.detach(), (a if b is None else b).detach(), scale, bias, *self.others[: len(KEYS)])
+
+    def _scale_tensor(self) -> Tensor:
+        a = self.leaves[0]
+        return torch.full((), self.leaves[2], dtype=stat_dtype(a.dtype), device=a.device)
 
     @property
     def row_weight(self) -> Tensor | None:
@@ -95,7 +109,7 @@ class Call(NamedTuple):
     def weights(self) -> RowWeights:
         """The weights of a scalar loss."""
         each, square = self.others[len(KEYS) :]
-        return RowWeights(share=self.settings.share, each=each, square=square)
+        return RowWeights(share=self.settings.share, kept=self.settings.kept, each=each, square=square)
 
     @property
     def shape(self) -> PairShape:
@@ -122,7 +136,7 @@ def operator_schema(more: str = "") -> str:
 
 def holds_numbers(features: Tensor) -> bool:
     """Whether the tensor has values: a compiler, an exporter and the meta device use stand-ins."""
-    return not torch.compiler.is_compiling() and type(features) in (Tensor, torch.nn.Parameter) and not features.is_meta
+    return type(features) in (Tensor, torch.nn.Parameter) and not features.is_meta and not torch.compiler.is_compiling()
 
 
 def plain_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,11 +153,16 @@ def plain_operator(name: str, function: Callable[..., Any], fake: Callable[..., 
     return call
 
 
-def needs_of(*leaves: Tensor | None) -> Needs:
+def needs_of(a: Tensor, b: Tensor | None, scale: Tensor | float, bias: Tensor | None) -> Needs:
     """Which of rows, columns, scale and bias require a gradient here."""
     if not torch.is_grad_enabled():
         return Needs(a=False, b=False)
-    return Needs(*[leaf is not None and leaf.requires_grad for leaf in leaves])
+    return Needs(
+        a.requires_grad,
+        b is not None and b.requires_grad,
+        isinstance(scale, Tensor) and scale.requires_grad,
+        bias is not None and bias.requires_grad,
+    )
 
 
 # (name, type) of each field, as a tuple that a compiler can loop over.
@@ -174,7 +193,7 @@ def encode(settings: Settings) -> str:
     spec = ",".join([_text(getattr(settings.spec, name), kind) for name, kind in SPEC_FIELDS])
     options = ",".join([_text(getattr(settings.options, name), kind) for name, kind in OPTION_FIELDS])
     needs = ",".join([f"{int(need)}" for need in settings.needs])
-    numbers = f"{needs};{float(settings.share)}"
+    numbers = f"{needs};{float(settings.share)};{int(settings.kept)}"
     return f"{REVISION};{spec};{options};{numbers};{settings.must_match};{settings.group_name}"
 
 
@@ -224,7 +243,7 @@ def decode(settings: str) -> Settings:
     >>> decode(encode(Settings(PairSpec(row_lse=True, softcap=30.0), TileOptions()))).spec.softcap
     30.0
     """
-    _, spec, options, needs, share, must_match, group = settings.split(";", 6)
+    _, spec, options, needs, share, kept, must_match, group = settings.split(";", 7)
 
     def read(text: str, fields: tuple[tuple[str, str], ...]) -> dict[str, Any]:
         return {name: _value(part, kind) for part, (name, kind) in zip(text.split(","), fields, strict=True)}
@@ -235,5 +254,6 @@ def decode(settings: str) -> Settings:
         group_name=group,
         needs=Needs(*(need == "1" for need in needs.split(","))),
         share=float(share),
+        kept=kept == "1",
         must_match=must_match,
     )

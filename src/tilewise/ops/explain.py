@@ -30,7 +30,7 @@ class Decision:
         operator: "pair_stats" (vectors) or "pair_loss" (a scalar).
         backend: its name.
         refused: (backend, reason) of each backend that "auto" prefers and could not choose.
-        strategy: "two_pass", "one_pass" or "filtered".
+        strategy: "small", "two_pass", "one_pass" or "filtered".
         reason: why this strategy.
         rows, cols, width, dtype, device: of the scores and their features.
         gradient_bytes: the gradients that are returned.
@@ -129,12 +129,11 @@ def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
 
 def _accumulator_bytes(call: Call, way: Route) -> int:
     spec, options, _, needs = call.settings[:4]
-    if way.strategy != "one_pass":
+    if not way.forms_gradients:
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
-    assert way.backend.one_pass is not None
     if call.shape.dtype not in HALF_TYPES:
         return 0  # saved gradients become the returned ones
-    saved = way.backend.one_pass.saved_like(call.shape, needs, spec, options)
+    saved = way.one_pass.saved_like(call.shape, needs, spec, options)
     wide = [(size, dtype) for size, dtype in saved if len(size) == 2 and dtype == torch.float32]
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
 

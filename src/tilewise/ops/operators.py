@@ -11,7 +11,6 @@ statistics unrounded, and objects for the first backward. A registered operator 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from tilewise.kernels.spec import (
 from tilewise.ops import strategies
 from tilewise.ops.call import Call
 from tilewise.ops.explain import is_explaining, note
+from tilewise.ops.route import Route
 from tilewise.ops.strategies import Found, OnePassFound
 
 PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
@@ -56,10 +56,10 @@ class PairStats:
 
     name = "pair_stats"
 
-    def forward(self, call: Call, *, eager: bool) -> Done:
+    def forward(self, call: Call, *, eager: bool, way: Route | None = None) -> Done:
         """Outputs and what to save."""
         spec = call.settings.spec
-        way = strategies.route_of(call, scalar=False, eager=eager)
+        way = way or strategies.route_of(call, scalar=False, eager=eager)
         found = strategies.find_stats(call, call.pair(), way, eager=eager)
         wanted, kind = wanted_stats(spec), stat_dtype(call.leaves[0].dtype)
         values = [getattr(found.stats, stat.name) for stat in wanted]
@@ -92,7 +92,7 @@ class PairStats:
 
 
 class PairLoss:
-    """Any strategy. Saved: in one pass, what the backend saves; otherwise statistics, their gradients, and the plan.
+    """Any strategy. Saved: with gradients in forward, what the backend saves; otherwise statistics, their gradients, and the plan.
 
     With `fixed_slopes` those gradients are not saved: backward makes them from the weights. That takes five launches
     fewer, which limit the speed of a small batch. The methods are those of `PairStats`.
@@ -100,10 +100,10 @@ class PairLoss:
 
     name = "pair_loss"
 
-    def forward(self, call: Call, *, eager: bool) -> Done:
+    def forward(self, call: Call, *, eager: bool, way: Route | None = None) -> Done:
         """The loss and what to save."""
-        way = strategies.route_of(call, scalar=True, eager=eager)
-        if way.strategy == "one_pass":
+        way = way or strategies.route_of(call, scalar=True, eager=eager)
+        if way.forms_gradients:
             loss, one = strategies.find_loss(call, way, eager=eager)
             if eager:
                 return Done((loss,), (), one)
@@ -113,8 +113,7 @@ class PairLoss:
         equal = weights.each is None and fixed_slopes(spec)
         weight = weights.share if equal else weights.full(pair)
         loss, grad = loss_of_stats(weight, weights.square, found.stats, pair.row_shift, spec)
-        if math.isnan(weights.share):  # a mean over no rows
-            loss = loss + weights.share
+        loss = weights.nan_if_none(loss, pair)
         # The gradients of unit weights are saved: backward multiplies them by grad_output.
         coming = [getattr(grad, name) for name in _saved_gradients(spec)]
         stats = found.stats
@@ -131,9 +130,8 @@ class PairLoss:
         if is_explaining():
             note(self.name, call, way)
         loss: list[Like] = [((), stat_dtype(call.leaves[0].dtype))]
-        if way.strategy == "one_pass":
-            assert way.backend.one_pass is not None
-            return loss + way.backend.one_pass.saved_like(call.shape, needs, spec, options)
+        if way.forms_gradients:
+            return loss + way.one_pass.saved_like(call.shape, needs, spec, options)
         vectors = _stats_like(call, (*saved_names(spec), *_saved_gradients(spec)))
         return loss + vectors + (_plan_like(call) if way.strategy == "filtered" else [])
 
@@ -151,9 +149,9 @@ class PairLoss:
             return strategies.loss_backward(call, once, grad_output, eager=True)
         if once is None:  # a registered operator, or used up by an earlier backward; otherwise it is a `Found`
             way = strategies.route_of(call, scalar=True, eager=eager)
-            if way.strategy == "one_pass" and eager:
+            if way.forms_gradients and eager:
                 return None
-            if way.strategy == "one_pass":
+            if way.forms_gradients:
                 one = strategies.found_again(call, way, saved[1:])
                 return strategies.loss_backward(call, one, grad_output, eager=False)
         spec = call.settings.spec

@@ -27,7 +27,7 @@ def _chunks(rows: int, width: int, elements: int = 0) -> list[slice]:
 
 
 def positive_shift(
-    a: Tensor, b: Tensor, scale: Tensor, index: Tensor | None = None, options: TileOptions = DEFAULT_OPTIONS
+    a: Tensor, b: Tensor, scale: Tensor | float, index: Tensor | None = None, options: TileOptions = DEFAULT_OPTIONS
 ) -> Tensor | None:
     """About scale * <a_i, b_i>, or scale * <a_i, b_index[i]>: (n,), without gradient. The shift of each row.
 
@@ -38,7 +38,8 @@ def positive_shift(
         return None
     elements = min(CHUNK_ELEMENTS, options.workspace_bytes // (4 * a.dtype.itemsize))
     block = block_rows(a.device, options)
-    shift: Tensor = scale.detach() * _row_products(a.detach(), b.detach(), index, block, elements)
+    factor = scale.detach() if isinstance(scale, Tensor) else scale
+    shift: Tensor = factor * _row_products(a.detach(), b.detach(), index, block, elements)
     return shift
 
 

@@ -1,5 +1,6 @@
-"""Which strategy computes a call, and why. Every size threshold of that choice is here.
+"""Which strategy computes a call, and why. The size thresholds of that choice are in `limits`.
 
+    small       a scalar loss of a small batch: all scores at once, gradients in forward.
     two_pass    statistics in forward, scores recomputed in backward: four products. Always possible.
     one_pass    a scalar loss and its gradients in forward: three products, if the memory allows.
     filtered    gradients without the (row, tile) entries that carry almost no probability; a ``filter_tolerance``.
@@ -15,31 +16,15 @@ from typing import Literal, NamedTuple
 import torch
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend
+from tilewise.kernels.backend import Backend, OnePass
 from tilewise.kernels.registry import choose_backend, forget_with_backends
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
+from tilewise.ops.limits import Limits, current
 from tilewise.ops.row_blocks import in_blocks
 from tilewise.options import TileOptions
 
-Strategy = Literal["two_pass", "one_pass", "filtered"]
+Strategy = Literal["small", "two_pass", "one_pass", "filtered"]
 
-# One pass on a CPU: with fewer rows in a block its products are thin, and computing the scores twice is faster.
-SMALLEST_BLOCK = 64
-# One pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer than an H200.
-WORTH_ONE_PASS = 2**34
-# One pass on a GPU in several blocks of rows: each block reads and writes a float32 sum of the column gradients. That
-# saves time if a block has so many rows. With more than MANY rows and columns, two passes need such a sum too, and
-# smaller blocks of one pass are faster: 1.09 instead of 1.21 of torch.compile's time (32,768 x 2,048 x 128,256).
-SMALLEST_GPU_BLOCK, SMALLEST_OF_MANY = 2048, 768
-MANY = 16384
-# With fewer features a block's products are so short that nothing is gained. Measured on an H200 with 16,384 to 65,536
-# rows and columns: 0.96 to 1.08 of the time of two passes at width 256 and below, 0.92 to 0.95 at 384, 0.89 at 512.
-NARROWEST_IN_BLOCKS = 384
-# Both directions in one pass: measured on an H200 at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
-# rows on the device is the limit, and nothing is gained.
-LARGEST_SMALL_BATCH = 16384
-# The filter on a GPU: below so many multiply-adds its launches cost more than it saves.
-WORTH_FILTERING = 2**40
 # The statistics that the filter computes
 FILTERED = {"row_lse", "row_pos", "num_positives", "row_entropy", "row_top", "row_top_col", "row_picked"}
 TOO_SMALL = "the call is too small for the filter to pay"
@@ -53,12 +38,24 @@ class Route(NamedTuple):
     backend: Backend
     too_small: bool = False  # whether the size of the call is the only reason not to use the filter
 
+    @property
+    def forms_gradients(self) -> bool:
+        """Whether forward computes the gradients too."""
+        return self.strategy in ("small", "one_pass")
+
+    @property
+    def one_pass(self) -> OnePass:
+        """With `forms_gradients`: the capability that computes the call."""
+        chosen = self.backend.small if self.strategy == "small" else self.backend.one_pass
+        assert chosen is not None
+        return chosen
+
 
 def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
     """The strategy of a call; ``how`` are the keywords of `_route`."""
-    plain = all(type(size) is int for size in (shape.rows, shape.cols, shape.width, shape.picks))
+    plain = type(shape.rows) is type(shape.cols) is type(shape.width) is type(shape.picks) is int
     choose = _route if plain else _route.__wrapped__  # a compiler's symbols cannot be keys of a cache
-    return choose(shape, spec, options, needs, **how)
+    return choose(shape, spec, options, needs, current(), **how)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,6 +64,7 @@ def _route(
     spec: PairSpec,
     options: TileOptions,
     needs: Needs,
+    limits: Limits,
     *,
     scalar: bool = False,
     uniform: bool = True,
@@ -77,6 +75,7 @@ def _route(
 
     Args:
         shape, spec, options, needs: of the call.
+        limits: the thresholds.
         scalar: whether the loss is a scalar with known weights (`RowWeights`).
         uniform: whether all rows have the same weight, known to the host.
         over_group: whether the columns are sharded over a process group.
@@ -88,18 +87,20 @@ def _route(
         return Route("two_pass", "over a group every block is computed twice", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
+    if scalar and options.filter_tolerance == 0.0 and _why_not_small(shape, spec, options, backend, limits) is None:
+        return Route("small", "all scores fit the workspace at once, and there are few of them", backend)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
     if spec.guide != "none":
         return Route("two_pass", "a second score matrix is computed in the same tiles", backend)
     if (tolerance := plans.tolerance_of(options, shape.dtype)) > 0.0:
-        why_exact = _why_not_filtered(shape, spec, options, backend, capturing)
+        why_exact = _why_not_filtered(shape, spec, options, backend, limits, capturing)
         if why_exact is None:
             return Route("filtered", _filter_reason(options, tolerance), backend)
         return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
-    why_two = _why_not_one_pass(shape, spec, options, backend, uniform)
+    why_two = _why_not_one_pass(shape, spec, options, backend, limits, uniform)
     if why_two is None:
         return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
     return Route("two_pass", why_two, backend)
@@ -114,7 +115,7 @@ def _filter_reason(options: TileOptions, tolerance: float) -> str:
 
 
 def _why_not_filtered(
-    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, capturing: bool
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits, capturing: bool
 ) -> str | None:
     """Why the exact gradients are computed despite a tolerance, or None."""
     if backend.filtered is None:
@@ -138,15 +139,32 @@ def _why_not_filtered(
         return "the plan would not fit half the workspace"
     if shape.rows * plans.tile_count(shape.cols) >= 2**31:
         return "pairs are counted in 32 bits"
-    if shape.device.type == "cuda" and shape.products < WORTH_FILTERING:
+    if shape.device.type == "cuda" and shape.products < limits.worth_filtering:
         return TOO_SMALL
     if capturing:
         return "a CUDA graph is being captured"
     return None
 
 
+def _why_not_small(
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits
+) -> str | None:
+    """Why a scalar loss is not computed from one block of scores, or None."""
+    if backend.small is None:
+        return f"the backend {backend.name} offers no strategy for small batches"
+    if options.gradients == "backward":
+        return 'gradients="backward"'
+    if shape.empty:
+        return "there are no scores"
+    if shape.rows * shape.cols > (limits.small if shape.device.type == "cuda" else limits.small_cpu):
+        return "there are so many scores that tiles are faster"
+    if backend.small.rows_that_fit(shape, spec, options.workspace_bytes) < shape.rows:
+        return "the workspace does not hold all scores"
+    return backend.small.why_not(shape, spec, options)
+
+
 def _why_not_one_pass(
-    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, uniform: bool
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits, uniform: bool
 ) -> str | None:
     """Why a scalar loss takes two passes, or None."""
     if options.gradients == "backward":
@@ -162,7 +180,7 @@ def _why_not_one_pass(
     if spec.col_lse:
         if not uniform:
             return "one pass over both directions needs one weight for all rows"
-        if shape.rows > LARGEST_SMALL_BATCH:
+        if shape.rows > limits.largest_both:
             return "one pass over both directions saves host time only, and this batch is limited by the device"
         if 8 * shape.rows * shape.width > options.workspace_bytes / 2:
             return "float32 gradients of both sides would take more than half the workspace"
@@ -171,13 +189,13 @@ def _why_not_one_pass(
         pays = forward or (gpu and shape.dtype in HALF_TYPES)
         return None if pays else "one pass over both directions pays for half types on a GPU"
     rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
-    if gpu and not forward and shape.products < WORTH_ONE_PASS and not spec.softplus:
+    if gpu and not forward and shape.products < limits.worth_one_pass and not spec.softplus:
         return "the call is so small that the host would take longer than the device"
-    if gpu and not forward and rows < shape.rows and shape.width < NARROWEST_IN_BLOCKS and not spec.softplus:
+    if gpu and not forward and rows < shape.rows and shape.width < limits.narrowest_in_blocks and not spec.softplus:
         return "features are so narrow that one pass in several blocks of rows gains nothing"
-    enough = SMALLEST_BLOCK
+    enough = limits.smallest_block
     if gpu:
-        enough = SMALLEST_GPU_BLOCK if min(shape.rows, shape.cols) <= MANY else SMALLEST_OF_MANY
+        enough = limits.smallest_gpu_block if min(shape.rows, shape.cols) <= limits.many else limits.smallest_of_many
     if spec.softplus or rows >= min(shape.rows, enough):
         return None
     return f"the workspace holds the scores of {rows} rows; one pass needs all rows, or at least {enough}"

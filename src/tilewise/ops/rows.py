@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
+from tilewise.ops.limits import current
 
-WORTH_WAITING = 2**38  # multiply-adds of one product; forward and backward then take 3 ms of an H200
 # Columns that a vocabulary-parallel rank is assumed to have. Shards may be uneven, and all ranks must decide the same.
 USUAL_SHARD = 2**15
 # On a GPU a few ignored rows stay, so that tiles are full, some rows always remain, and steps with about the same
@@ -41,7 +41,7 @@ def may_read(pair: Pair, spec: PairSpec) -> bool:
 def pays(shape: PairShape, spec: PairSpec) -> bool:
     """Whether it pays to read which rows count: always on the CPU."""
     cols = USUAL_SHARD if spec.same_rows else shape.cols
-    return shape.device.type == "cpu" or shape.rows * cols * shape.width >= WORTH_WAITING
+    return shape.device.type == "cpu" or shape.rows * cols * shape.width >= current().worth_waiting
 
 
 def copied_bytes(shape: PairShape, spec: PairSpec, needs_a: bool) -> int:

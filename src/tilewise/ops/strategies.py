@@ -191,7 +191,7 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
 
 
 class OnePassFound(NamedTuple):
-    """The result of `one_pass` in forward."""
+    """The result of `small` or `one_pass` in forward."""
 
     one_pass: OnePass
     pair: Pair  # of the rows that count
@@ -200,10 +200,11 @@ class OnePassFound(NamedTuple):
 
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFound]:
-    """A scalar loss, and what its backward needs, by `one_pass`. Eager calls save only the rows that count."""
+    """A scalar loss, and what its backward needs, by `small` or `one_pass`. Eager calls save only the rows that count."""
     spec, options, _, needs = call.settings[:4]
-    pair, weights, one_pass = call.pair(), call.weights(), way.backend.one_pass
-    assert one_pass is not None
+    # A registered operator has tensors only.
+    pair = call.pair(number=eager and way.strategy == "small")
+    weights, one_pass = call.weights(), way.one_pass
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
         fewer = pair if rows is None else rows.of_pair(pair)
@@ -211,6 +212,8 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFo
             weights = weights.rows(rows.index)
         saved_rows = fewer.a.shape[0] if eager else pair.a.shape[0]
         loss, saved = one_pass.forward(fewer, weights, needs, spec, options, saved_rows)
+        if way.strategy != "small":
+            loss = weights.nan_if_none(loss, pair)
         return loss, OnePassFound(one_pass, fewer, saved, rows)
 
 
@@ -226,7 +229,6 @@ def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager
 
 def found_again(call: Call, way: Route, saved: Sequence[Tensor]) -> OnePassFound:
     """What `find_loss` found, from the tensors that a registered operator saved."""
-    pair, one_pass = call.pair(), way.backend.one_pass
-    assert one_pass is not None
+    pair, one_pass = call.pair(), way.one_pass
     rows = KeptRows.find(pair, call.settings.spec)
     return OnePassFound(one_pass, pair if rows is None else rows.of_pair(pair), saved, rows)

@@ -156,7 +156,7 @@ class GISTEmbedLoss(nn.Module):
         if self.contrast_positives:
             same.append((positive, guides[1], _check.group_name(group)))
         if same:
-            scale = _check.check_temperature(self.temperature, anchor)
+            scale = _check.scale_tensor(_check.check_temperature(self.temperature, anchor), anchor)
             pos_n = scale * (anchor.to(scale.dtype) * positive.to(scale.dtype)).sum(1)
             # Scores relative to the target's, as those of `info_nce`: late in training the difference is small.
             shift = pos_n.detach()

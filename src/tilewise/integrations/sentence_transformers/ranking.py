@@ -164,7 +164,7 @@ class MultipleNegativesRankingLoss(nn.Module):
             others.append((query, 0.0, ids))
         if others:
             query, doc, *columns = (_check.autocast(x) for x in (query, doc, *(column for column, *_ in others)))
-            scale = _check.check_temperature(settings["temperature"], query)
+            scale = _check.scale_tensor(_check.check_temperature(settings["temperature"], query), query)
             pos_n = scale * (query.to(scale.dtype) * doc.to(scale.dtype)).sum(1)
             shift = pos_n.detach()  # scores relative to the target's, as those of `info_nce`
             how: dict[str, Any] = {"row_shift": shift, "options": self.options}

@@ -13,6 +13,7 @@ from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.filtered import TorchFilter
 from tilewise.kernels.torch_impl.one_pass import TorchOnePass
 from tilewise.kernels.torch_impl.ranks import ScoreTile
+from tilewise.kernels.torch_impl.small import TorchSmall
 from tilewise.options import TileOptions
 
 
@@ -20,7 +21,7 @@ class TorchBackend(Backend):
     """Plain PyTorch, tile by tile."""
 
     name = "torch"
-    one_pass = TorchOnePass()
+    one_pass, small = TorchOnePass(), TorchSmall()
     filtered = TorchFilter()
     offers_ranks = offers_search = True
 

@@ -84,20 +84,25 @@ class TorchOnePass:
         self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
     ) -> Grads:
         """The saved gradients multiplied by ``grad_output``."""
-        grads = scalar_loss.gradients_of(saved, needs, pair.a.shape[0])
-        return Grads(
-            a=None if grads.a is None else multiplied(grads.a, grad_output, pair.a.dtype, overwrite),
-            b=None if grads.b is None else multiplied(grads.b, grad_output, pair.b.dtype, overwrite),
-            scale=None if grads.scale is None else grads.scale * grad_output,
-            bias=None if grads.bias is None else grads.bias * grad_output,
-        )
+        return scaled_gradients(saved, pair, grad_output, needs, overwrite)
+
+
+def scaled_gradients(saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, overwrite: bool) -> Grads:
+    """The saved gradients multiplied by ``grad_output``, those of the features in their type."""
+    grads, dtype = scalar_loss.gradients_of(saved, needs, pair.a.shape[0]), pair.a.dtype
+    if overwrite and dtype == pair.stat_dtype and grad_output.device.type == "cpu" and grad_output.item() == 1.0:
+        return grads
+    return Grads(
+        a=None if grads.a is None else multiplied(grads.a, grad_output, dtype, overwrite),
+        b=None if grads.b is None else multiplied(grads.b, grad_output, dtype, overwrite),
+        scale=None if grads.scale is None else grads.scale * grad_output,
+        bias=None if grads.bias is None else grads.bias * grad_output,
+    )
 
 
 def multiplied(grad: Tensor, grad_output: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
     """grad * grad_output in ``dtype``, rounded once; with ``overwrite``, in place where the types are equal."""
     in_place = overwrite and grad.dtype == dtype
-    if in_place and grad.device.type == "cpu" and grad_output.item() == 1.0:
-        return grad
     out = grad if in_place else torch.empty_like(grad, dtype=dtype)
     # The factor has 2 dimensions, because a 0-d factor would first be rounded to the type of a half gradient.
     for rows in slices(grad.shape[0], MULTIPLY_ROWS):

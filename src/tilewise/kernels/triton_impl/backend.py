@@ -11,6 +11,7 @@ from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
+from tilewise.kernels.triton_impl.small.strategy import TritonSmall
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.options import TileOptions
@@ -38,7 +39,7 @@ class TritonBackend(Backend):
     """Fused kernels."""
 
     name = "triton"
-    one_pass = TritonOnePass()
+    one_pass, small = TritonOnePass(), TritonSmall()
     filtered = TritonFilter()
     offers_ranks = True
     backward = staticmethod(two_pass.backward)

@@ -1,0 +1,293 @@
+"""The strategy `small` of the torch backend: the scores of all pairs at once, for a scalar loss of a small batch.
+
+A batch of up to a few thousand rows is limited by the number of steps, not by arithmetic. So there is one block of
+scores, and a few operators on the whole of it, which replace the scores by G, the gradient of the loss:
+
+    x = scores                              l = log_softmax(x)                     [positive] is 1 at the positives
+    L = -sum_i w_i l_i,pos                  G = w_i (exp(l) - [positive] / num_positives_i)
+    with z_i:   L += sum_i z_i lse_i^2      G += 2 z_i lse_i exp(l)
+    columns too: l of both directions, each with the weight w_i / 2
+    sigmoid:    L = sum_ij w_i softplus(+-x)   G = w_i (sigmoid(x) - [positive])
+
+    dA = scale G B,   dB = scale G' A,   dscale = sum_ij G_ij <a_i, b_j>,   dbias = column sums of G
+
+Axes: n rows of a, m rows of b, d features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import scalar_loss
+from tilewise.kernels.backend import Like, Saved
+from tilewise.kernels.precision import matmul_precision
+from tilewise.kernels.spec import HALF_TYPES, Grads, Needs, Pair, PairShape, PairSpec, RowWeights, wanted_names
+from tilewise.kernels.torch_impl.guide import GuideTiles
+from tilewise.kernels.torch_impl.one_pass import scaled_gradients
+from tilewise.kernels.torch_impl.tile_scores import product_types
+from tilewise.options import TileOptions
+
+SOFTMAX = {"row_lse", "row_pos", "num_positives"}
+STATISTICS = SOFTMAX, SOFTMAX | {"col_lse"}, {"row_softplus"}
+
+
+class TorchSmall:
+    """The capability `small` of the torch backend."""
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this loss cannot be computed from one block of scores, or None."""
+        if set(wanted_names(spec)) not in STATISTICS or spec.guide not in ("none", "mask"):
+            return "it has other statistics than a softmax or a sigmoid loss"
+        if spec.softplus and spec.positive != "one":
+            return "a sigmoid loss has one positive in each row"
+        if shape.has_row_scale:
+            return "each row has a scale of its own"
+        return None
+
+    def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
+        """All rows or none."""
+        return shape.rows if block_bytes(shape, spec) <= memory else 0
+
+    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
+        """See `OnePass`."""
+        return scalar_loss.gradients_like(shape, needs)
+
+    def forward(
+        self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
+    ) -> tuple[Tensor, Saved]:
+        """The loss and its gradients."""
+        with matmul_precision(options.precision), without_graph():
+            loss, grads = loss_and_gradients(pair, weights, needs, spec)
+        return loss, scalar_loss.saved_gradients(grads, rows)
+
+    def backward(
+        self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
+    ) -> Grads:
+        """The saved gradients multiplied by ``grad_output``."""
+        return scaled_gradients(saved, pair, grad_output, needs, overwrite)
+
+
+def block_bytes(shape: PairShape, spec: PairSpec) -> int:
+    """Scratch memory: scores, their logarithmic softmax, masks, and G as operands of a product."""
+    item = 8 if shape.dtype == torch.float64 else 4
+    converted = shape.dtype in HALF_TYPES and shape.device.type != "cuda"  # features as float32
+    copies = 2 + spec.col_lse + bool(spec.softcap) + spec.symmetric + (spec.positive == "many")
+    score = copies * item + (2 if shape.dtype in HALF_TYPES else 0) + 2 * (shape.has_skips or spec.positive == "many")
+    return shape.rows * shape.cols * score + converted * (shape.rows + shape.cols) * shape.width * 4
+
+
+def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec) -> tuple[Tensor, Grads]:
+    """The loss, and its gradients with the features' gradients in `saved_dtype`."""
+    operand, kind = product_types(pair.a.device, pair.a.dtype)
+    a = pair.a if pair.a.dtype == operand else pair.a.to(operand)
+    b = a if spec.symmetric else pair.b if pair.b.dtype == operand else pair.b.to(operand)
+    scale = pair.scale
+    if isinstance(scale, Tensor) and scale.device.type == "cpu":
+        scale = scale.item()
+    x_nm = product(a, b.t(), kind, scale)
+    if pair.bias is not None:
+        x_nm.add_(pair.bias)
+    slope = None
+    if cap := spec.softcap:
+        x_nm.div_(cap).tanh_()
+        slope = x_nm.square().neg_().add_(1.0)
+        x_nm.mul_(cap)
+    whole, share = weights, weights.share
+    if weights.kept and x_nm.device.type == "cpu":  # the ignored rows have been dropped
+        share /= max(x_nm.shape[0], 1)
+    elif weights.kept:
+        weights, share = RowWeights(each=weights.full(pair)), 1.0
+    positives = Positives(pair, spec)
+    exclude_(x_nm, pair, spec, positives)
+    if spec.softplus:
+        loss, g_nm = sigmoid(x_nm, weights, positives)
+    else:
+        loss, g_nm = softmax(x_nm, weights, spec, positives)
+    loss = whole.nan_if_none(loss.mul_(share).to(pair.stat_dtype), pair)
+    if not any(needs):
+        return loss, Grads()
+    if slope is not None:
+        # An excluded pair has the score -inf and no gradient.
+        g_nm = torch.where(g_nm == 0.0, 0.0, g_nm.mul_(slope))
+    return loss, gradients(g_nm, a, b, scale, share, operand, kind, needs, spec)
+
+
+def product(left: Tensor, right: Tensor, kind: torch.dtype, factor: float | Tensor) -> Tensor:
+    """factor * left @ right, in the type ``kind``."""
+    if isinstance(factor, float) and left.dtype == kind:
+        out = left.new_empty((left.shape[0], right.shape[1]))
+        return out.addmm_(left, right, beta=0.0, alpha=factor)
+    out = torch.mm(left, right) if left.dtype == kind else torch.mm(left, right, out_dtype=kind)
+    return out.mul_(factor)
+
+
+def without_graph() -> contextlib.AbstractContextManager[object]:
+    """`torch.no_grad`, which costs nothing where an autograd function has switched gradients off already."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+class Positives:
+    """The positives of all rows: the diagonal, one given column each (``place``), or a mask."""
+
+    def __init__(self, pair: Pair, spec: PairSpec) -> None:
+        self.place: Tensor | None = None  # (n, 1)
+        self.mask: Tensor | None = None  # (n, m)
+        self.known: Tensor | None = None  # (n,) NaN for a positive out of range, otherwise 1
+        if spec.positive == "many":
+            self.mask = pair.row_key[:, None] == pair.col_key
+            if spec.mask_self:
+                self.mask.fill_diagonal_(False)
+            self.count = self.mask.sum(1)
+        elif spec.in_range:
+            self.place = pair.row_key[:, None]
+        elif pair.row_key is not None:
+            place = pair.row_key.clamp(0, pair.b.shape[0] - 1)
+            self.known = torch.where((place == pair.row_key) | (pair.row_key < 0), 1.0, torch.nan)
+            self.place = place[:, None]
+
+    def values(self, x_nm: Tensor) -> Tensor:
+        """x at the positives, its mean over several, and 0 for a row without any: (n,)."""
+        if self.mask is not None:
+            total = torch.where(self.mask, x_nm, 0.0).sum(1)
+            return total.div_(self.count.clamp(min=1))
+        return x_nm.diagonal() if self.place is None else x_nm.gather(1, self.place).squeeze(1)
+
+    def flip_(self, x_nm: Tensor) -> None:
+        """Change the sign of the positives."""
+        if self.place is None:
+            x_nm.diagonal().neg_()
+        else:
+            x_nm.scatter_(1, self.place, -x_nm.gather(1, self.place))
+
+    def subtract_(self, g_nm: Tensor, weight: float | Tensor) -> None:
+        """Subtract the weight, 0-d or (n,), at the positive; an equal part of it at each of several."""
+        if self.mask is not None:
+            each = weight / self.count.clamp(min=1)
+            g_nm.sub_(each[:, None].to(g_nm.dtype) * self.mask)
+        elif self.place is None:
+            g_nm.diagonal().sub_(weight)
+        elif isinstance(weight, float):
+            g_nm.scatter_(1, self.place, g_nm.gather(1, self.place).sub_(weight))
+        else:
+            g_nm.scatter_add_(1, self.place, weight[:, None].neg())
+
+    def allow_(self, mask_nm: Tensor) -> None:
+        """Set a mask to False at the positives."""
+        if self.mask is not None:
+            mask_nm.logical_and_(~self.mask)
+        elif self.place is None:
+            mask_nm.fill_diagonal_(False)
+        else:
+            mask_nm.scatter_(1, self.place, False)
+
+
+def exclude_(x_nm: Tensor, pair: Pair, spec: PairSpec, positives: Positives) -> None:
+    """Set the scores of excluded pairs to -inf."""
+    if pair.row_skip is not None and pair.col_skip is not None:
+        mask = pair.row_skip[:, None] == pair.col_skip
+        positives.allow_(mask)
+        x_nm.masked_fill_(mask, -torch.inf)
+    if spec.guide == "mask":
+        mask = GuideTiles(pair, spec).above_limit(slice(0, x_nm.shape[0]), slice(0, x_nm.shape[1]))
+        positives.allow_(mask)
+        x_nm.masked_fill_(mask, -torch.inf)
+    if spec.mask_self:
+        x_nm.fill_diagonal_(-torch.inf)
+
+
+def softmax(x_nm: Tensor, weights: RowWeights, spec: PairSpec, positives: Positives) -> tuple[Tensor, Tensor]:
+    """The loss without the common weight of the rows, float64, and G, likewise."""
+    pos = None if weights.square is None else positives.values(x_nm).clone()
+    l_nm = torch.log_softmax(x_nm, 1)
+    value = positives.values(l_nm)
+    each, known = weights.each, positives.known
+    if spec.col_lse:
+        other_nm = torch.log_softmax(x_nm, 0)
+        value = torch.lerp(value, positives.values(other_nm), 0.5)
+        g_nm = torch.lerp(l_nm.exp_(), other_nm.exp_(), 0.5)
+    else:
+        g_nm = l_nm
+    if known is not None:
+        value = value * known
+    if positives.mask is not None:
+        # A row without positives has the loss 0, and a lone row has no scores at all.
+        some = positives.count > 0
+        value = torch.where(some, value, 0.0)
+        each = some.to(value.dtype) if each is None else each * some
+    if each is not None:
+        loss = torch.where(each != 0.0, each * value, 0.0).sum(dtype=torch.float64).neg_()
+    else:
+        loss = value.sum(dtype=torch.float64).neg_()
+    weight = each if known is None else known if each is None else torch.where(each != 0.0, each * known, 0.0)
+    factor = weight
+    if weights.square is not None:
+        assert pos is not None
+        lse = pos - value  # the positive's score, minus its logarithmic probability
+        squared = weights.square != 0
+        loss = loss + torch.where(squared, weights.square.double() * lse.square(), 0.0).sum()
+        more = torch.where(squared, 2.0 * weights.square * lse, 0.0)
+        factor = more + (1.0 if weight is None else weight)
+    if not spec.col_lse:
+        g_nm.exp_()
+    if factor is not None:
+        g_nm = torch.where((factor == 0.0)[:, None], 0.0, g_nm.mul_(factor[:, None].to(g_nm.dtype)))
+    positives.subtract_(g_nm, 1.0 if weight is None else weight.to(g_nm.dtype))
+    return loss, g_nm
+
+
+def sigmoid(x_nm: Tensor, weights: RowWeights, positives: Positives) -> tuple[Tensor, Tensor]:
+    """The loss without the common weight of the rows, float64, and G, likewise."""
+    positives.flip_(x_nm)
+    each, known = weights.each, positives.known
+    loss_n = torch.logaddexp(x_nm, x_nm.new_zeros(())).sum(1)
+    g_nm = x_nm.sigmoid_()
+    positives.flip_(g_nm)
+    if known is not None:
+        each = known if each is None else torch.where(each != 0.0, each * known, 0.0)
+    if each is None:
+        return loss_n.sum(dtype=torch.float64), g_nm
+    return (each.double() * loss_n).sum(), g_nm.mul_(each[:, None].to(g_nm.dtype))
+
+
+def gradients(
+    g_nm: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | Tensor,
+    share: float,
+    operand: torch.dtype,
+    kind: torch.dtype,
+    needs: Needs,
+    spec: PairSpec,
+) -> Grads:
+    """The gradients from G, which lacks the common weight ``share`` of the rows."""
+    grads = Grads()
+    if needs.bias:
+        grads.bias = g_nm.sum(0, dtype=torch.float64).mul_(share).to(kind)
+    # With the gradient of the scale, the products come without it: <A, G B>.
+    factor = share if needs.scale else share * scale
+    if spec.symmetric:
+        g_nm = (g_nm + g_nm.t()).mul_(0.5)
+    size: Tensor | None = None
+    if operand == torch.float16:  # keeps G near 1
+        size = g_nm.abs().amax()
+        size = torch.where((size > 0) & (size < torch.inf), size, 1.0)
+        g_nm = g_nm / size
+        factor = factor * size
+    if g_nm.dtype != operand:
+        g_nm = g_nm.to(operand)
+    if needs.a or (needs.scale and not needs.b):
+        grads.a = product(g_nm, b, kind, 2.0 * factor if spec.symmetric else factor)
+    if needs.b and not spec.symmetric:
+        grads.b = product(g_nm.t(), a, kind, factor)
+    if needs.scale:
+        made, side = (grads.a, a) if grads.a is not None else (grads.b, b)
+        assert made is not None
+        total = (made * side.to(kind)).sum(dtype=torch.float64)
+        grads.scale = (total * 0.5 if spec.symmetric else total).to(kind)
+        grads.a = grads.a.mul_(scale) if needs.a and grads.a is not None else None
+        grads.b = None if grads.b is None else grads.b.mul_(scale)
+    return grads

@@ -1,0 +1,1 @@
+"""Small batches: the scores of all pairs at once."""

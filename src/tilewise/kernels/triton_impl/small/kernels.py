@@ -1,0 +1,254 @@
+"""Kernels of small batches, whose scores lie in memory. `programs` puts them together.
+
+``x`` holds the products <a_i, b_j> of all pairs, in float32. Scores are in units of log2 inside of a kernel.
+
+    rows_kernel       the loss of each row; with one softmax in each row, or a sigmoid, also G
+    both_kernel       G where rows and columns have a softmax each, or where scores are symmetric
+    columns_kernel    the gradient of a bias of each column
+    finish_kernel     sums: the loss, the gradient of the scale, and the factor of the other gradients
+    gradient_kernel   gradients multiplied by that factor and by ``grad_output``
+
+    G_ij = f_i exp(x_ij - lse_i) - h_i [positive]         f_i = w_i + 2 z_i lse_i,   h_i = w_i / number of positives
+
+Axes: n rows, m columns; R, C rows and columns of one tile.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton_impl.bits import DIAGONAL, MANY, SOFTCAP
+from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, positives, score_tile
+
+# Values of LOSS
+STATS = tl.constexpr(0)  # the softmax of each row, without G
+SOFTMAX = tl.constexpr(1)
+SIGMOID = tl.constexpr(2)
+
+
+@triton.jit
+def factor_of(scale, number):
+    """The factor of the scores: the number that ``scale`` points to, or without it ``number``."""
+    found = tl.load(scale).to(tl.float32) if scale is not None else number
+    return found
+
+
+@triton.jit
+def safe(top):
+    """The shift of exponentials: 0 where all scores are -inf."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def cap_factor(x, softcap):
+    """The derivative of the soft cap, from capped scores in units of log2; 0 for an excluded pair."""
+    t = x * (1.0 / LOG2E) / softcap
+    return tl.where(x == float("-inf"), 0.0, 1.0 - t * t)
+
+
+@triton.jit
+def row_weights(rows, ok, count, row_key, weight, POSITIVE: tl.constexpr, KEPT: tl.constexpr):
+    """w_i: NaN for a positive out of range, and 0 for an ignored row, or for a row of several without any."""
+    w = tl.load(weight + rows, mask=ok, other=0.0) if weight is not None else tl.where(ok, 1.0, 0.0)
+    if MANY == POSITIVE:
+        w = tl.where(count > 0.0, w, 0.0)
+    elif DIAGONAL != POSITIVE:
+        if KEPT:
+            w = tl.where(tl.load(row_key + rows, mask=ok, other=-1) < 0, 0.0, w)
+        w = tl.where((count == 0.0) & (w != 0.0), float("nan"), w)
+    return w
+
+
+@triton.jit
+def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip, weight, square,
+                top_out, log_out, factor_out, hit_out, loss, dot, bias_dot, g, n, m, row_step, col_step,
+                R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                LOSS: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
+    """The loss of R rows, and either their statistics for `both_kernel` or G and the rows' part of the scale's gradient.
+
+    With other steps of ``x`` the columns of the scores are the rows of this kernel.
+    """
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    ok = rows < n
+    s = factor_of(scale, number)
+    at = x + rows.to(tl.int64)[:, None] * row_step
+    top = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)  # sum of exp(score - top), or of softplus
+    at_positive, count = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
+    for start in range(0, m, C):
+        cols = start + tl.arange(0, C)
+        here = ok[:, None] & (cols < m)[None, :]
+        acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
+        v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
+                       SCORE, POSITIVE)  # fmt: skip
+        hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+        count += tl.sum(hit.to(tl.float32), 1)
+        if SIGMOID == LOSS:
+            v = tl.where(hit, -v, v)
+            plus = tl.maximum(v, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(v)))
+            total += tl.sum(tl.where(here, plus, 0.0), 1)
+        else:
+            at_positive += tl.sum(tl.where(hit, v, 0.0), 1)
+            high = tl.maximum(top, tl.max(v, 1))
+            total = total * tl.exp2(top - safe(high)) + tl.sum(tl.exp2(v - safe(high)[:, None]), 1)
+            top = high
+    w = row_weights(rows, ok, count, row_key, weight, POSITIVE, KEPT)
+    if SIGMOID == LOSS:
+        value = total
+        f = w
+        h = w
+    else:
+        each = tl.where(count > 0.0, count, 1.0)
+        value = tl.log2(total) + (safe(top) - at_positive / each)
+        f = w
+        h = w / each
+    value = tl.where(w == 0.0, 0.0, w * value * LN2)
+    if square is not None:
+        z = tl.load(square + rows, mask=ok, other=0.0)
+        lse = (tl.log2(total) + top) * LN2
+        value += tl.where(z == 0.0, 0.0, z * lse * lse)
+        f += tl.where(z == 0.0, 0.0, 2.0 * z * lse)
+    tl.store(loss + rows, value, mask=ok)
+    if STATS == LOSS:
+        tl.store(top_out + rows, safe(top), mask=ok)
+        tl.store(log_out + rows, tl.log2(total), mask=ok)
+        tl.store(factor_out + rows, f, mask=ok)
+        tl.store(hit_out + rows, h, mask=ok)
+    elif g is not None:
+        share = f if SIGMOID == LOSS else f / total
+        for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
+        for start in range(0, m, C):
+            cols = start + tl.arange(0, C)
+            here = ok[:, None] & (cols < m)[None, :]
+            acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
+            v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
+                           SCORE, POSITIVE)  # fmt: skip
+            hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+            if SIGMOID == LOSS:
+                signed = tl.where(hit, -v, v)
+                e = tl.exp2(-tl.abs(signed))
+                p = tl.where(signed > 0.0, 1.0, e) / (1.0 + e) * share[:, None]
+                grad = tl.where(hit, -p, p)
+            else:
+                grad = tl.exp2(v - safe(top)[:, None]) * share[:, None] - tl.where(hit, h[:, None], 0.0)
+            if SOFTCAP & SCORE:
+                grad = grad * cap_factor(v, softcap)
+            grad = tl.where((f == 0.0)[:, None], 0.0, grad)
+            for_scale += tl.sum(tl.where(here, grad * acc, 0.0), 1)
+            for_bias += tl.sum(tl.where(here, grad, 0.0), 1)
+            tl.store(g + rows.to(tl.int64)[:, None] * m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
+        if dot is not None:
+            tl.store(dot + rows, for_scale, mask=ok)
+        if bias_dot is not None:
+            tl.store(bias_dot + rows, for_bias, mask=ok)
+
+
+@triton.jit
+def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip,
+                row_top, row_log, row_factor, row_hit, col_top, col_log, col_factor, col_hit, dot, g, n, m,
+                R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
+    """G of one tile: the terms of the rows' softmax and of the columns', and the tile's part of the scale's gradient."""
+    col_tiles = tl.cdiv(m, C)
+    rows = tl.program_id(0) // col_tiles * R + tl.arange(0, R)
+    cols = tl.program_id(0) % col_tiles * C + tl.arange(0, C)
+    ok_row, ok_col = rows < n, cols < m
+    here = ok_row[:, None] & ok_col[None, :]
+    place = rows.to(tl.int64)[:, None] * m + cols[None, :]
+    acc = tl.load(x + place, mask=here, other=0.0)
+    v = score_tile(acc, rows, cols, n, m, factor_of(scale, number), bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
+                   SCORE, POSITIVE)  # fmt: skip
+    hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+    f_row, f_col = (
+        tl.load(row_factor + rows, mask=ok_row, other=0.0),
+        tl.load(col_factor + cols, mask=ok_col, other=0.0),
+    )
+    h_row, h_col = tl.load(row_hit + rows, mask=ok_row, other=0.0), tl.load(col_hit + cols, mask=ok_col, other=0.0)
+    top, log = tl.load(row_top + rows, mask=ok_row, other=0.0), tl.load(row_log + rows, mask=ok_row, other=0.0)
+    by_row = tl.exp2((v - top[:, None]) - log[:, None]) * f_row[:, None]
+    top, log = tl.load(col_top + cols, mask=ok_col, other=0.0), tl.load(col_log + cols, mask=ok_col, other=0.0)
+    by_col = tl.exp2((v - top[None, :]) - log[None, :]) * f_col[None, :]
+    # A lone row has no scores and the weight 0.
+    by_row, by_col = tl.where((f_row == 0.0)[:, None], 0.0, by_row), tl.where((f_col == 0.0)[None, :], 0.0, by_col)
+    grad = by_row + by_col - tl.where(hit, h_row[:, None] + h_col[None, :], 0.0)
+    if SOFTCAP & SCORE:
+        grad = grad * cap_factor(v, softcap)
+    tl.store(g + place, grad.to(g.dtype.element_ty), mask=here)
+    if dot is not None:
+        tl.store(dot + tl.program_id(0), tl.sum(tl.sum(tl.where(here, grad * acc, 0.0), 1), 0))
+
+
+@triton.jit
+def finish_kernel(row_loss, col_loss, dot, bias_dot, scale, number, share, row_key,
+                  loss_out, scale_out, bias_out, weight_out, factor_out, n, dots,
+                  HALF: tl.constexpr, KEPT: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Loss, gradient of the scale, and factor of the features' gradients, all with the common weight ``share``.
+
+    KEPT: that weight is divided by the number of rows whose key is not negative. BOTH: the loss is the mean of two
+    directions. HALF: each pair of symmetric scores was counted twice.
+    """
+    total, kept = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(row_loss + at, mask=at < n, other=0.0).to(tl.float64)
+        if col_loss is not None:
+            total += tl.load(col_loss + at, mask=at < n, other=0.0).to(tl.float64)
+        if KEPT:
+            kept += (tl.load(row_key + at, mask=at < n, other=-1) >= 0).to(tl.float32)
+    weight = share * 1.0
+    if BOTH:
+        weight = 0.5 * weight
+    loss = tl.sum(total, 0)
+    if KEPT:
+        rows_kept = tl.sum(kept, 0)
+        loss = tl.where(rows_kept == 0.0, float("nan"), loss)
+        weight = weight / tl.maximum(rows_kept, 1.0)
+    tl.store(loss_out, (loss * weight).to(tl.float32))
+    tl.store(weight_out, weight)
+    tl.store(factor_out, weight * factor_of(scale, number))
+    if HALF:
+        weight = 0.5 * weight
+    if dot is not None:
+        total = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, dots, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total += tl.load(dot + at, mask=at < dots, other=0.0).to(tl.float64)
+        tl.store(scale_out, (tl.sum(total, 0) * weight).to(tl.float32))
+    if bias_dot is not None:
+        total = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total += tl.load(bias_dot + at, mask=at < n, other=0.0).to(tl.float64)
+        tl.store(bias_out, (tl.sum(total, 0) * weight).to(tl.float32))
+
+
+@triton.jit
+def columns_kernel(g, weight, out, n, m, R: tl.constexpr, C: tl.constexpr):
+    """The gradient of the bias of each column: the sums of G, times the common weight of the rows."""
+    cols = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros((R, C), tl.float32)
+    for start in range(0, n, R):
+        rows = start + tl.arange(0, R)
+        here = (rows < n)[:, None] & (cols < m)[None, :]
+        total += tl.load(g + rows.to(tl.int64)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32)
+    tl.store(out + cols, tl.sum(total, 0) * tl.load(weight), mask=cols < m)
+
+
+@triton.jit
+def scaled(values, out, factor, size, BLOCK: tl.constexpr):
+    """out = values * factor, for this program's block; rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def gradient_kernel(a, b, scale, factor, grad_output, a_out, b_out, scale_out, a_size, b_size, BLOCK: tl.constexpr):
+    """Every gradient times ``grad_output``, and those of the features times ``factor``; None for one not needed."""
+    times = tl.load(grad_output).to(tl.float32)
+    both = times * tl.load(factor)
+    if a is not None:
+        scaled(a, a_out, both, a_size, BLOCK)
+    if b is not None:
+        scaled(b, b_out, both, b_size, BLOCK)
+    if scale is not None:
+        if tl.program_id(0) == 0:
+            tl.store(scale_out, tl.load(scale) * times)

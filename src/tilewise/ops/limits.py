@@ -1,0 +1,65 @@
+"""All thresholds of size of the choice of a strategy (`route`), and of dropping ignored rows (`rows`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The thresholds. Times are of an H200, unless noted.
+
+    Args:
+        small, small_cpu: the most scores that are computed all at once, on a GPU and on a CPU.
+        smallest_block: one pass on a CPU: with fewer rows in a block its products are thin, and computing the scores
+            twice is faster.
+        worth_one_pass: one pass of a softmax on a GPU: below so many multiply-adds of a product the host takes longer
+            than the device.
+        smallest_gpu_block, smallest_of_many: one pass on a GPU in several blocks of rows: each block reads and writes a
+            float32 sum of the column gradients. That saves time if a block has so many rows. With more than ``many``
+            rows and columns, two passes need such a sum too, and smaller blocks of one pass are faster: 1.09 instead
+            of 1.21 of torch.compile's time (32,768 x 2,048 x 128,256).
+        narrowest_in_blocks: with fewer features a block's products are so short that nothing is gained. With 16,384 to
+            65,536 rows and columns: 0.96 to 1.08 of the time of two passes at width 256 and below, 0.92 to 0.95 at 384,
+            0.89 at 512.
+        largest_both: both directions in one pass: at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
+            rows on the device is the limit, and nothing is gained.
+        worth_filtering: the filter on a GPU: below so many multiply-adds its launches cost more than it saves.
+        worth_waiting: dropping ignored rows on a GPU: multiply-adds of one product from which the host waits for their
+            number; forward and backward then take 3 ms.
+    """
+
+    small: int = 2**27
+    small_cpu: int = 2**24
+    smallest_block: int = 64
+    worth_one_pass: int = 2**34
+    smallest_gpu_block: int = 2048
+    smallest_of_many: int = 768
+    many: int = 16384
+    narrowest_in_blocks: int = 384
+    largest_both: int = 16384
+    worth_filtering: int = 2**40
+    worth_waiting: int = 2**38
+
+
+_now = Limits()
+
+
+def current() -> Limits:
+    """The limits that calls use now."""
+    return _now
+
+
+@contextlib.contextmanager
+def changed(**limits: Any) -> Iterator[None]:
+    """Other limits for the calls inside, of all threads: for tests, and for measuring where a threshold belongs."""
+    global _now
+    before, _now = _now, dataclasses.replace(_now, **limits)
+    try:
+        yield
+    finally:
+        _now = before
