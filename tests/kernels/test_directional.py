@@ -41,7 +41,7 @@ def dense_derivatives(pair, along, spec):
     names = [name for name in LEAVES if getattr(along, name) is not None]
 
     def stats_of(*values):
-        given = {name: value for name, value in zip(names, values, strict=True)}
+        given = dict(zip(names, values, strict=True))
         moved = dataclasses.replace(pair, **given, **({"b": given.get("a", pair.a)} if spec.symmetric else {}))
         return {name: value for name, value in stats_asked(dense_stats(moved, spec)).items() if name in STATS}
 

@@ -152,8 +152,11 @@ def _register_forward(operator: Operator) -> Callable[..., list[Tensor]]:
 
 
 def _register_backward(operator: Operator, forward: Callable[..., list[Tensor]]) -> None:
-    """`tilewise::name_backward`. Missing gradients are left out of ``grads``: torch does not see tensors in a list
-    that may hold None."""
+    """`tilewise::name_backward`.
+
+    Its list ``grads`` has only the gradients that are there, and ``coming`` says of which outputs they are. In a list
+    that may hold None (``Tensor?[]``) torch would see no tensors, and the list would have no gradient.
+    """
 
     def backward(*arguments: Any) -> list[Tensor]:
         call, (saved, grads, coming, needs) = _call_of(arguments), arguments[len(TENSORS) : -1]
@@ -171,12 +174,13 @@ def _register_backward(operator: Operator, forward: Callable[..., list[Tensor]])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        saved, grads, ctx.coming, _, ctx.settings = inputs[len(TENSORS) :]
+        saved, grads, ctx.coming, ctx.needs, ctx.settings = inputs[len(TENSORS) :]
         ctx.counts = len(saved), len(grads)
         ctx.save_for_backward(*inputs[: len(TENSORS)])
 
-    def pull_back(ctx: Any, along: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def pull_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         saved, count = ctx.counts
+        along = [grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
         found: Sequence[Tensor | None] = [None] * count
         if any(ctx.needs_input_grad[len(TENSORS) + 1]):
             found = _operator(f"{operator.name}_jvp")(*ctx.saved_tensors, *along, ctx.coming, ctx.settings)
@@ -206,7 +210,8 @@ def _register_jvp(operator: Operator) -> None:
 
     def pull_back(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         call, coming = _call_of((*ctx.saved_tensors, ctx.settings)), _spread(grads, ctx.coming)
-        needs, found = Needs(*ctx.needs_input_grad[len(TENSORS) : -2]), [None] * len(LEAVES)
+        needs = Needs(*ctx.needs_input_grad[len(TENSORS) : -2])
+        found: Sequence[Tensor | None] = [None] * len(LEAVES)
         if not nothing_to_do(needs, call.settings.group_name, coming):
             found = registered_backward(operator, call, [], coming, needs)
         return *(None,) * len(TENSORS), *found, None, None

@@ -196,8 +196,8 @@ def stats_jvp(call: Call, along: Grads, names: Sequence[str]) -> tuple[Stats, St
     spec, options, group_name = call.settings[:3]
     if group_name:
         raise GradientError(
-            "over a process group, a gradient cannot be differentiated with respect to grad_output. Detach the "
-            "gradient, or call the loss without group="
+            "over a process group, tilewise losses have first derivatives only: a gradient has no derivative, not even "
+            "with respect to grad_output. Detach the gradient, or call the loss without group="
         )
     pair = call.pair()
     with without_autocast(pair.a):
