@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests import oracles
 from tests.compare import assert_close
-from tests.losses.loss_cases import CASES, converted, problem, upstream_like
+from tests.losses.loss_cases import CASES, along_all_leaves, converted, problem, upstream_like
 
 import tilewise as tw
 from tilewise.errors import GradientError
@@ -16,20 +16,6 @@ from tilewise.options import TileOptions
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")
 ONE_OF_EACH = ("clip", "siglip", "nt_xent", "supcon", "info_nce_own_negatives", "cross_entropy_everything", "logsumexp")
 WORDS = r"first derivatives only.*[Dd]etach"
-
-
-def along_all_leaves(loss, leaves, **how):
-    """The derivative of the loss along a random direction of all leaves: a gradient differentiated in grad_output.
-
-    The direction is exact in every type.
-    """
-    generator = torch.Generator().manual_seed(3)
-    along = [(torch.randn(leaf.shape, generator=generator) * 64).round().to(leaf) / 64 for leaf in leaves.values()]
-
-    def of_values(*values):
-        return loss(SimpleNamespace(**dict(zip(leaves, values, strict=True))), **how)
-
-    return torch.autograd.functional.jvp(of_values, tuple(leaf.detach() for leaf in leaves.values()), tuple(along))[1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

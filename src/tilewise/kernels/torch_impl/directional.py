@@ -32,15 +32,14 @@ from tilewise.options import TileOptions
 def derivatives(
     pair: Pair, along: Grads, names: Sequence[str], spec: PairSpec, options: TileOptions
 ) -> tuple[Stats, Stats]:
-    """The statistics of ``spec``, and the derivatives of those in ``names``, float64. A direction of None is zero.
-
-    Several tiles of scores are in memory at a time.
-    """
+    """The statistics of ``spec``, and the derivatives of those in ``names``, float64. A direction of None is zero."""
     if spec.symmetric:  # all pairs, each once
         along, spec = dataclasses.replace(along, b=along.a), dataclasses.replace(spec, symmetric=False)
     with matmul_precision(options.precision), torch.no_grad():
         stats = forward(pair, spec, options)
-        tiles = Tiles(pair, spec, options)
+        # A tile takes half of the workspace, because its changes and their operands take as much as its scores.
+        half = dataclasses.replace(options, workspace_mib=max(options.workspace_bytes // 2**21, 1))
+        tiles = Tiles(pair, spec, half)
         changes = [_Change(tiles, stats, name, options) for name in names]
         for i, j in tiles:
             dx_rc = _score_changes(tiles, along, i, j)
