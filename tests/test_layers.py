@@ -169,17 +169,17 @@ def test_operators_and_losses_know_no_backend_by_name():
             assert not text & {"triton", "torch"}, path
 
 
-def test_there_are_two_autograd_functions_and_two_operators_for_losses():
+def test_there_are_three_autograd_functions_and_two_operators_for_losses():
+    """Each operator with its backward and its directional derivatives. One function only raises an error."""
     functions, operators = set(), set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases):
                 functions.add(f"{dotted(path)}.{node.name}")
-    assert functions == {"ops.autograd._Eager", "ops.paired_scores._OwnScores"} | {
-        name for name in functions if part_of(name) not in ("ops", "losses", "kernels")
-    }
+    known = {"ops.autograd._Eager", "ops.paired_scores._OwnScores", "ops.registered._FirstDerivativeOnly"}
+    assert functions == known | {name for name in functions if part_of(name) not in ("ops", "losses", "kernels")}
     for name in ("pair_stats", "pair_loss"):
-        operators |= {name, f"{name}_backward"}
+        operators |= {name, f"{name}_backward", f"{name}_jvp"}
 
     known = {name for name in dir(torch.ops.tilewise) if name.startswith("pair_")}
     assert known <= operators

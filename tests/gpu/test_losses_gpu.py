@@ -7,7 +7,7 @@ import torch
 from tests.compare import assert_close, assert_no_worse
 from tests.gpu import checks
 from tests.gpu.checks import Place
-from tests.losses.loss_cases import CASES, problem, solve
+from tests.losses.loss_cases import CASES, along_all_leaves, converted, problem, solve
 
 import tilewise as tw
 from tilewise.kernels.triton_impl.backend import TritonBackend
@@ -36,6 +36,17 @@ def test_float32(name, seed):
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "cross_entropy_everything"])
 def test_float16(name, seed):
     checks.check_loss(GPU, name, torch.float16, n=1003, d=72, seed=seed)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", [*FEW, "info_nce_own_negatives", "distillation_jsd_with_targets", "tokens_picked"])
+def test_gradient_is_differentiable_in_grad_output(name, reduction, dtype, seed):
+    made = problem(name, dtype, n=1003, d=72, seed=seed, device="cuda")
+    got = along_all_leaves(made.ours, made.leaves, reduction=reduction)
+    want = along_all_leaves(made.dense, converted(made.leaves, torch.float64), reduction=reduction)
+    assert_close(got, want, 1e-3)
 
 
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "cross_entropy_bias"])

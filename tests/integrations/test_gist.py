@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.compare import assert_close, assert_no_worse
 from tests.integrations.matryoshka import shortened
@@ -15,6 +16,7 @@ from torch import nn
 import tilewise as tw
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.integrations import sentence_transformers as st
+from tilewise.integrations.sentence_transformers import gist
 
 N, T, WORDS, D, E = 23, 5, 40, 8, 11  # N texts of T words
 CONTRASTS = [(True, True), (True, False), (False, True), (False, False)]
@@ -443,3 +445,16 @@ def test_refusals():
         st.CachedGISTEmbedLoss(model, guide)
     with pytest.raises(ConfigError, match="a guide with another tokenizer is not compatible with"):
         st.GISTEmbedLoss(model, Model(E, 1, first=3))
+
+
+def test_gathered_rows_have_first_derivatives_only(monkeypatch):
+    """Torch does not see the sum over ranks in their backward, so a second backward would be wrong."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "all_gather", lambda parts, rows, group: [part.copy_(rows) for part in parts])
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.mul_(2))
+    rows = torch.randn(3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(gist._Gathered.apply(rows, None).square().sum(), rows, create_graph=True)
+    assert_close(grad, 4 * rows, 1e-6)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()

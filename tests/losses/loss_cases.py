@@ -95,6 +95,22 @@ def upstream_like(loss: Tensor, seed: int = 5) -> Tensor:
     return torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def along_all_leaves(loss: Loss, leaves: dict[str, Tensor], **how: Any) -> Tensor:
+    """The derivative of the loss along a random direction of all leaves: a gradient differentiated in grad_output.
+
+    The direction is exact in every type.
+    """
+    generator = torch.Generator().manual_seed(3)
+    along = [(torch.randn(leaf.shape, generator=generator) * 64).round().to(leaf) / 64 for leaf in leaves.values()]
+
+    def of_values(*values: Tensor) -> Tensor:
+        return loss(SimpleNamespace(**dict(zip(leaves, values, strict=True))), **how)
+
+    here = tuple(leaf.detach() for leaf in leaves.values())
+    change: Tensor = torch.autograd.functional.jvp(of_values, here, tuple(along))[1]
+    return change
+
+
 @case
 def clip(make: Maker) -> Problem:
     return Problem(

@@ -10,7 +10,6 @@ from tests.losses.loss_cases import CASES, converted, problem, solve, upstream_l
 from torch import nn
 
 import tilewise as tw
-from tilewise.errors import GradientError
 from tilewise.kernels.torch_impl.backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -110,15 +109,6 @@ def test_no_grad(name, monkeypatch):
     assert_close(loss, made.ours(arguments), 1e-15)  # rows may be added up in another order where gradients are formed
     with torch.inference_mode():
         assert torch.equal(made.ours(arguments), loss)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_second_derivative_is_refused_with_words(name):
-    made = problem(name, n=8, d=4)
-    loss = made.ours(SimpleNamespace(**made.leaves))
-    grads = torch.autograd.grad(loss, list(made.leaves.values()), create_graph=True)
-    with pytest.raises(GradientError, match=r"first derivatives only.*[Dd]etach"):
-        sum(grad.square().sum() for grad in grads).backward()
 
 
 def test_backward_twice_through_one_forward():

@@ -102,9 +102,9 @@ def test_results_have_the_strides_of_the_fakes(backend, batch_invariant):
     inputs = *plain_inputs(pair, spec)[:-1], settings
     try:
         found = torch.ops.tilewise.pair_stats(*inputs)
-        coming = [torch.ones_like(value) for value in found]
+        grads, coming = [torch.ones_like(value) for value in found], [True] * len(found)
         torch.library.opcheck(torch.ops.tilewise.pair_stats.default, inputs, test_utils="test_faketensor")
-        inputs = *inputs[:-1], found, coming, [True] * 4, settings
+        inputs = *inputs[:-1], found, grads, coming, [True] * 4, settings
         torch.library.opcheck(torch.ops.tilewise.pair_stats_backward.default, inputs, test_utils="test_faketensor")
     finally:
         if backend == "transposed":

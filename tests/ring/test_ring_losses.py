@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
+from tilewise.errors import GradientError
 
 pytestmark = pytest.mark.group
 SPLITS = {  # rows and shared negatives of each rank
@@ -236,3 +237,26 @@ def test_a_checkpointed_loss_over_a_group_equals_one_process(crew: Crew, reentra
         assert got.keys() == want.keys()
         for key, value in want.items():
             assert_close(got[key], value, 1e-12, f"{name} {key}")
+
+
+def derivative_errors(group: Any) -> list[str]:
+    """The errors of the derivatives of a gradient, with respect to grad_output and to the leaves."""
+    tensors = cut(make_tensors(8, 2, torch.float64), group.rank(), [4, 4], [1, 1])
+    a, b = tensors["a"].requires_grad_(), tensors["b"]
+    found = []
+    for reduction in ("mean", "none"):
+        loss = tw.clip_loss(a, b, 3.0, group=group, reduction=reduction)
+        coming = torch.ones_like(loss, requires_grad=True)
+        (grad,) = torch.autograd.grad(loss, a, coming, create_graph=True)
+        for leaf in (coming, a):
+            try:
+                torch.autograd.grad(grad.square().sum(), leaf, retain_graph=True)
+            except GradientError as error:
+                found.append(str(error))
+    return found
+
+
+def test_derivatives_of_a_gradient_over_a_group_raise_errors(crew: Crew):  # noqa: F811
+    for errors in crew.run(derivative_errors, world=2):
+        assert len(errors) == 4
+        assert all("over a process group, tilewise losses have first derivatives only" in text for text in errors)

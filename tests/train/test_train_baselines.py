@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.compare import relative_error
 
+from tilewise.train.baselines import gather
 from tilewise.train.config import LossConfig
 from tilewise.train.objective import pair_loss
 
@@ -43,3 +45,15 @@ def test_the_mask_changes_the_loss_by_exactly_the_masked_pairs():
     want = (F.cross_entropy(scores, target) + F.cross_entropy(scores.T, target)) / 2
     for name in ("tilewise", "dense", "local"):
         assert relative_error(pair_loss(LossConfig(name=name))(image, text, scale, None, ids), want) < 1e-5
+
+
+def test_gathered_rows_have_first_derivatives_only(monkeypatch):
+    """Torch does not see the sum over ranks in their backward, so a second backward would be wrong."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "all_gather", lambda parts, rows, group: [part.copy_(rows) for part in parts])
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.mul_(2))
+    rows = torch.randn(3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(gather(rows, [3, 3], "a group").square().sum(), rows, create_graph=True)
+    assert relative_error(grad, 4 * rows) < 1e-6
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()

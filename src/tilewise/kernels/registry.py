@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import cast
 
@@ -17,7 +17,7 @@ from tilewise.errors import BackendError
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.known_faults import faults_on, warn_once
 from tilewise.kernels.ranks import Scorer, Searcher
-from tilewise.kernels.spec import Pair, PairShape, PairSpec, wanted_names
+from tilewise.kernels.spec import Grads, Pair, PairShape, PairSpec, Stats, wanted_names
 from tilewise.options import BACKEND_NAMES, TileOptions
 
 log = logging.getLogger("tilewise")
@@ -164,6 +164,19 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
 
 
 forget_with_backends(choose_backend.cache_clear)
+
+
+def directional_derivatives(
+    pair: Pair, along: Grads, names: Sequence[str], spec: PairSpec, options: TileOptions
+) -> tuple[Stats, Stats]:
+    """The statistics, and the derivatives of those in ``names`` along directions of features, scale and bias.
+
+    On every device the tiles of the torch backend compute them: only the derivative of a gradient with respect to
+    ``grad_output`` needs them.
+    """
+    from tilewise.kernels.torch_impl import directional
+
+    return directional.derivatives(pair, along, names, spec, options)
 
 
 def choose_searcher(device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Searcher:

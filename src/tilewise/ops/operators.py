@@ -90,6 +90,13 @@ class PairStats:
         found = _found(once, wanted_names(call.settings.spec), saved)
         return strategies.stats_backward(call, found, GradStats(**coming), needs, once is not None)
 
+    def jvp(self, call: Call, along: Grads, coming: Sequence[bool]) -> list[Tensor]:
+        """The derivatives of the outputs that are ``coming``, along directions of the four leaves."""
+        spec, kind = call.settings.spec, stat_dtype(call.leaves[0].dtype)
+        names = [name for name, come in zip(wanted_names(spec), coming, strict=True) if come]
+        _, change = strategies.stats_jvp(call, along, names)
+        return [getattr(change, name).to(kind) for name in names]
+
 
 class PairLoss:
     """Any strategy. Saved: with gradients in forward, what the backend saves; otherwise statistics, their gradients, and the plan.
@@ -165,6 +172,15 @@ class PairLoss:
             grad = {name: weighted * (share * slope) for name, slope in slopes.items()}
         found = _found(once, names, (*saved[first:second], *saved[third:]))
         return strategies.stats_backward(call, found, GradStats(**grad), needs, once is not None)
+
+    def jvp(self, call: Call, along: Grads, coming: Sequence[bool]) -> list[Tensor]:
+        """See `PairStats`."""
+        spec, pair, weights = call.settings.spec, call.pair(), call.weights()
+        names = [stat.name for stat in wanted_stats(spec) if stat.gradient]
+        stats, change = strategies.stats_jvp(call, along, names)
+        _, grad = loss_of_stats(weights.full(pair), weights.square, stats, pair.row_shift, spec)
+        total = sum((getattr(grad, name) * getattr(change, name)).sum() for name in names)
+        return [torch.as_tensor(total).to(pair.stat_dtype)]
 
 
 Operator = PairStats | PairLoss

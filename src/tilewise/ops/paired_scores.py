@@ -13,7 +13,6 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
-from tilewise.ops.autograd import no_second_derivative
 from tilewise.ops.call import holds_numbers, plain_operator
 from tilewise.ops.row_blocks import block_rows
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
@@ -105,7 +104,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     saved = ctx.saved_tensors
-    # With create_graph a second derivative may follow; the registered operator raises an error there.
+    # With create_graph the gradients may be differentiated again, as those of the registered operator can be.
     eager = holds_numbers(saved[0]) and not torch.is_grad_enabled()
     compute: Callable[..., tuple[Tensor, Tensor]] = _own_grads if eager else torch.ops.tilewise.own_grads
     grad_a, grad_own = compute(*saved, ctx.precision, grad)
@@ -113,12 +112,24 @@ def _pull_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, No
     return grad_a if needs_a else None, grad_own if needs_own else None, None, None
 
 
+def _save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a, own, keep, ctx.precision, grad = inputs
+    ctx.save_for_backward(a, own, keep, grad)
+
+
+def _pull_back_grads(ctx: Any, along_a: Tensor, along_own: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
+    """The gradients of a' = sum_k g_ik own_ik and own'_ik = g_ik a_i, which are linear in g, in a and in own."""
+    a, own, keep, grad = ctx.saved_tensors
+    scores, grads = torch.ops.tilewise.own_scores, torch.ops.tilewise.own_grads
+    for_grad = scores(along_a, own, keep, ctx.precision) + scores(a, along_own, keep, ctx.precision)
+    for_a, for_own = grads(along_a, along_own, keep, ctx.precision, grad)
+    return for_a, for_own, None, None, for_grad
+
+
 plain_operator("own_scores", _own_scores, lambda a, own, *_: a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype)))
 plain_operator("own_grads", _own_grads, lambda a, own, *_: (torch.empty_like(a), torch.empty_like(own)))
 torch.library.register_autograd("tilewise::own_scores", _pull_back, setup_context=_save)
-torch.library.register_autograd(
-    "tilewise::own_grads", no_second_derivative, setup_context=lambda ctx, inputs, output: None
-)
+torch.library.register_autograd("tilewise::own_grads", _pull_back_grads, setup_context=_save_grads)
 
 
 class _OwnScores(torch.autograd.Function):

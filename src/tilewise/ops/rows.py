@@ -72,6 +72,10 @@ class KeptRows:
         """Statistics, or their gradients, of only these rows."""
         return dataclasses.replace(stats, **{name: self._pick(getattr(stats, name)) for name in ROW_NAMES})
 
+    def pick_grads(self, grads: Grads) -> Grads:
+        """Gradients of only these rows, or directions of them."""
+        return dataclasses.replace(grads, a=self._pick(grads.a))
+
     def scatter_back(self, stats: Stats) -> Stats:
         """Statistics of these rows as statistics of all rows, with zeros for the others."""
         return dataclasses.replace(stats, **{name: self._scatter_back(getattr(stats, name)) for name in ROW_NAMES})

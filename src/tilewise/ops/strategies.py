@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, OnePass
-from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.registry import choose_backend, directional_derivatives
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
@@ -188,6 +189,23 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
             backend = found.backend or in_blocks(choose_backend(pair.shape, spec, options), options)
             grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
         return grads if rows is None else rows.scatter_back_grads(grads)
+
+
+def stats_jvp(call: Call, along: Grads, names: Sequence[str]) -> tuple[Stats, Stats]:
+    """The statistics, and the derivatives of those in ``names`` along directions of the leaves: see `registry`."""
+    spec, options, group_name = call.settings[:3]
+    if group_name:
+        raise GradientError(
+            "over a process group, tilewise losses have first derivatives only: a gradient has no derivative, not even "
+            "with respect to grad_output. Detach the gradient, or call the loss without group="
+        )
+    pair = call.pair()
+    with without_autocast(pair.a):
+        rows = KeptRows.find(pair, spec)
+        if rows is None:
+            return directional_derivatives(pair, along, names, spec, options)
+        found = directional_derivatives(rows.of_pair(pair), rows.pick_grads(along), names, spec, options)
+        return rows.scatter_back(found[0]), rows.scatter_back(found[1])
 
 
 class OnePassFound(NamedTuple):

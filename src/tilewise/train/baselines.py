@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _Gather(torch.autograd.Function):
@@ -31,6 +32,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = grads[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)

@@ -66,7 +66,7 @@ def backward(job: Backward, grad_dtype: torch.dtype | None = None) -> Grads:
         tiles = Tiles(pair, spec, options)
         # G is divided by the largest gradient of a statistic, so that it stays near 1. `GradSums` multiplies it back.
         size = largest_gradient(grad, options).to(pair.a.device)
-        weights = _TileWeights(job, size)
+        weights = TileWeights(job, size)
         sums = GradSums(tiles, needs, size, grad_dtype or pair.a.dtype)
         for i, j in tiles:
             sums.add(weights.gradient(tiles, i, j), i, j)
@@ -172,7 +172,7 @@ class _RunningStats:
         return Stats(**{name: v if name in exact else v.to(pair.stat_dtype) for name, v in found.items()})
 
 
-class _TileWeights:
+class TileWeights:
     """Gradients of the statistics divided by ``size``, and the tiles of G computed from them."""
 
     def __init__(self, job: Backward, size: Tensor) -> None:
