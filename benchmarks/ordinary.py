@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tilewise as tw
 from benchmarks.measure import ROOT
-from benchmarks.run import commit_of, device_name
+from benchmarks.run import COMMIT_HELP, commit_of, device_name
 
 Forward = Callable[[dict[str, Tensor]], Tensor]
 TEMPERATURE, CLASSES, OWN, LABELS = 0.07, 32768, 8, 16
@@ -146,7 +146,7 @@ def stepper(forward: Forward, x: dict[str, Tensor], leaves: tuple[str, ...]) -> 
     return step
 
 
-# -- counts -------------------------------------------------------------------------------------------------------------
+# -- counts --
 
 
 def count(step: Callable[[], Any]) -> dict[str, int]:
@@ -193,7 +193,7 @@ def count_all() -> None:
     COUNTS.write_text(json.dumps({"torch": torch.__version__, "rows": 64, "counts": table}, indent=1) + "\n")
 
 
-# -- times --------------------------------------------------------------------------------------------------------------
+# -- times --
 
 
 def seconds(step: Callable[[], Any], steps: int, cuda: bool) -> float:
@@ -250,7 +250,7 @@ def time_all(arguments: argparse.Namespace) -> None:
     name = device_name(torch.device(device))
     about = {"device": name, "torch": torch.__version__, "commit": commit_of(arguments.commit)}
     about |= {"width": arguments.width, "threads": torch.get_num_threads(), "note": arguments.note}
-    out = arguments.out or ROOT / "benchmarks" / "results" / f"ordinary-{file_name(name)}.json"
+    out = arguments.out or ROOT / "benchmarks" / "results" / f"ordinary-{name.lower().replace(' ', '-')}.json"
     cases = ",\n  ".join(json.dumps(row) for row in rows_out)
     Path(out).write_text(json.dumps(about, indent=1)[:-2] + f',\n "cases": [\n  {cases}\n ]\n}}\n')
 
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="torch.compile of the dense loss as well")
     parser.add_argument("--note", default="")
+    parser.add_argument("--commit", help=COMMIT_HELP)
     parser.add_argument("--out", help="another file for the results")
     arguments = parser.parse_args()
     count_all() if arguments.what == "count" else time_all(arguments)

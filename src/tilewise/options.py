@@ -13,8 +13,8 @@ Precision = Literal["torch", "highest", "high"]
 RingGradients = Literal["float32", "features"]
 GradientsIn = Literal["auto", "forward", "backward"]
 FilterTolerance = float | Literal["rounding"]
-WorkspaceMib = int | Literal["auto"]
-DEFAULT_MIB = 256
+WorkspaceMib = int | Literal["auto"] | None
+DEFAULT_MIB, DEFAULT_SMALL_MIB = 256, 768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class TileOptions:
             serve the call, an error is raised.
         workspace_mib: upper limit of the scratch memory of one call, in MiB. Gradients and statistics, which grow with
             the number of rows plus columns, are not included. With more of it, some losses are faster: they keep
-            scores instead of computing them twice. "auto" is a quarter of the memory that is free on the device at
+            scores instead of computing them twice. None, the default, is 256, and 768 for a batch whose scores all fit
+            that. "auto" is a quarter of the memory that is free on the device at
             each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside of
             ``torch.compile`` and for retrieval it is 256.
         precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
@@ -56,7 +57,7 @@ class TileOptions:
     """
 
     backend: BackendName = "auto"
-    workspace_mib: WorkspaceMib = DEFAULT_MIB
+    workspace_mib: WorkspaceMib = None
     precision: Precision = "torch"
     filter_tolerance: FilterTolerance = 0.0
     ring_gradients: RingGradients = "float32"
@@ -75,9 +76,9 @@ class TileOptions:
         if self.gradients not in get_args(GradientsIn):
             raise ConfigError(f"no gradients {self.gradients!r}; choose one of {', '.join(get_args(GradientsIn))}")
         memory = self.workspace_mib
-        if isinstance(memory, bool) or not (isinstance(memory, int) or memory == "auto"):
+        if isinstance(memory, bool) or not (memory is None or isinstance(memory, int) or memory == "auto"):
             raise ConfigError(f'workspace_mib is a whole number of MiB or "auto", got {memory!r}. Round it')
-        if not isinstance(memory, str) and memory < 1:
+        if isinstance(memory, int) and memory < 1:
             raise ConfigError(
                 f"workspace_mib must be at least 1, got {memory}. A tile needs scratch memory; "
                 f"the default is {DEFAULT_MIB}"
@@ -102,7 +103,12 @@ class TileOptions:
     @property
     def workspace_bytes(self) -> int:
         """`workspace_mib` in bytes; the default in place of an "auto" that nothing replaced by a number."""
-        return (DEFAULT_MIB if isinstance(self.workspace_mib, str) else self.workspace_mib) * 2**20
+        return (self.workspace_mib if isinstance(self.workspace_mib, int) else DEFAULT_MIB) * 2**20
+
+    @property
+    def small_bytes(self) -> int:
+        """The most memory for all scores of a small batch."""
+        return DEFAULT_SMALL_MIB * 2**20 if self.workspace_mib is None else self.workspace_bytes
 
 
 DEFAULT_OPTIONS = TileOptions()

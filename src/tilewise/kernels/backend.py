@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.ranks import Scorer
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairShape, PairSpec, RowWeights, Stats
-from tilewise.options import TileOptions
+from tilewise.options import Precision, TileOptions
 
 Saved = Sequence[Tensor | None]  # what `OnePass.forward` saves for backward
 Like = tuple[tuple[int, ...], torch.dtype]  # size and type of a tensor
 
 
+@runtime_checkable
 class OnePass(Protocol):
-    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`).
-
-    `Backend.small` is the same for a batch whose scores fit the workspace all at once.
-    """
+    """A capability: a scalar loss and its gradients from one pass over the scores (see `RowWeights`)."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this loss cannot be computed in one pass, or None."""
@@ -53,6 +51,53 @@ class OnePass(Protocol):
         ``shape`` is the one that `saved_like` was called with; it may have more rows than the pair. With ``overwrite``
         the memory of ``saved`` may become a gradient.
         """
+
+
+class SmallKey(NamedTuple):
+    """All that the work of a small call depends on, except for tensors and numbers."""
+
+    shape: PairShape
+    spec: PairSpec
+    needs: Needs
+    precision: Precision
+    has_bias: bool
+    one_bias: bool  # the bias is one number, expanded over all columns
+    kept: bool  # see `RowWeights`
+
+
+class SmallJob(Protocol):
+    """The work of small calls of one kind (`SmallKey`). It holds no tensor, and threads may share it."""
+
+    def forward(
+        self, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any], share: float
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """The loss, 0-d, and the tensors to save, as `Small.saved_like` lists them.
+
+        Args:
+            a, b, scale, bias: the leaves of the call. ``b`` is None for symmetric scores. The scale is a tensor or a
+                number.
+            facts: row_key, col_key, row_skip, col_skip, and of `RowWeights` each and square, divided by ``share``.
+            share: of `RowWeights`.
+        """
+
+    def backward(self, saved: Sequence[Any], grad_output: Tensor, *, overwrite: bool) -> Sequence[Tensor | None]:
+        """The gradients of the four leaves times ``grad_output``. With ``overwrite`` they may lie in ``saved``."""
+
+
+class Small(Protocol):
+    """A capability: a scalar loss and its gradients from the scores of all pairs at once, for small batches."""
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
+        """Why this loss cannot be computed so, or None."""
+
+    def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
+        """Memory for all scores."""
+
+    def saved_like(self, shape: PairShape, needs: Needs) -> list[Like]:
+        """Sizes and types of the tensors that `SmallJob.forward` saves; (0,) for one that is not needed."""
+
+    def job(self, key: SmallKey) -> SmallJob:
+        """The work for calls of one kind. It is made once for each kind."""
 
 
 class Filtered(Protocol):
@@ -93,7 +138,7 @@ class Backend:
 
     name: str
     one_pass: OnePass | None = None
-    small: OnePass | None = None
+    small: Small | None = None
     filtered: Filtered | None = None
     offers_ranks: bool = False
     offers_search: bool = False

@@ -24,6 +24,8 @@ from tilewise.kernels.spec import (
 )
 
 ONE_SIDED = {"row_lse", "row_pos", "num_positives"}, {"row_softplus"}  # statistics of a softmax and a sigmoid loss
+SOFTMAX = {"row_lse", "row_pos", "num_positives"}
+SMALL_STATISTICS = SOFTMAX, SOFTMAX | {"col_lse"}, {"row_softplus"}  # of losses that `small` computes
 NOT_ONE_SIDED = (
     "here one pass is for one softmax over each row, or a sigmoid loss, with one positive per row; this loss is another"
 )
@@ -97,10 +99,14 @@ def gradients_like(shape: PairShape, needs: Needs) -> list[Like]:
 
 def saved_gradients(grads: Grads, rows: int) -> tuple[Tensor | None, ...]:
     """Gradients as the tensors that forward saves, those of the rows padded to ``rows``."""
-    a = grads.a
-    if a is not None and a.shape[0] < rows:
-        a = torch.nn.functional.pad(a, (0, 0, 0, rows - a.shape[0]))
-    return a, grads.b, grads.scale, grads.bias
+    return padded(grads.a, rows), grads.b, grads.scale, grads.bias
+
+
+def padded(a: Tensor | None, rows: int) -> Tensor | None:
+    """The gradient of the rows, with zeros for as many others as make it ``rows``."""
+    if a is None or a.shape[0] >= rows:
+        return a
+    return torch.nn.functional.pad(a, (0, 0, 0, rows - a.shape[0]))
 
 
 def gradients_of(saved: Sequence[Tensor | None], needs: Needs, rows: int) -> Grads:

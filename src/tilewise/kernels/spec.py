@@ -77,6 +77,8 @@ class PairSpec:
         guide_softcap: the cap of the guide, or 0 for none.
         beta: the weight of the guide in the mixture of "jsd".
         hot: with a guide, if not 0: also row_hot_lse_i = log sum_j exp(hot * x_ij).
+        ignored: for ``drop_rows`` of a small call on a GPU: the key of ignored rows. Other negative keys, and keys
+            beyond the columns, give NaN there.
         in_range: the caller has checked that every row has its positive among these columns ("one").
         drop_rows: a row with a negative key is ignored; its statistics and its gradient are 0.
         local_keys: over a group, ``row_key`` is a position in this rank's shard of the columns; the ring adds the
@@ -102,6 +104,7 @@ class PairSpec:
     guide_softcap: float = 0.0
     beta: float = 0.0
     hot: float = 0.0
+    ignored: int = -1
     in_range: bool = False
     drop_rows: bool = False
     local_keys: bool = False

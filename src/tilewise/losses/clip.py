@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -56,15 +54,17 @@ def clip_loss(
     options, name = _check.check_options(options), _check.group_name(group)
     a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
     scale = _check.check_scale("logit_scale", logit_scale, a)
-    shift = functools.partial(positive_shift, a, b, scale, options=options)
+
+    def keys() -> PairKeys:
+        shift = positive_shift(a, b, scale, options=options)
+        return PairKeys(row_shift=shift, col_shift=shift)
+
     if reduction == "none" or name:
-        values = shift()
-        keys = PairKeys(row_shift=values, col_shift=values)
         must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
-        stats = pair_stats(a, b, scale, keys=keys, spec=SPEC, options=options, group_name=name, must_match=must_match)
+        stats = pair_stats(a, b, scale, keys=keys(), spec=SPEC, options=options, group_name=name, must_match=must_match)
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
-        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), shift=shift, spec=SPEC, options=options)
+        loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), full_keys=keys, spec=SPEC, options=options)
     if logit_bias is not None:
         loss = loss + 0.0 * _check.check_scalar("logit_bias", logit_bias, a).to(loss.dtype)
     return loss

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Literal, overload
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import TileOptions
 
 NAMES = ("input", "linear_weight")
+IN_RANGE = PairSpec(row_lse=True, positive="one", in_range=True)
+WITH_IGNORED = PairSpec(row_lse=True, positive="one", ignored=-100, drop_rows=True)
 NO_SIGN = 2**31 - 1  # the bits of an index; those of a negative number are an index beyond all classes
 
 
@@ -126,39 +128,63 @@ def linear_cross_entropy(
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
     scale = _check.check_scale("logit_scale", logit_scale, a)
-    _check.check_number("label_smoothing", label_smoothing)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
-    check_z_loss(z_loss)
-    must_match = call_settings(
-        name,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        ignore_index=ignore_index,
-        shift=shift,
-        logit_scale=logit_scale,
-        weight=weight,
-    )
-    start, classes = shard_of_columns(c, must_match, name)
+    if not (type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0):
+        _check.check_number("label_smoothing", label_smoothing)
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
+        check_z_loss(z_loss)
+    start: int | Tensor = 0
+    classes: int | Tensor = c.shape[0]
+    if name:
+        must_match = call_settings(
+            name,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            shift=shift,
+            logit_scale=logit_scale,
+            weight=weight,
+        )
+        start, classes = shard_of_columns(c, must_match, name)
     y, in_range = _check_target(target, input, shift, ignore_index, classes)
-    weight = _check_class_weight(weight, c)
+    if weight is not None:
+        weight = _check_class_weight(weight, c)
     scalar = reduction != "none" and label_smoothing == 0.0 and not name and not return_lse
     if scalar and in_range and weight is None:
         share = 1.0 / y.shape[0] if reduction == "mean" else 1.0
         square = None if z_loss == 0.0 else torch.full(y.shape, z_loss / y.shape[0], dtype=stat_dtype(a.dtype))
-        spec = PairSpec(row_lse=True, positive="one", softcap=cap, in_range=True)
-        make_shift = functools.partial(_target_scores, a, c, y, scale, bias, cap, name, options)
-        weights, keys = RowWeights(share=share, square=square), PairKeys(row_key=y)
-        return pair_loss(a, c, scale, bias, weights=weights, keys=keys, shift=make_shift, spec=spec, options=options)
+        spec = replace(IN_RANGE, softcap=cap) if cap else IN_RANGE
+        weights, known = RowWeights(share=share, square=square), PairKeys(row_key=y)
 
-    valid = y != ignore_index
-    if _check.can_read(y):
-        key = y if ignore_index < 0 else torch.where(valid, y, -1)  # a negative key matches no column
-    else:  # a negative target is wrong, not ignored: without its sign it is beyond the classes
-        key = torch.where(valid, y & NO_SIGN, -1)
+        def known_keys() -> PairKeys:
+            return known._replace(row_shift=_target_scores(a, c, y, scale, bias, cap, name, options))
+
+        how: dict[str, Any] = {"full_keys": known_keys, "spec": spec, "options": options}
+        return pair_loss(a, c, scale, bias, weights=weights, keys=known, **how)
+
+    ignored = min(ignore_index, -1)  # the key of ignored rows; a negative key matches no column
+    spec = WITH_IGNORED
+    if cap or name or ignored != spec.ignored:
+        spec = replace(spec, softcap=cap, ignored=ignored, same_rows=bool(name))
+    mean = scalar and reduction == "mean" and weight is None and z_loss == 0.0
+
+    def keys_of(key: Tensor) -> PairKeys:
+        own = key - start if name else key
+        return PairKeys(row_key=key, row_shift=_target_scores(a, c, own, scale, bias, cap, name, options))
+
+    def checked_key() -> Tensor:
+        """The targets; a negative one is wrong, not ignored: without its sign it is beyond the classes."""
+        if _check.can_read(y) and ignore_index < 0:
+            return y
+        return torch.where(y != ignore_index, y & NO_SIGN, ignored)
+
+    if mean:
+        first = y if ignore_index < 0 else checked_key()
+        how = {"full_keys": lambda: keys_of(checked_key()), "spec": spec, "options": options}
+        return pair_loss(a, c, scale, bias, weights=RowWeights(kept=True), keys=PairKeys(row_key=first), **how)
+    valid, key = y != ignore_index, checked_key()
     own = key - start if name else key
-    make_shift = functools.partial(_target_scores, a, c, own, scale, bias, cap, name, options)
     stat, smooth = stat_dtype(a.dtype), label_smoothing > 0.0
     col_weight = None
     if smooth:
@@ -167,11 +193,7 @@ def linear_cross_entropy(
     if weight is not None:
         picked = _pick(weight.to(stat), own, 0.0 if name else torch.nan)
         target_weight = torch.where(valid, sum_over_ranks(picked, name), 0.0)
-    keys = PairKeys(row_key=key, col_weight=col_weight)
-    spec = PairSpec(row_lse=True, positive="one", row_sum=smooth, softcap=cap, drop_rows=True, same_rows=bool(name))
-    if scalar and reduction == "mean" and weight is None and z_loss == 0.0:
-        how = {"shift": make_shift, "spec": spec, "options": options}
-        return pair_loss(a, c, scale, bias, weights=RowWeights(kept=True), keys=keys, **how)
+    spec = replace(spec, row_sum=smooth)
     count = valid.sum().to(stat) if reduction == "mean" else torch.ones((), dtype=stat, device=a.device)
     if scalar:
         each = valid.to(stat) if target_weight is None else target_weight
@@ -180,11 +202,11 @@ def linear_cross_entropy(
         # Class weights whose sum is 0 give NaN: 0 / 0.
         each = each / total.clamp(min=1.0) if weight is None else torch.where(valid, each / total, 0.0)
         weights = RowWeights(each=each, square=square)
-        how = {"shift": make_shift, "spec": spec, "options": options}
-        loss = pair_loss(a, c, scale, bias, weights=weights, keys=keys, **how)
+        how = {"full_keys": lambda: keys_of(key), "spec": spec, "options": options}
+        loss = pair_loss(a, c, scale, bias, weights=weights, keys=PairKeys(row_key=key), **how)
         return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
-    row_shift = make_shift()
-    keys = keys._replace(row_shift=row_shift)
+    keys = keys_of(key)._replace(col_weight=col_weight)
+    row_shift = keys.row_shift
     stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
@@ -259,6 +281,10 @@ def check_head(
 
     Returns the states to score, (n, d), the classifier, (V, d), bias, soft cap, and the shape of the losses.
     """
+    if not shift and getattr(input, "ndim", 0) == getattr(linear_weight, "ndim", 0) == 2:
+        a, c = _check.check_sides(NAMES, input, linear_weight)
+        bias = None if linear_bias is None else check_bias("linear_bias", linear_bias, c)
+        return a, c, bias, check_softcap(softcap), input.shape[:-1]
     a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
         raise ShapeError(
@@ -276,6 +302,9 @@ def _check_target(
     target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor
 ) -> tuple[Tensor, bool]:
     """Check the targets. Returns those of the scored states, (n,) int64, and whether all are known to be classes."""
+    plain = type(target) in _check.PLAIN and target.dtype is torch.int64 and target.layout is torch.strided
+    if plain and target.shape == input.shape[:-1] and target.device == input.device and not target.is_nested:
+        return _scored_target(target, shift, ignore_index, classes)
     if isinstance(target, Tensor):
         _check.check_tensor("target", target)
     if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
@@ -290,13 +319,17 @@ def _check_target(
             "For next-token prediction pass shift=1 instead of a shorter target"
         )
     _check.check_device(("target", "input"), target, input)
+    return _scored_target(target.long(), shift, ignore_index, classes)
+
+
+def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> tuple[Tensor, bool]:
+    """See `_check_target`, which has checked everything but the numbers."""
     y = target[..., shift:] if shift else target
     if y.dim() != 1:
         y = y.reshape(-1)
-    y = y.long()
     if y.numel() and _check.can_read(y):
         least, most = (end.item() for end in torch.aminmax(y))
-        if 0 <= least and most < classes and not least <= ignore_index <= most:
+        if least >= 0 and most < classes and not least <= ignore_index <= most:
             return y, True
         wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]
         if wrong.numel():

@@ -33,10 +33,15 @@ class Hardness(NamedTuple):
     hard: float = 0.0  # for `negative_keys`
 
 
+NONE = Hardness()
+
+
 def check_hardness(
     hardness: float, mode: str, *, in_batch: bool, negatives: bool, dtype: torch.dtype = torch.float32
 ) -> Hardness:
     """Check the settings. ``in_batch`` and ``negatives``: which kinds of negatives the call has."""
+    if mode in MODES and type(hardness) is float and hardness == 0.0:
+        return NONE
     if mode not in MODES:
         raise ConfigError(f"no hardness_mode {mode!r}; choose one of {', '.join(MODES)}")
     _check.check_number("hardness", hardness, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
-from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
@@ -104,7 +103,12 @@ def info_nce(
     apart = guided is not None or harder.in_batch > 0
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
     more = {} if guided is None else guided.keys()
-    make_shift = functools.partial(positive_shift, a, b, scale, options=options)
+    keys = NO_KEYS if query_id is None and not more else PairKeys(row_skip=query_id, col_skip=key_id, **more)
+
+    def full_keys() -> PairKeys:
+        shift = positive_shift(a, b, scale, options=options)
+        return keys._replace(row_shift=shift, col_shift=shift)
+
     if (
         reduction != "none"
         and negatives is None
@@ -112,8 +116,8 @@ def info_nce(
         and not harder.in_batch
         and not (apart and symmetric)
     ):
-        keys, weights = PairKeys(row_skip=query_id, col_skip=key_id, **more), row_weights(a, reduction)
-        return pair_loss(a, b, scale, weights=weights, keys=keys, shift=make_shift, spec=spec, options=options)
+        weights = row_weights(a, reduction)
+        return pair_loss(a, b, scale, weights=weights, keys=keys, full_keys=full_keys, spec=spec, options=options)
     kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
     margin = {} if guide is None else {"margin": guide.margin, "margin_strategy": guide.margin_strategy}
     must_match = call_settings(
@@ -133,8 +137,8 @@ def info_nce(
         shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
-    shift = make_shift()
-    keys = PairKeys(row_skip=query_id, col_skip=key_id, row_shift=shift, col_shift=shift, **more)
+    keys = full_keys()
+    shift = keys.row_shift
     other = None  # the losses of the keys, in the other direction
     if not in_batch or harder.in_batch:
         pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)

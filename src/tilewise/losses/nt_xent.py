@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -62,15 +61,18 @@ def nt_xent(
     scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
-    shift = functools.partial(positive_shift, z, z, scale, other, options)
+
+    def full_keys() -> PairKeys:
+        return PairKeys(row_key=other, row_shift=positive_shift(z, z, scale, other, options))
+
     if reduction != "none" and not name:
         keys, weights = PairKeys(row_key=other), row_weights(z, reduction)
-        return pair_loss(z, None, scale, weights=weights, keys=keys, shift=shift, spec=SPEC, options=options)
+        return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=PairKeys(row_key=other, row_shift=shift()),
+        keys=full_keys(),
         spec=replace(SPEC, local_keys=True, in_range=False),
         options=options,
         group_name=name,

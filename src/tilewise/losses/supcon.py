@@ -57,19 +57,20 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
-
-    def shift() -> Tensor | None:
-        return None if z.dtype in HALF_TYPES else positive_shift(z, z, scale, _next_of_label(key), options)
-
     keys = PairKeys(row_key=key, col_key=key)
+
+    def full_keys() -> PairKeys:
+        index = None if z.dtype in HALF_TYPES else _next_of_label(key)
+        return keys._replace(row_shift=positive_shift(z, z, scale, index, options))
+
     if reduction != "none" and not name:
         weights = row_weights(z, reduction)
-        return pair_loss(z, None, scale, weights=weights, keys=keys, shift=shift, spec=SPEC, options=options)
+        return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
     stats = pair_stats(
         z,
         None,
         scale,
-        keys=keys._replace(row_shift=shift()),
+        keys=full_keys(),
         spec=SPEC,
         options=options,
         group_name=name,

@@ -17,8 +17,7 @@ from tilewise.ops.budget import with_budget
 from tilewise.ops.call import LEAVES, NO_KEYS, TENSORS, Call, PairKeys, Settings, encode, holds_numbers, needs_of
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS, Operator
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
-from tilewise.ops.route import Route
-from tilewise.ops.strategies import route_of
+from tilewise.ops.small import Rest, SmallLoss, find_job
 from tilewise.options import TileOptions
 
 
@@ -64,7 +63,7 @@ def pair_loss(
     *,
     weights: RowWeights,
     keys: PairKeys = NO_KEYS,
-    shift: Callable[[], Tensor | None] | None = None,
+    full_keys: Callable[[], PairKeys] | None = None,
     spec: PairSpec,
     options: TileOptions,
 ) -> Tensor:
@@ -73,17 +72,20 @@ def pair_loss(
     Arguments as in `pair_stats`; in this process alone.
 
     Args:
-        shift: makes the shift of each row, which the strategy `small` does not need.
+        full_keys: makes the keys with the shifts of rows and columns, which small calls do not need.
     """
-    leaves = a, b, scale, bias
-    settings = Settings(spec, with_budget(options, a.device, ""), "", needs_of(*leaves), weights.share, weights.kept)
-    way, others = None, (*keys, weights.each, weights.square)
+    options = with_budget(options, a.device, "")
     if holds_numbers(a):
-        way = route_of(Call(leaves, others, settings), scalar=True, eager=True)
-    if shift is not None and (way is None or way.strategy != "small"):
-        values = shift()
-        keys = keys._replace(row_shift=values, col_shift=values if spec.col_lse else None)
-    return _apply(PAIR_LOSS, leaves, keys, weights.each, weights.square, settings, way)[0]
+        job = find_job(a, b, scale, bias, weights, keys, spec, options)
+        if job is not None:
+            tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+            loss: Tensor = SmallLoss.apply(a, b, tensor, bias, Rest(job, number, keys, weights, spec, options))
+            return loss
+    if full_keys is not None:
+        keys = full_keys()
+    leaves = a, b, scale, bias
+    settings = Settings(spec, options, "", needs_of(*leaves), weights.share, weights.kept)
+    return _apply(PAIR_LOSS, leaves, keys, weights.each, weights.square, settings)[0]
 
 
 def _apply(
@@ -93,13 +95,12 @@ def _apply(
     weight: Tensor | None,
     square: Tensor | None,
     settings: Settings,
-    way: Route | None = None,
 ) -> Sequence[Any]:
     others = *keys, weight, square
-    if way is not None or holds_numbers(leaves[0]):
+    if holds_numbers(leaves[0]):
         a, b, scale, bias = leaves
         number = None if isinstance(scale, Tensor) else scale
-        rest = _Rest(operator, others, settings, number, way)
+        rest = _Rest(operator, others, settings, number)
         values: Sequence[Any] = _Eager.apply(a, b, scale if number is None else None, bias, rest)
         return values
     registered = getattr(torch.ops.tilewise, operator.name)
@@ -114,7 +115,6 @@ class _Rest(NamedTuple):
     others: tuple[Tensor | None, ...]
     settings: Settings
     number: float | None  # the scale, if it is no tensor
-    way: Route | None  # if it is known
 
 
 class _Eager(torch.autograd.Function):
@@ -123,7 +123,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: _Rest) -> Any:
         call = Call((a, b, scale if rest.number is None else rest.number, bias), rest.others, rest.settings)
-        done = rest.operator.forward(call, eager=True, way=rest.way)
+        done = rest.operator.forward(call, eager=True)
         ctx.set_materialize_grads(False)
         ctx.rest, ctx.once = rest, done.once
         ctx.save_for_backward(a, b, scale, bias, *rest.others, *done.saved)

@@ -220,7 +220,7 @@ def _shown(value: Any) -> str:
 
 
 def _text(value: Any, kind: str) -> str:
-    if kind == "bool" or kind == "int" or (kind == "WorkspaceMib" and not isinstance(value, str)):
+    if kind == "bool" or kind == "int" or (kind == "WorkspaceMib" and isinstance(value, int)):
         return f"{int(value)}"
     number = kind == "float" or (kind == "FilterTolerance" and value != "rounding")
     return f"{float(value)}" if number else f"{value}"
@@ -232,7 +232,7 @@ def _value(text: str, kind: str) -> Any:
     if kind == "FilterTolerance":
         return text if text == "rounding" else float(text)
     if kind == "WorkspaceMib":
-        return text if text == "auto" else int(text)
+        return None if text == "None" else text if text == "auto" else int(text)
     return {"int": int, "float": float}.get(kind, str)(text)
 
 

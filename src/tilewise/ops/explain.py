@@ -133,7 +133,7 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
     if call.shape.dtype not in HALF_TYPES:
         return 0  # saved gradients become the returned ones
-    saved = way.one_pass.saved_like(call.shape, needs, spec, options)
+    saved = way.saved_like(call.shape, needs, spec, options)
     wide = [(size, dtype) for size, dtype in saved if len(size) == 2 and dtype == torch.float32]
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
 

@@ -36,7 +36,6 @@ from tilewise.kernels.spec import (
 from tilewise.ops import strategies
 from tilewise.ops.call import Call
 from tilewise.ops.explain import is_explaining, note
-from tilewise.ops.route import Route
 from tilewise.ops.strategies import Found, OnePassFound
 
 PLAN = tuple(field.name for field in dataclasses.fields(FilterPlan))
@@ -56,10 +55,10 @@ class PairStats:
 
     name = "pair_stats"
 
-    def forward(self, call: Call, *, eager: bool, way: Route | None = None) -> Done:
+    def forward(self, call: Call, *, eager: bool) -> Done:
         """Outputs and what to save."""
         spec = call.settings.spec
-        way = way or strategies.route_of(call, scalar=False, eager=eager)
+        way = strategies.route_of(call, scalar=False, eager=eager)
         found = strategies.find_stats(call, call.pair(), way, eager=eager)
         wanted, kind = wanted_stats(spec), stat_dtype(call.leaves[0].dtype)
         values = [getattr(found.stats, stat.name) for stat in wanted]
@@ -99,7 +98,9 @@ class PairStats:
 
 
 class PairLoss:
-    """Any strategy. Saved: with gradients in forward, what the backend saves; otherwise statistics, their gradients, and the plan.
+    """Any strategy.
+
+    Saved: with gradients in forward, what the backend saves; otherwise statistics, their gradients, and the plan.
 
     With `fixed_slopes` those gradients are not saved: backward makes them from the weights. That takes five launches
     fewer, which limit the speed of a small batch. The methods are those of `PairStats`.
@@ -107,9 +108,9 @@ class PairLoss:
 
     name = "pair_loss"
 
-    def forward(self, call: Call, *, eager: bool, way: Route | None = None) -> Done:
+    def forward(self, call: Call, *, eager: bool) -> Done:
         """The loss and what to save."""
-        way = way or strategies.route_of(call, scalar=True, eager=eager)
+        way = strategies.route_of(call, scalar=True, eager=eager)
         if way.forms_gradients:
             loss, one = strategies.find_loss(call, way, eager=eager)
             if eager:
@@ -138,7 +139,7 @@ class PairLoss:
             note(self.name, call, way)
         loss: list[Like] = [((), stat_dtype(call.leaves[0].dtype))]
         if way.forms_gradients:
-            return loss + way.one_pass.saved_like(call.shape, needs, spec, options)
+            return loss + way.saved_like(call.shape, needs, spec, options)
         vectors = _stats_like(call, (*saved_names(spec), *_saved_gradients(spec)))
         return loss + vectors + (_plan_like(call) if way.strategy == "filtered" else [])
 

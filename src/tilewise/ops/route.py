@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, OnePass
+from tilewise.kernels.backend import Backend, Like, OnePass
 from tilewise.kernels.registry import choose_backend, forget_with_backends
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.limits import Limits, current
@@ -45,10 +45,16 @@ class Route(NamedTuple):
 
     @property
     def one_pass(self) -> OnePass:
-        """With `forms_gradients`: the capability that computes the call."""
-        chosen = self.backend.small if self.strategy == "small" else self.backend.one_pass
-        assert chosen is not None
-        return chosen
+        """With the strategy `one_pass`: the backend's capability."""
+        assert self.backend.one_pass is not None
+        return self.backend.one_pass
+
+    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
+        """With `forms_gradients`: sizes and types of what forward saves."""
+        if self.strategy == "small":
+            assert self.backend.small is not None
+            return self.backend.small.saved_like(shape, needs)
+        return self.one_pass.saved_like(shape, needs, spec, options)
 
 
 def route(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs, **how: bool) -> Route:
@@ -158,7 +164,7 @@ def _why_not_small(
         return "there are no scores"
     if shape.rows * shape.cols > (limits.small if shape.device.type == "cuda" else limits.small_cpu):
         return "there are so many scores that tiles are faster"
-    if backend.small.rows_that_fit(shape, spec, options.workspace_bytes) < shape.rows:
+    if backend.small.block_bytes(shape, spec) > options.small_bytes:
         return "the workspace does not hold all scores"
     return backend.small.why_not(shape, spec, options)
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, OnePass
+from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey
 from tilewise.kernels.registry import choose_backend, directional_derivatives
-from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
+from tilewise.kernels.scalar_loss import padded
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, RowWeights, Stats
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
@@ -211,42 +212,72 @@ def stats_jvp(call: Call, along: Grads, names: Sequence[str]) -> tuple[Stats, St
 class OnePassFound(NamedTuple):
     """The result of `small` or `one_pass` in forward."""
 
-    one_pass: OnePass
+    work: OnePass | SmallJob
     pair: Pair  # of the rows that count
     saved: Sequence[Tensor | None]  # an eager backward may overwrite it
     rows: KeptRows | None  # None if no row was dropped
 
 
 def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFound]:
-    """A scalar loss, and what its backward needs, by `small` or `one_pass`. Eager calls save only the rows that count."""
+    """A scalar loss, and what its backward needs, by `small` or `one_pass`.
+
+    Eager calls save only the rows that count.
+    """
     spec, options, _, needs = call.settings[:4]
-    # A registered operator has tensors only.
-    pair = call.pair(number=eager and way.strategy == "small")
-    weights, one_pass = call.weights(), way.one_pass
+    pair, weights = call.pair(), call.weights()
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
         fewer = pair if rows is None else rows.of_pair(pair)
         if rows is not None:
             weights = weights.rows(rows.index)
         saved_rows = fewer.a.shape[0] if eager else pair.a.shape[0]
-        loss, saved = one_pass.forward(fewer, weights, needs, spec, options, saved_rows)
-        if way.strategy != "small":
-            loss = weights.nan_if_none(loss, pair)
-        return loss, OnePassFound(one_pass, fewer, saved, rows)
+        if way.strategy == "small":
+            job = small_job(way, fewer, call)
+            facts = small_facts((fewer.row_key, fewer.col_key, fewer.row_skip, fewer.col_skip), weights)
+            b = None if spec.symmetric else fewer.b
+            loss, (a_grad, *others) = job.forward(fewer.a, b, fewer.scale, fewer.bias, facts, weights.share)
+            return loss, OnePassFound(job, fewer, (padded(a_grad, saved_rows), *others), rows)
+        loss, saved = way.one_pass.forward(fewer, weights, needs, spec, options, saved_rows)
+        return weights.nan_if_none(loss, pair), OnePassFound(way.one_pass, fewer, saved, rows)
+
+
+def small_facts(keys: Sequence[Any], weights: RowWeights) -> tuple[Any, ...]:
+    """The argument ``facts`` of `SmallJob.forward`."""
+    square = weights.square
+    return *keys, weights.each, square if square is None or weights.share == 1.0 else square / weights.share
+
+
+def small_job(way: Route, pair: Pair, call: Call) -> SmallJob:
+    """The backend's job for a small call of this pair."""
+    (spec, options, _, needs), bias, small = call.settings[:4], pair.bias, way.backend.small
+    assert small is not None
+    one_bias = bias is not None and bias.stride(0) == 0 and spec.softplus
+    kept = call.settings.kept
+    return small.job(SmallKey(pair.shape, spec, needs, options.precision, bias is not None, one_bias, kept))
 
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
     spec, options, _, needs = call.settings[:4]
-    one_pass, pair, saved, rows = found
+    work, pair, saved, rows = found
     with without_autocast(pair.a):
-        shape = pair.shape if eager else call.shape
-        grads = one_pass.backward(saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
+        if isinstance(work, OnePass):
+            shape = pair.shape if eager else call.shape
+            grads = work.backward(saved, pair, grad_output, needs, spec, options, shape, overwrite=eager)
+        else:
+            a, b, scale, bias = work.backward(saved, grad_output, overwrite=eager)
+            grads = Grads(a=a, b=b, scale=scale, bias=bias)
         return grads if rows is None else rows.scatter_back_grads(grads)
 
 
 def found_again(call: Call, way: Route, saved: Sequence[Tensor]) -> OnePassFound:
     """What `find_loss` found, from the tensors that a registered operator saved."""
-    pair, one_pass = call.pair(), way.one_pass
+    pair = call.pair()
     rows = KeptRows.find(pair, call.settings.spec)
-    return OnePassFound(one_pass, pair if rows is None else rows.of_pair(pair), saved, rows)
+    fewer = pair if rows is None else rows.of_pair(pair)
+    if way.strategy != "small":
+        return OnePassFound(way.one_pass, fewer, saved, rows)
+    values = [value if need else None for value, need in zip(saved, call.settings.needs, strict=False)]
+    if values[0] is not None and rows is not None:
+        values[0] = values[0][: fewer.a.shape[0]]
+    return OnePassFound(small_job(way, fewer, call), fewer, (*values, *saved[len(values) :]), rows)

@@ -17,21 +17,30 @@ Axes: n rows of a, m rows of b, d features.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels import scalar_loss
-from tilewise.kernels.backend import Like, Saved
+from tilewise.kernels.backend import Like, SmallKey
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import HALF_TYPES, Grads, Needs, Pair, PairShape, PairSpec, RowWeights, wanted_names
-from tilewise.kernels.torch_impl.guide import GuideTiles
-from tilewise.kernels.torch_impl.one_pass import scaled_gradients
+from tilewise.kernels.spec import (
+    HALF_TYPES,
+    Grads,
+    Needs,
+    Pair,
+    PairShape,
+    PairSpec,
+    RowWeights,
+    stat_dtype,
+    wanted_names,
+)
+from tilewise.kernels.torch_impl.one_pass import multiplied
 from tilewise.kernels.torch_impl.tile_scores import product_types
 from tilewise.options import TileOptions
-
-SOFTMAX = {"row_lse", "row_pos", "num_positives"}
-STATISTICS = SOFTMAX, SOFTMAX | {"col_lse"}, {"row_softplus"}
 
 
 class TorchSmall:
@@ -39,35 +48,59 @@ class TorchSmall:
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this loss cannot be computed from one block of scores, or None."""
-        if set(wanted_names(spec)) not in STATISTICS or spec.guide not in ("none", "mask"):
-            return "it has other statistics than a softmax or a sigmoid loss"
+        if set(wanted_names(spec)) not in scalar_loss.SMALL_STATISTICS or spec.guide != "none":
+            return "it has other statistics than a softmax or a sigmoid loss, or a guide"
         if spec.softplus and spec.positive != "one":
             return "a sigmoid loss has one positive in each row"
         if shape.has_row_scale:
             return "each row has a scale of its own"
         return None
 
-    def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
-        """All rows or none."""
-        return shape.rows if block_bytes(shape, spec) <= memory else 0
+    def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
+        """See `block_bytes`."""
+        return block_bytes(shape, spec)
 
-    def saved_like(self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions) -> list[Like]:
-        """See `OnePass`."""
+    def saved_like(self, shape: PairShape, needs: Needs) -> list[Like]:
+        """The gradients."""
         return scalar_loss.gradients_like(shape, needs)
 
-    def forward(
-        self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
-    ) -> tuple[Tensor, Saved]:
-        """The loss and its gradients."""
-        with matmul_precision(options.precision), without_graph():
-            loss, grads = loss_and_gradients(pair, weights, needs, spec)
-        return loss, scalar_loss.saved_gradients(grads, rows)
+    def job(self, key: SmallKey) -> TorchJob:
+        """The work for calls of one kind."""
+        return TorchJob(key)
 
-    def backward(
-        self, saved: Saved, pair: Pair, grad_output: Tensor, needs: Needs, *unused: object, overwrite: bool = False
-    ) -> Grads:
+
+class TorchJob:
+    """See `SmallJob`."""
+
+    def __init__(self, key: SmallKey) -> None:
+        self.key, self.stat = key, stat_dtype(key.shape.dtype)
+
+    def forward(
+        self, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any], share: float
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """The loss, and its gradients."""
+        key, (row_key, col_key, row_skip, col_skip, each, square) = self.key, facts
+        if isinstance(scale, Tensor) and a.device.type == "cpu":
+            scale = scale.item()
+        keys = {"row_key": row_key, "col_key": col_key, "row_skip": row_skip, "col_skip": col_skip}
+        pair = Pair(a=a, b=a if b is None else b, scale=scale, bias=bias, **keys)
+        weights = RowWeights(share=share, kept=key.kept, each=each, square=square)
+        with matmul_precision(key.precision), without_graph():
+            loss, grads = loss_and_gradients(pair, weights, key.needs, key.spec)
+        return loss, (grads.a, grads.b, grads.scale, grads.bias)
+
+    def backward(self, saved: Sequence[Any], grad_output: Tensor, *, overwrite: bool) -> Sequence[Tensor | None]:
         """The saved gradients multiplied by ``grad_output``."""
-        return scaled_gradients(saved, pair, grad_output, needs, overwrite)
+        dtype = self.key.shape.dtype
+        if overwrite and dtype == self.stat and grad_output.device.type == "cpu" and grad_output.item() == 1.0:
+            return saved
+        a, b, scale, bias = saved
+        return (
+            None if a is None else multiplied(a, grad_output, dtype, overwrite),
+            None if b is None else multiplied(b, grad_output, dtype, overwrite),
+            None if scale is None else scale * grad_output,
+            None if bias is None else bias * grad_output,
+        )
 
 
 def block_bytes(shape: PairShape, spec: PairSpec) -> int:
@@ -95,20 +128,24 @@ def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: Pair
         x_nm.div_(cap).tanh_()
         slope = x_nm.square().neg_().add_(1.0)
         x_nm.mul_(cap)
-    whole, share = weights, weights.share
-    if weights.kept and x_nm.device.type == "cpu":  # the ignored rows have been dropped
-        share /= max(x_nm.shape[0], 1)
+    share: float | Tensor = weights.share
+    if spec.drop_rows and x_nm.device.type != "cpu":  # on a CPU the ignored rows have been dropped
+        counts = (pair.row_key != spec.ignored).to(x_nm.dtype)
+        share = share / counts.sum() if weights.kept else share
+        weights = RowWeights(each=counts if weights.each is None else weights.each, square=weights.square)
     elif weights.kept:
-        weights, share = RowWeights(each=weights.full(pair)), 1.0
+        share = share / x_nm.shape[0] if x_nm.shape[0] else math.inf
     positives = Positives(pair, spec)
     exclude_(x_nm, pair, spec, positives)
     if spec.softplus:
         loss, g_nm = sigmoid(x_nm, weights, positives)
     else:
         loss, g_nm = softmax(x_nm, weights, spec, positives)
-    loss = whole.nan_if_none(loss.mul_(share).to(pair.stat_dtype), pair)
+    loss = loss.mul_(share).to(pair.stat_dtype)  # a mean over no rows is NaN: 0 times inf
     if not any(needs):
         return loss, Grads()
+    if weights.kept or isinstance(share, Tensor):
+        share = torch.where(share < torch.inf, share, 0.0) if isinstance(share, Tensor) else min(share, 1.0)
     if slope is not None:
         # An excluded pair has the score -inf and no gradient.
         g_nm = torch.where(g_nm == 0.0, 0.0, g_nm.mul_(slope))
@@ -145,7 +182,10 @@ class Positives:
             self.place = pair.row_key[:, None]
         elif pair.row_key is not None:
             place = pair.row_key.clamp(0, pair.b.shape[0] - 1)
-            self.known = torch.where((place == pair.row_key) | (pair.row_key < 0), 1.0, torch.nan)
+            known = place == pair.row_key
+            if spec.drop_rows:
+                known = known | (pair.row_key == spec.ignored)
+            self.known = torch.where(known, 1.0, torch.nan)
             self.place = place[:, None]
 
     def values(self, x_nm: Tensor) -> Tensor:
@@ -188,10 +228,6 @@ def exclude_(x_nm: Tensor, pair: Pair, spec: PairSpec, positives: Positives) -> 
     """Set the scores of excluded pairs to -inf."""
     if pair.row_skip is not None and pair.col_skip is not None:
         mask = pair.row_skip[:, None] == pair.col_skip
-        positives.allow_(mask)
-        x_nm.masked_fill_(mask, -torch.inf)
-    if spec.guide == "mask":
-        mask = GuideTiles(pair, spec).above_limit(slice(0, x_nm.shape[0]), slice(0, x_nm.shape[1]))
         positives.allow_(mask)
         x_nm.masked_fill_(mask, -torch.inf)
     if spec.mask_self:
@@ -257,7 +293,7 @@ def gradients(
     a: Tensor,
     b: Tensor,
     scale: float | Tensor,
-    share: float,
+    share: float | Tensor,
     operand: torch.dtype,
     kind: torch.dtype,
     needs: Needs,

@@ -5,8 +5,9 @@
     rows_kernel       the loss of each row; with one softmax in each row, or a sigmoid, also G
     both_kernel       G where rows and columns have a softmax each, or where scores are symmetric
     columns_kernel    the gradient of a bias of each column
-    finish_kernel     sums: the loss, the gradient of the scale, and the factor of the other gradients
-    gradient_kernel   gradients multiplied by that factor and by ``grad_output``
+    share_kernel      the common weight of the rows that are not ignored
+    finish_kernel     sums: the loss and the gradient of the scale
+    gradient_kernel   gradients multiplied by ``grad_output``
 
     G_ij = f_i exp(x_ij - lse_i) - h_i [positive]         f_i = w_i + 2 z_i lse_i,   h_i = w_i / number of positives
 
@@ -28,8 +29,19 @@ SIGMOID = tl.constexpr(2)
 @triton.jit
 def factor_of(scale, number):
     """The factor of the scores: the number that ``scale`` points to, or without it ``number``."""
-    found = tl.load(scale).to(tl.float32) if scale is not None else number
-    return found
+    return tl.load(scale).to(tl.float32) if scale is not None else number
+
+
+@triton.jit
+def weight_of(kept_share, share):
+    """The common weight of all rows: the number that ``kept_share`` points to, or without it ``share``."""
+    return tl.load(kept_share) if kept_share is not None else share * 1.0
+
+
+@triton.jit
+def finite(weight):
+    """0 for the weight of a mean over no rows, whose gradients are 0."""
+    return tl.where(weight == float("inf"), 0.0, weight)
 
 
 @triton.jit
@@ -46,25 +58,26 @@ def cap_factor(x, softcap):
 
 
 @triton.jit
-def row_weights(rows, ok, count, row_key, weight, POSITIVE: tl.constexpr, KEPT: tl.constexpr):
+def row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE: tl.constexpr, KEPT: tl.constexpr):
     """w_i: NaN for a positive out of range, and 0 for an ignored row, or for a row of several without any."""
     w = tl.load(weight + rows, mask=ok, other=0.0) if weight is not None else tl.where(ok, 1.0, 0.0)
     if MANY == POSITIVE:
         w = tl.where(count > 0.0, w, 0.0)
     elif DIAGONAL != POSITIVE:
         if KEPT:
-            w = tl.where(tl.load(row_key + rows, mask=ok, other=-1) < 0, 0.0, w)
+            w = tl.where(tl.load(row_key + rows, mask=ok, other=0) == ignored, 0.0, w)
         w = tl.where((count == 0.0) & (w != 0.0), float("nan"), w)
     return w
 
 
 @triton.jit
-def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip, weight, square,
+def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip, weight, square, kept_share, share, ignored,
                 top_out, log_out, factor_out, hit_out, loss, dot, bias_dot, g, n, m, row_step, col_step,
                 R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
-                LOSS: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
+                LOSS: tl.constexpr, KEPT: tl.constexpr, WHOLE: tl.constexpr, TOTAL: tl.constexpr):  # fmt: skip
     """The loss of R rows, and either their statistics for `both_kernel` or G and the rows' part of the scale's gradient.
 
+    WHOLE: G is multiplied by the scale and the common weight; TOTAL: so are the losses by that weight. KEPT: a row whose key is ``ignored`` has the weight 0.
     With other steps of ``x`` the columns of the scores are the rows of this kernel.
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -91,7 +104,7 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
             high = tl.maximum(top, tl.max(v, 1))
             total = total * tl.exp2(top - safe(high)) + tl.sum(tl.exp2(v - safe(high)[:, None]), 1)
             top = high
-    w = row_weights(rows, ok, count, row_key, weight, POSITIVE, KEPT)
+    w = row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE, KEPT)
     if SIGMOID == LOSS:
         value = total
         f = w
@@ -107,6 +120,8 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         lse = (tl.log2(total) + top) * LN2
         value += tl.where(z == 0.0, 0.0, z * lse * lse)
         f += tl.where(z == 0.0, 0.0, 2.0 * z * lse)
+    if TOTAL:
+        value = value * weight_of(kept_share, share)
     tl.store(loss + rows, value, mask=ok)
     if STATS == LOSS:
         tl.store(top_out + rows, safe(top), mask=ok)
@@ -114,7 +129,8 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(factor_out + rows, f, mask=ok)
         tl.store(hit_out + rows, h, mask=ok)
     elif g is not None:
-        share = f if SIGMOID == LOSS else f / total
+        each = f if SIGMOID == LOSS else f / total
+        times = finite(weight_of(kept_share, share)) * s if WHOLE else 1.0
         for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
         for start in range(0, m, C):
             cols = start + tl.arange(0, C)
@@ -126,15 +142,16 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
             if SIGMOID == LOSS:
                 signed = tl.where(hit, -v, v)
                 e = tl.exp2(-tl.abs(signed))
-                p = tl.where(signed > 0.0, 1.0, e) / (1.0 + e) * share[:, None]
+                p = tl.where(signed > 0.0, 1.0, e) / (1.0 + e) * each[:, None]
                 grad = tl.where(hit, -p, p)
             else:
-                grad = tl.exp2(v - safe(top)[:, None]) * share[:, None] - tl.where(hit, h[:, None], 0.0)
+                grad = tl.exp2(v - safe(top)[:, None]) * each[:, None] - tl.where(hit, h[:, None], 0.0)
             if SOFTCAP & SCORE:
                 grad = grad * cap_factor(v, softcap)
             grad = tl.where((f == 0.0)[:, None], 0.0, grad)
             for_scale += tl.sum(tl.where(here, grad * acc, 0.0), 1)
             for_bias += tl.sum(tl.where(here, grad, 0.0), 1)
+            grad = grad * times
             tl.store(g + rows.to(tl.int64)[:, None] * m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
         if dot is not None:
             tl.store(dot + rows, for_scale, mask=ok)
@@ -144,8 +161,9 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
 
 @triton.jit
 def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip,
-                row_top, row_log, row_factor, row_hit, col_top, col_log, col_factor, col_hit, dot, g, n, m,
-                R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
+                row_top, row_log, row_factor, row_hit, col_top, col_log, col_factor, col_hit, share, dot, g, n, m,
+                R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
+                WHOLE: tl.constexpr):  # fmt: skip
     """G of one tile: the terms of the rows' softmax and of the columns', and the tile's part of the scale's gradient."""
     col_tiles = tl.cdiv(m, C)
     rows = tl.program_id(0) // col_tiles * R + tl.arange(0, R)
@@ -154,7 +172,8 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     here = ok_row[:, None] & ok_col[None, :]
     place = rows.to(tl.int64)[:, None] * m + cols[None, :]
     acc = tl.load(x + place, mask=here, other=0.0)
-    v = score_tile(acc, rows, cols, n, m, factor_of(scale, number), bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
+    s = factor_of(scale, number)
+    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
                    SCORE, POSITIVE)  # fmt: skip
     hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
     f_row, f_col = (
@@ -171,53 +190,58 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     grad = by_row + by_col - tl.where(hit, h_row[:, None] + h_col[None, :], 0.0)
     if SOFTCAP & SCORE:
         grad = grad * cap_factor(v, softcap)
-    tl.store(g + place, grad.to(g.dtype.element_ty), mask=here)
     if dot is not None:
         tl.store(dot + tl.program_id(0), tl.sum(tl.sum(tl.where(here, grad * acc, 0.0), 1), 0))
+    if WHOLE:
+        grad = grad * (s * share)
+    tl.store(g + place, grad.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def finish_kernel(row_loss, col_loss, dot, bias_dot, scale, number, share, row_key,
-                  loss_out, scale_out, bias_out, weight_out, factor_out, n, dots,
-                  HALF: tl.constexpr, KEPT: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Loss, gradient of the scale, and factor of the features' gradients, all with the common weight ``share``.
+def share_kernel(share, row_key, ignored, out, n, BLOCK: tl.constexpr):
+    """``share`` divided by the number of rows whose key is not ``ignored``; inf if there are none."""
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        kept += (tl.load(row_key + at, mask=at < n, other=ignored) != ignored).to(tl.float32)
+    tl.store(out, share / tl.sum(kept, 0))
 
-    KEPT: that weight is divided by the number of rows whose key is not negative. BOTH: the loss is the mean of two
-    directions. HALF: each pair of symmetric scores was counted twice.
+
+@triton.jit
+def finish_kernel(row_loss, col_loss, dot, bias_dot, scale, number, kept_share, share,
+                  loss_out, scale_out, bias_out, unit_out, factor_out, n, dots,
+                  HALF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The loss, the gradients of the scale and of one bias of all columns, and the factor of the features' gradients.
+
+    HALF: each pair of symmetric scores was counted twice in ``dot``. A mean over no rows is NaN: 0 times inf.
     """
-    total, kept = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float32)
+    w = weight_of(kept_share, share)
+    total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(row_loss + at, mask=at < n, other=0.0).to(tl.float64)
         if col_loss is not None:
             total += tl.load(col_loss + at, mask=at < n, other=0.0).to(tl.float64)
-        if KEPT:
-            kept += (tl.load(row_key + at, mask=at < n, other=-1) >= 0).to(tl.float32)
-    weight = share * 1.0
-    if BOTH:
-        weight = 0.5 * weight
-    loss = tl.sum(total, 0)
-    if KEPT:
-        rows_kept = tl.sum(kept, 0)
-        loss = tl.where(rows_kept == 0.0, float("nan"), loss)
-        weight = weight / tl.maximum(rows_kept, 1.0)
-    tl.store(loss_out, (loss * weight).to(tl.float32))
-    tl.store(weight_out, weight)
-    tl.store(factor_out, weight * factor_of(scale, number))
-    if HALF:
-        weight = 0.5 * weight
+    tl.store(loss_out, (tl.sum(total, 0) * w).to(tl.float32))
+    w = finite(w)
+    if factor_out is not None:
+        tl.store(unit_out, w)
+        tl.store(factor_out, w * factor_of(scale, number))
     if dot is not None:
         total = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, dots, BLOCK):
             at = start + tl.arange(0, BLOCK)
             total += tl.load(dot + at, mask=at < dots, other=0.0).to(tl.float64)
-        tl.store(scale_out, (tl.sum(total, 0) * weight).to(tl.float32))
+        found = tl.sum(total, 0) * w
+        if HALF:
+            found = 0.5 * found
+        tl.store(scale_out, found.to(tl.float32))
     if bias_dot is not None:
         total = tl.zeros((BLOCK,), tl.float64)
         for start in range(0, n, BLOCK):
             at = start + tl.arange(0, BLOCK)
             total += tl.load(bias_dot + at, mask=at < n, other=0.0).to(tl.float64)
-        tl.store(bias_out, (tl.sum(total, 0) * weight).to(tl.float32))
+        tl.store(bias_out, (tl.sum(total, 0) * w).to(tl.float32))
 
 
 @triton.jit
@@ -233,22 +257,29 @@ def columns_kernel(g, weight, out, n, m, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def scaled(values, out, factor, size, BLOCK: tl.constexpr):
-    """out = values * factor, for this program's block; rounded once."""
+def scaled(values, out, factor, size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = values * factor, for this program's block; rounded once. IN_PLACE: nothing is done for a factor of 1."""
+    if IN_PLACE:
+        size = tl.where(factor == 1.0, 0, size)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + at, mask=at < size, other=0.0).to(tl.float32) * factor
     tl.store(out + at, value.to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
-def gradient_kernel(a, b, scale, factor, grad_output, a_out, b_out, scale_out, a_size, b_size, BLOCK: tl.constexpr):
-    """Every gradient times ``grad_output``, and those of the features times ``factor``; None for one not needed."""
+def gradient_kernel(a, b, scale, factor, grad_output, a_out, b_out, scale_out, a_size, b_size,
+                    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Every gradient times ``grad_output``, and those of the features times ``factor``, if there is one.
+
+    A gradient that is not needed is None.
+    """
     times = tl.load(grad_output).to(tl.float32)
-    both = times * tl.load(factor)
-    if a is not None:
-        scaled(a, a_out, both, a_size, BLOCK)
-    if b is not None:
-        scaled(b, b_out, both, b_size, BLOCK)
     if scale is not None:
         if tl.program_id(0) == 0:
             tl.store(scale_out, tl.load(scale) * times)
+    if factor is not None:
+        times = times * tl.load(factor)
+    if a is not None:
+        scaled(a, a_out, times, a_size, IN_PLACE, BLOCK)
+    if b is not None:
+        scaled(b, b_out, times, b_size, IN_PLACE, BLOCK)

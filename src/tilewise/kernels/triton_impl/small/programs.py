@@ -1,0 +1,185 @@
+"""The programs of small batches: the loss with its gradients, and the gradients times ``grad_output``.
+
+Axes: n rows of a, m rows of b, d features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.kernels.backend import SmallKey
+from tilewise.kernels.spec import Needs
+from tilewise.kernels.triton_impl import bits as bit
+from tilewise.kernels.triton_impl.launch.call import POSITIVE, bit_sum, cdiv
+from tilewise.kernels.triton_impl.program import Buffer, Program
+from tilewise.kernels.triton_impl.small import kernels
+
+IN_REGISTERS = 2048  # scores that a program of `rows_kernel` has at a time
+ENOUGH_PROGRAMS = 512  # for all multiprocessors
+COLUMN_ROWS = 32  # where columns are read as rows: neighbours in memory that threads read together
+FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
+BOTH_COLS = 128
+BLOCK = 4096  # numbers of a program of `gradient_kernel`
+FACTS = ("row_key", "col_key", "row_skip", "col_skip", "weight", "square")
+PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
+
+
+def saved_type(features: torch.dtype, needs: Needs) -> torch.dtype:
+    """The type in which the gradients of features are saved between forward and backward.
+
+    It is that of the features, and G has the factor of all gradients already: grad_output is mostly 1 or a power of 2, so
+    nothing is rounded twice. In float16 that factor would leave the range. With a bias, whose gradient is the sum of
+    G, G must not have it either. Then gradients are float32 without the factor, until backward.
+    """
+    return torch.float32 if features == torch.float16 or needs.bias else features
+
+
+def loss_program(key: SmallKey) -> Program:
+    """Outputs: the loss, the gradients that are needed, and the factor that those of the features lack, if any."""
+    shape, spec, needs = key.shape, key.spec, key.needs
+    n, m, d, wide = shape.rows, shape.cols, shape.width, torch.float32
+    p = Program()
+    a, b = p.given("a"), p.given("b")
+    if spec.symmetric:
+        b = a
+    given: dict[str, Buffer | None] = {"scale": p.given("scale"), "number": p.given("number"), "bias": p.given("bias")}
+    given |= {name: p.given(name) for name in FACTS}
+    share = p.given("share")
+    score = bit_sum(
+        (bit.ONE_BIAS, key.one_bias),
+        (bit.BIAS, key.has_bias and not key.one_bias),
+        (bit.SOFTCAP, spec.softcap),
+        (bit.SKIP, shape.has_skips),
+        (bit.MASK_SELF, spec.mask_self),
+    )
+    diagonal = spec.positive == "one" and not shape.has_row_key
+    scores: dict[str, Any] = {**given, "softcap": float(spec.softcap), "n": n, "m": m, "SCORE": score}
+    scores |= {"POSITIVE": bit.DIAGONAL.value if diagonal else POSITIVE[spec.positive]}
+    weight, square = scores.pop("weight"), scores.pop("square")
+
+    def vector(name: str, size: int) -> Buffer:
+        return p.scratch(name, (size,), wide)
+
+    loss = p.output("loss", (), wide)
+    common: dict[str, Any] = {"share": share}
+    if key.kept:
+        common["kept_share"] = vector("kept_share", 1)
+        row_key, ignored = given["row_key"], spec.ignored
+        p.launch(
+            kernels.share_kernel,
+            1,
+            share=share,
+            row_key=row_key,
+            ignored=ignored,
+            out=common["kept_share"],
+            n=n,
+            BLOCK=1024,
+        )
+    x = p.scratch("x", (n, m), wide)
+    p.product(x, a, b.t)
+    saved = saved_type(shape.dtype, needs)
+    g = p.scratch("G", (n, m), shape.dtype) if any(needs) else None
+    whole = saved == shape.dtype
+    row_loss, col_loss, two = vector("row_loss", n), None, spec.col_lse or spec.symmetric
+    tile_rows, tile_cols = tile_of(n, m)
+    both_rows = 32 if n * m <= FEW else 64
+    dots = cdiv(n, both_rows) * cdiv(m, BOTH_COLS) if two else n
+    dot = vector("dot", dots) if needs.scale else None
+    bias_dot = vector("bias_dot", n) if needs.bias and key.one_bias else None
+    rows: dict[str, Any] = {"x": x, "weight": weight, "square": square, "ignored": spec.ignored, "row_step": m}
+    rows |= {"col_step": 1, "R": tile_rows, "C": tile_cols, "KEPT": spec.drop_rows, **scores}
+    # Without other sums than that of the losses, torch adds them up.
+    total = whole and not spec.col_lse and not needs.scale
+    rows |= {"WHOLE": whole, "TOTAL": total, **common}
+    if not two:
+        kind = kernels.SIGMOID.value if spec.softplus else kernels.SOFTMAX.value
+        more = {"loss": row_loss, "dot": dot, "bias_dot": bias_dot, "g": g, "LOSS": kind}
+        p.launch(kernels.rows_kernel, cdiv(n, tile_rows), **more, **rows)
+    else:
+        stats = {name: vector(f"row_{name}", n) for name in PARTS}
+        more = {f"{name}_out": value for name, value in stats.items()} | {"LOSS": kernels.STATS.value}
+        p.launch(kernels.rows_kernel, cdiv(n, tile_rows), loss=row_loss, **more, **rows)
+        other = stats
+        if spec.col_lse:
+            other, col_loss = {name: vector(f"col_{name}", m) for name in PARTS}, vector("col_loss", m)
+            more |= {f"{name}_out": value for name, value in other.items()}
+            rows |= {"row_step": 1, "col_step": m, "R": COLUMN_ROWS, "C": min(256, tile_cols), "n": m, "m": n}
+            rows |= {"row_skip": rows["col_skip"], "col_skip": rows["row_skip"]}
+            p.launch(kernels.rows_kernel, cdiv(m, COLUMN_ROWS), warps=8, loss=col_loss, **more, **rows)
+        if g is not None:
+            parts: dict[str, Any] = {f"row_{name}": value for name, value in stats.items()}
+            parts |= {f"col_{name}": value for name, value in other.items()}
+            grid, tile = cdiv(n, both_rows) * cdiv(m, BOTH_COLS), {"R": both_rows, "C": BOTH_COLS}
+            p.launch(kernels.both_kernel, grid, x=x, dot=dot, g=g, share=share, WHOLE=whole, **tile, **parts, **scores)
+    order: list[Buffer] = [loss]
+    if needs.a:
+        assert g is not None
+        order.append(p.output("dA", (n, d), saved))
+        p.product(order[-1], g, b)
+    if needs.b and not spec.symmetric:
+        assert g is not None
+        order.append(p.output("dB", (m, d), saved))
+        p.product(order[-1], g.t, a)
+    sums: dict[str, Any] = {"row_loss": row_loss, "col_loss": col_loss, "dot": dot, "bias_dot": bias_dot}
+    sums |= {"loss_out": loss, "scale": given["scale"], "number": given["number"], **common}
+    if not whole:
+        sums |= {"unit_out": vector("unit", 1), "factor_out": p.output("factor", (), wide)}
+    if needs.scale:
+        order.append(p.output("dscale", (), wide))
+        sums["scale_out"] = order[-1]
+    if needs.bias:
+        order.append(p.output("dbias", () if key.one_bias else (m,), wide))
+        if key.one_bias:
+            sums["bias_out"] = order[-1]
+    if total:
+        p.total(loss, row_loss)
+    else:
+        p.launch(kernels.finish_kernel, 1, n=n, dots=dots, HALF=spec.symmetric, BLOCK=1024, **sums)
+    if needs.bias and not key.one_bias:
+        tile = {"R": 32, "C": BOTH_COLS}
+        p.launch(
+            kernels.columns_kernel, cdiv(m, BOTH_COLS), g=g, weight=sums["unit_out"], out=order[-1], n=n, m=m, **tile
+        )
+    if not whole:
+        order.append(sums["factor_out"])
+    p.outputs = order
+    return p.done()
+
+
+def tile_of(n: int, m: int) -> tuple[int, int]:
+    """Rows and columns that a program of `rows_kernel` has in registers."""
+    cols = min(IN_REGISTERS, max(64, 1 << (m - 1).bit_length()))
+    rows = IN_REGISTERS // cols
+    while rows > 1 and n // rows < ENOUGH_PROGRAMS:
+        rows //= 2
+    return rows, cols
+
+
+def gradient_program(
+    sizes: tuple[tuple[int, int] | None, ...],
+    features: torch.dtype,
+    saved: torch.dtype,
+    scale: bool,
+    *,
+    overwrite: bool,
+) -> Program:
+    """Gradients of features of these sizes, and of the scale, times ``grad_output``; outputs: those not in place."""
+    p = Program()
+    given = [p.given(name) for name in ("a", "b", "scale", "factor", "grad_output")]
+    in_place = overwrite and saved == features
+    named: dict[str, Any] = {"grad_output": given[4], "IN_PLACE": in_place, "BLOCK": BLOCK}
+    if saved != features:
+        named["factor"] = given[3]
+    blocks = 1
+    for name, buffer, size in zip(("a", "b"), given, sizes, strict=False):
+        if size is not None:
+            count = size[0] * size[1]
+            out = buffer if in_place else p.output(f"{name}_out", size, features)
+            named |= {name: buffer, f"{name}_out": out, f"{name}_size": count}
+            blocks = max(blocks, cdiv(count, BLOCK))
+    if scale:
+        named |= {"scale": given[2], "scale_out": p.output("scale_out", (), torch.float32)}
+    p.launch(kernels.gradient_kernel, blocks, **named)
+    return p.done()

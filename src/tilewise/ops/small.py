@@ -1,0 +1,129 @@
+"""Small batches: a scalar loss from the scores of all pairs at once, with as little work on the host as possible.
+
+A batch of up to a few thousand rows takes longer on the host than on a GPU. So all that depends on sizes, types and
+settings is found once for each kind of call (`find_job`): the route, and a job of the backend. A known call takes one
+lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.backend import SmallJob
+from tilewise.kernels.registry import forget_with_backends
+from tilewise.kernels.spec import PairSpec, RowWeights
+from tilewise.ops import limits
+from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, needs_of
+from tilewise.ops.operators import PAIR_LOSS
+from tilewise.ops.registered import registered_backward
+from tilewise.ops.strategies import NOTHING, route_of, small_facts, small_job
+from tilewise.options import TileOptions
+
+MOST_KINDS = 1024
+NO_FACTS = (None,) * 6
+_jobs: dict[Any, SmallJob | None] = {}
+forget_with_backends(_jobs.clear)
+
+
+def find_job(
+    a: Tensor,
+    b: Tensor | None,
+    scale: Tensor | float,
+    bias: Tensor | None,
+    weights: RowWeights,
+    keys: PairKeys,
+    spec: PairSpec,
+    options: TileOptions,
+) -> SmallJob | None:
+    """The job of a call whose strategy is `small`; None for another strategy.
+
+    On a CPU, rows that may be ignored are counted and dropped first, which `strategies` does.
+    """
+    row_key, col_key, row_skip, col_skip = keys[:4]
+    learned = isinstance(scale, Tensor) and scale.requires_grad
+    key = (
+        spec,
+        options,
+        a.shape,
+        a.dtype,
+        a.device,
+        a.requires_grad,
+        None if b is None else (b.shape, b.requires_grad),
+        learned,
+        None if bias is None else (bias.stride(0), bias.requires_grad),
+        row_key is None,
+        col_key is None,
+        row_skip is None,
+        col_skip is None,
+        keys.row_scale is None,
+        weights.each is None,
+        weights.kept,
+        torch.is_grad_enabled(),
+        limits.current(),
+    )
+    try:
+        return _jobs[key]
+    except KeyError:
+        pass
+    if len(_jobs) >= MOST_KINDS:
+        _jobs.clear()
+    settings = Settings(spec, options, "", needs_of(a, b, scale, bias), kept=weights.kept)
+    call = Call((a, b, scale, bias), (*keys, weights.each, weights.square), settings)
+    way, job = route_of(call, scalar=True, eager=True), None
+    if way.strategy == "small" and not (spec.drop_rows and a.device.type == "cpu"):
+        job = small_job(way, call.pair(), call)
+    _jobs[key] = job
+    return job
+
+
+class Rest(NamedTuple):
+    """A call without its leaves: one argument of the autograd function."""
+
+    job: SmallJob
+    number: float | None  # the scale, if it is no tensor
+    keys: PairKeys
+    weights: RowWeights
+    spec: PairSpec
+    options: TileOptions
+
+
+class SmallLoss(torch.autograd.Function):
+    """A loss of a small batch. Forward also computes the gradients, and the first backward returns them."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: Rest) -> Tensor:
+        """The loss."""
+        job, number, keys, weights, *_ = rest
+        facts = NO_FACTS
+        if keys is not NO_KEYS or weights.each is not None or weights.square is not None:
+            facts = small_facts(keys[:4], weights)
+        kind = a.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
+            loss, ctx.once = job.forward(a, b, scale if number is None else number, bias, facts, weights.share)
+        ctx.rest = rest
+        ctx.save_for_backward(a, b, scale, bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The gradients of the leaves."""
+        leaves: Sequence[Any] = ctx.saved_tensors  # also checks that none was changed in place
+        once, ctx.once = ctx.once, None
+        rest: Rest = ctx.rest
+        if once is not None and not torch.is_grad_enabled():
+            found = rest.job.backward(once, grads[0], overwrite=True)
+        else:  # a second backward, or one that may be differentiated: forward runs again, as a registered operator
+            scale = leaves[2] if rest.number is None else rest.number
+            weights, (a, b, _, bias) = rest.weights, leaves
+            needs = needs_of(a, b, scale, bias)
+            settings = Settings(rest.spec, rest.options, "", needs, weights.share, weights.kept)
+            call = Call((a, b, scale, bias), (*rest.keys, weights.each, weights.square), settings)
+            found = registered_backward(PAIR_LOSS, call, [], grads, needs)
+        typed = []
+        for grad, leaf in zip(found, leaves, strict=True):
+            typed.append(grad if grad is None or grad.dtype is leaf.dtype else grad.to(leaf.dtype))
+        return *typed, None
