@@ -1,8 +1,5 @@
 """Every bad input has its error, whose words say what was wanted, what came, and what to do. Nothing else changes."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from tests import bad_distillation, bad_inputs
@@ -82,42 +79,6 @@ def test_a_target_out_of_range_gives_nan_where_nobody_may_read():
     target = Y.clone()
     target[3] = 6
     assert whole(target=target).isnan()
-
-
-SHARDED = """
-import torch, torch.distributed as dist, torch.distributed.tensor
-from torch.distributed.fsdp import fully_shard
-import tilewise as tw
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-head = fully_shard(torch.nn.Linear(4, 6), mesh=dist.init_device_mesh("cpu", (1,)))
-try:
-    tw.linear_cross_entropy(torch.randn(3, 4), head.weight, torch.arange(3))
-except tw.TilewiseError as error:
-    print(error)
-hidden, whole = torch.randn(3, 4), torch.randn(3, 4)
-shared = lambda values: dist.tensor.distribute_tensor(values, dist.init_device_mesh("cpu", (1,)))
-calls = {
-    "logit_scale": lambda: tw.clip_loss(hidden, whole, shared(torch.ones(1))),
-    "labels": lambda: tw.supcon_loss(hidden, shared(torch.arange(3))),
-    "target": lambda: tw.linear_cross_entropy(hidden, whole, shared(torch.arange(3))),
-}
-for name, call in calls.items():
-    try:
-        call()
-    except tw.TilewiseError as error:
-        assert f"pass {name}.full_tensor()" in str(error), error
-        print(error)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.group
-def test_a_sharded_weight_is_refused_with_the_place_where_it_is_whole():
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False, timeout=600)
-    assert "linear_weight is a plain tensor, got a DTensor" in done.stdout, done.stderr[-2000:]
-    assert "forward of the module" in done.stdout
-    for name in ("logit_scale", "labels", "target"):
-        assert f"{name} is a plain tensor, got a DTensor" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_failure_inside_leaves_no_gradient_behind(monkeypatch):
