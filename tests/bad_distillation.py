@@ -76,7 +76,7 @@ BAD = {
     "a weight of targets": (
         lambda: distil(target_weight="half"),
         DtypeError,
-        ("target_weight is a number", "str", r"float\(\)"),
+        ("target_weight is a number", "str", "Pass a number, such as 1"),
     ),
     "another number of teacher's pairs": (
         lambda: clip(T[:5], W[:5]),

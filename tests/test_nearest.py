@@ -62,6 +62,29 @@ def test_equals_a_stable_sort(problem):
     assert_same(with_side(side, lambda: tw.nearest(queries, gallery, k, **more)), dense(queries, gallery, k, **more))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_a_mask_excludes_its_true_entries(share):
+    generator = torch.Generator().manual_seed(4)
+    queries, gallery = (whole_numbers(generator, rows, 5, torch.float32) for rows in (30, 50))
+    mask = torch.rand(30, 50, generator=generator) < share
+    want = dense(queries, gallery, 7, exclude=torch.where(mask, torch.arange(50), -1))
+    assert_same(tw.nearest(queries, gallery, 7, exclude=mask), want)
+
+
+def test_a_mask_has_columns_for_the_items_of_all_ranks():
+    generator = torch.Generator().manual_seed(5)
+    queries, gallery = (whole_numbers(generator, rows, 5, torch.float32) for rows in (6, 15))
+    mask = torch.rand(6, 15, generator=generator) < 0.5
+    want = dense(queries, gallery, 4, exclude=torch.where(mask, torch.arange(15), -1))
+
+    def part(group):
+        own = slice(2 * group.rank(), 2 * group.rank() + 2), slice(5 * group.rank(), 5 * group.rank() + 5)
+        return tw.nearest(queries[own[0]], gallery[own[1]], 4, exclude=mask[own[0]], group=group)
+
+    found = run_virtual(3, part)
+    assert_same(Nearest(*(torch.cat(parts) for parts in zip(*found, strict=True))), want)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tiles_on_a_device(device, dtype):
@@ -175,6 +198,12 @@ X = torch.eye(6)
         (lambda: tw.nearest(X, X, 2, below=torch.arange(6)), DtypeError, "below holds scores"),
         (lambda: tw.nearest(X, X, 2, below="0.9"), DtypeError, "below"),
         (lambda: tw.nearest(X, X, 2, below=True), DtypeError, "below is a number"),
+        (
+            lambda: tw.nearest(X, X, 2, below=[0.1] * 6),
+            DtypeError,
+            r"shape \(6,\), got list\. Use torch\.as_tensor\(\)",
+        ),
+        (lambda: tw.nearest(X, X, 2, exclude=X[0] > 0), ShapeError, r"query and item, \(6, 6\), got \(6,\)"),
         (lambda: tw.nearest(X, X, 2, below=10**400), RangeError, "below must fit float64"),
         (lambda: tw.nearest(X, X, 2, below=float("nan")), RangeError, "below must be finite"),
         (lambda: tw.nearest(X, X, 2, below=torch.full((6,), torch.nan)), RangeError, "NaN, for query 0"),

@@ -338,6 +338,27 @@ def test_progress_reaches_the_end():
     assert torch.equal(retrieval_ranks(features, features, progress=True), want)
 
 
+@pytest.mark.parametrize("rows, items", [(40, 60), (7, 3), (5, 0), (0, 5)])
+def test_a_mask_is_the_list_of_its_true_entries(rows, items):
+    generator = torch.Generator().manual_seed(3)
+    queries, gallery = (whole_numbers(generator, size, 5) for size in (rows, items))
+    draw = torch.rand(rows, items, generator=generator)
+    right, excluded = draw < 0.1, draw > 0.8
+    got = retrieval_ranks(queries, gallery, right, exclude=excluded)
+    assert got.shape == (rows, int(right.sum(1).max()) if rows else 0)
+    for query, ranks in enumerate(got.tolist()):
+        one = [queries[query : query + 1], gallery]
+        for item, rank in zip(right[query].nonzero().flatten().tolist(), ranks, strict=False):
+            alone = torch.zeros(1, items, dtype=torch.bool)
+            alone[0, item] = True
+            assert rank == oracle(*one, alone, excluded[query : query + 1])
+        assert set(ranks[int(right[query].sum()) :]) <= {-1}
+    listed = torch.where(excluded, torch.arange(items), -1)
+    both = [retrieval_ranks_both(queries, gallery, right, exclude=what) for what in (excluded, listed)]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert torch.equal(both[0].query_to_gallery, got)
+
+
 X, Y = torch.zeros(3, 4), torch.zeros(5, 4)
 INDEX = torch.tensor([0, 1, 2])
 REFUSED = {
@@ -352,6 +373,16 @@ REFUSED = {
     "positives long": (RangeError, "0 to 4", lambda: retrieval_ranks(X, Y, INDEX + 3)),
     "positives below": (RangeError, "-2 to 0", lambda: retrieval_ranks(X, Y, INDEX - 2)),
     "positives shape": (ShapeError, "one row per query", lambda: retrieval_ranks(X, Y, torch.arange(4))),
+    "positives mask of queries": (
+        ShapeError,
+        "query and item, (3, 5), got (3,)",
+        lambda: retrieval_ranks(X, Y, INDEX > 0),
+    ),
+    "exclude mask of other items": (
+        ShapeError,
+        "query and item, (3, 5), got (3, 3)",
+        lambda: retrieval_ranks(X, Y, exclude=INDEX[:, None] > INDEX),
+    ),
     "positives type": (DtypeError, "integers", lambda: retrieval_ranks(X, Y, INDEX.float())),
     "positives list": (DtypeError, "positives is a tensor", lambda: retrieval_ranks(X, Y, [0, 1, 2])),
     "exclude list": (DtypeError, "exclude is a tensor", lambda: retrieval_ranks(X, Y, exclude=[0, 1, 2])),

@@ -315,15 +315,31 @@ def check_index(name: str, value: Any, advice: str) -> int:
     return number
 
 
-def check_number(name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32) -> None:
-    """Check a finite Python number that fits ``dtype``."""
+def check_number(
+    name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32, per: str = ""
+) -> None:
+    """Check a finite Python number that fits ``dtype``. ``per``: the shape of the tensor that is accepted instead."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DtypeError(f"{name} is a number, got {type(value).__name__}. Convert it with float()")
+        wanted = f"a number, or a tensor of shape {per}" if per else "a number"
+        raise DtypeError(f"{name} is {wanted}, got {type(value).__name__}. {_number_of(value, bool(per))}")
     if positive and not value > 0:
         raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     if not -float("inf") < value < float("inf"):
         raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
     _check_fits(name, value, dtype)
+
+
+def _number_of(value: Any, or_tensor: bool) -> str:
+    """Advice on how to get a number from ``value``."""
+    if isinstance(value, Tensor):
+        return "Pass its .item()" if value.numel() == 1 else "Pass one number"
+    if or_tensor and hasattr(value, "__len__") and not isinstance(value, (str, bytes)):
+        return tensor_of(value)
+    try:
+        float(value)
+    except Exception:  # whatever the object's own conversion raises
+        return "Pass a number, such as 1.0"
+    return "Convert it with float()"
 
 
 def _check_fits(name: str, value: float, dtype: torch.dtype) -> None:

@@ -61,9 +61,9 @@ def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: in
     return inside
 
 
-def check_temperature(temperature: float) -> float:
-    """Check a temperature: a positive, finite number."""
-    _check.check_number("temperature", temperature)
+def check_temperature(temperature: float, per: str = "") -> float:
+    """Check a temperature: a positive, finite number. ``per``: as in `check_number`."""
+    _check.check_number("temperature", temperature, per=per)
     if not temperature > 0.0:
         raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
     return float(temperature)
@@ -72,7 +72,7 @@ def check_temperature(temperature: float) -> float:
 def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: int) -> float | Tensor:
     """Check a temperature: positive, finite. Returns a float, or the temperatures of the scored states: (n,)."""
     if not isinstance(temperature, Tensor):
-        return check_temperature(temperature)
+        return check_temperature(temperature, per=str(tuple(input.shape[:-1])))
     _check.check_floating("temperature", temperature, temperature.dim())
     _refuse_grad("temperature", temperature)
     if temperature.dim() == 0:

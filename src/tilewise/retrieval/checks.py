@@ -50,9 +50,17 @@ def _ends(features: Tensor) -> Tensor:
 
 
 def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor:
-    """Check gallery indices. Returns (n, columns) int64, where -1 means none."""
+    """Check gallery indices, or a bool mask (n, items). Returns (n, columns) int64, where -1 means none."""
     n = queries.shape[0]
-    check_tensor(name, index, "a tensor of integers")
+    check_tensor(name, index, "a tensor of integers, or a bool mask")
+    if index.dtype == torch.bool:
+        if index.shape != (n, items):
+            raise ShapeError(
+                f"{name} is a bool mask, which has one entry for each query and item, ({n}, {items}), got "
+                f"{tuple(index.shape)}. Pass gallery indices instead, padded with -1"
+            )
+        check_device((name, "queries"), index, queries)
+        return _listed(index)
     if index.dim() not in (1, 2) or index.shape[0] != n:
         raise ShapeError(f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}")
     check_integers(name, index)
@@ -65,6 +73,16 @@ def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor
                 f"{name} must be gallery indices from 0 to {items - 1}, or -1 for none, got values from {low} to {high}"
             )
     return index
+
+
+def _listed(mask: Tensor) -> Tensor:
+    """The columns of the True entries of each row in ascending order, padded with -1: (n, most in a row)."""
+    count = mask.sum(1)
+    row, col = mask.nonzero(as_tuple=True)
+    listed = col.new_full((mask.shape[0], int(count.max()) if count.numel() else 0), -1)
+    first = count.cumsum(0) - count  # where the entries of each row begin in col
+    listed[row, torch.arange(col.shape[0], device=col.device) - first[row]] = col
+    return listed
 
 
 def check_ids(

@@ -59,7 +59,8 @@ def nearest(
         gallery: (m, d), same type and device. Normalize both outside for cosine scores.
         k: how many items to find for each query.
         query_ids, gallery_ids: (n,) and (m,) integers. An item with the query's id is left out.
-        exclude: (n,) or (n, e) gallery indices padded with -1: items that are left out for that query.
+        exclude: (n,) or (n, e) gallery indices padded with -1: items that are left out for that query. Or a bool mask,
+            (n, m), which is converted to such indices: indices need less memory.
         below: a number, or (n,), one for each query. Items that score this or more are left out.
         progress: True shows a progress bar if the package rich is installed. A function is called with (pairs done,
             all pairs) from time to time; on an accelerator each of these calls synchronizes.
@@ -138,7 +139,7 @@ def _check_below(below: float | Tensor | None, queries: Tensor) -> Tensor | None
     if below is None:
         return None
     if not isinstance(below, Tensor):
-        check_number("below", below, dtype=torch.float64)
+        check_number("below", below, dtype=torch.float64, per=f"({n},)")
         return torch.full((n,), float(below), device=queries.device, dtype=torch.float64)
     check_tensor("below", below)
     if not below.is_floating_point():
