@@ -154,13 +154,19 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
                 f'{shape.dtype} on {shape.device}: {reason}. Use backend="auto"'
             )
         return load_backend(options.backend)
+    reasons = []
     for name in _AUTO:
         reason = why_not(name, shape, spec, options)
         if reason is None:
             log.debug("backend %s chosen", name)
             return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
-    raise BackendError(f"no backend can serve this call on {shape.device}: {reason}")
+        reasons.append(f"{name}: {reason}")
+    # Only batch_invariant makes the torch backend refuse a call.
+    raise BackendError(
+        f"no backend can serve {shape.rows} x {shape.cols} scores of width {shape.width}, {shape.dtype} on "
+        f"{shape.device} ({'; '.join(reasons)}). Pass batch_invariant=False"
+    )
 
 
 forget_with_backends(choose_backend.cache_clear)
