@@ -58,7 +58,8 @@ def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str 
 
 def _why_avoided(name: str, device: torch.device, options: TileOptions) -> str | None:
     """Warn about known faults that the backend meets on this device. The reason why "auto" avoids it, or None."""
-    auto, faults = options.backend == "auto", faults_on(device) if name == "triton" else []
+    auto = options.backend == "auto"
+    faults = [fault for fault in faults_on(device) if fault.avoided] if name == "triton" else []
     for fault in faults:
         warn_once(fault, auto)
     return faults[0].reason if faults and auto else None
