@@ -286,7 +286,7 @@ BAD = {
     "divergence": (
         lambda: tw.linear_sparse_distillation_loss(A, B, Y[:, None], -torch.ones(6, 1), divergence="kl"),
         ConfigError,
-        ("divergence is one of forward", "'kl'", "Choose"),
+        ("no divergence", "'kl'", "choose one of forward"),
     ),
     "ignore_index too large": (
         lambda: cross_entropy(ignore_index=2**70),

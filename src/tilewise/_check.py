@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.errors import ConfigError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
-from tilewise.options import DEFAULT_OPTIONS, TileOptions
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_choice
 
 Reduction = Literal["none", "sum", "mean"]
 REDUCTIONS = get_args(Reduction)
@@ -27,8 +27,7 @@ AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch
 
 def check_reduction(reduction: str) -> None:
     """Check that the reduction is "none", "sum" or "mean"."""
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    check_choice("reduction", reduction, REDUCTIONS)
 
 
 def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> TileOptions:
@@ -65,10 +64,10 @@ def group_name(group: Any) -> str:
         how = "For all ranks, pass torch.distributed.group.WORLD"
         if hasattr(group, "get_group"):
             how = "Pass its .get_group()"
-        elif group == -100:  # the value that new_group returns on ranks outside of the group
+        elif type(group) is int and group == -100:  # the value that new_group returns on ranks outside of the group
             how = "new_group returns this on ranks outside of the group. Call the loss only on its members"
         raise DtypeError(
-            f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r}. {how}"
+            f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r:.60}. {how}"
         )
     if not torch.compiler.is_compiling() and _is_stale(group, name):
         raise GroupError(
@@ -281,8 +280,7 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
         if positive and can_read(value) and not value.item() > 0:
             raise RangeError(f"{name} must be positive, got {value.item()}. Is it a logarithm? Then pass its .exp()")
         return value if value.dim() == 0 else value.reshape(())  # avoids a needless view in the graph
-    check_number(name, value, positive=positive, dtype=stat)
-    return torch.full((), value, dtype=stat, device=like.device)
+    return torch.full((), check_number(name, value, positive=positive, dtype=stat), dtype=stat, device=like.device)
 
 
 def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
@@ -308,7 +306,7 @@ def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
 def check_index(name: str, value: Any, advice: str) -> int:
     """Check a whole number, of Python or NumPy. Returns it as an int."""
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
-        raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r}. {advice}")
+        raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r:.60}. {advice}")
     number = value if isinstance(value, int) else int(value)
     if not -(2**63) <= number < 2**63:
         raise RangeError(f"{name} must fit 64 bits, got an integer of {number.bit_length()} bits. {advice}")
@@ -317,8 +315,11 @@ def check_index(name: str, value: Any, advice: str) -> int:
 
 def check_number(
     name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32, per: str = ""
-) -> None:
-    """Check a finite Python number that fits ``dtype``. ``per``: the shape of the tensor that is accepted instead."""
+) -> float:
+    """Check a finite Python number that fits ``dtype``. Returns it as a float.
+
+    ``per``: the shape of the tensor that is accepted instead.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         wanted = f"a number, or a tensor of shape {per}" if per else "a number"
         raise DtypeError(f"{name} is {wanted}, got {type(value).__name__}. {_number_of(value, bool(per))}")
@@ -327,6 +328,7 @@ def check_number(
     if not -float("inf") < value < float("inf"):
         raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
     _check_fits(name, value, dtype)
+    return float(value)
 
 
 def _number_of(value: Any, or_tensor: bool) -> str:

@@ -193,7 +193,7 @@ def test_an_encoder_that_writes_into_a_host_batch_is_refused():
 def test_offload_errors_say_what_to_do():
     x = torch.randn(4, 2)
     refused = [
-        (ConfigError, "pin is one of", lambda: HostBatch(x, "cpu", pin="no")),
+        (ConfigError, "no pin 'no'; choose one of", lambda: HostBatch(x, "cpu", pin="no")),
         (GradientError, "cannot have a gradient", lambda: HostBatch(x.clone().requires_grad_(), "cpu")),
         (DeviceError, "device is for example", lambda: HostBatch(x, "gpu")),
         (ShapeError, "same number of rows", lambda: HostBatch((x, x[:2]), "cpu")),

@@ -119,7 +119,7 @@ def row_ranges(rows: int, chunk_size: ChunkSize, batch: Tree = None) -> tuple[sl
         ends = list(itertools.accumulate(sizes))
         return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r}")
+        raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r:.60}")
     return tuple(slice(first, min(first + chunk_size, rows)) for first in range(0, rows, chunk_size))
 
 

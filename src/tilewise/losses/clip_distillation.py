@@ -14,7 +14,7 @@ from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_image_features", "teacher_text_features")
 SPEC = PairSpec(row_lse=True, guide="kl")
@@ -68,6 +68,7 @@ def clip_distillation_loss(
     0.6444
     """
     _check.check_reduction(reduction)
+    check_flag("teacher_entropy", teacher_entropy)
     options, name = _check.check_options(options), _check.group_name(group)
     a = _check.check_features(NAMES[0], image_features)
     b = _check.check_features(NAMES[1], text_features)

@@ -17,7 +17,7 @@ from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import positive_shift
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 NAMES = ("input", "linear_weight")
 NO_CLASS = 2**31 - 1  # an index beyond all classes
@@ -124,10 +124,11 @@ def linear_cross_entropy(
     options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
-    _check.check_number("label_smoothing", label_smoothing)
+    label_smoothing = _check.check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
-    check_z_loss(z_loss)
+    z_loss = check_z_loss(z_loss)
+    check_flag("return_lse", return_lse)
     must_match = call_settings(
         name,
         reduction=reduction,
@@ -192,11 +193,12 @@ def linear_cross_entropy(
     return (loss, lse.reshape(shape)) if return_lse else loss
 
 
-def check_z_loss(z_loss: float) -> None:
-    """Check a finite number that is not negative."""
-    _check.check_number("z_loss", z_loss)
-    if z_loss < 0.0:
+def check_z_loss(z_loss: float) -> float:
+    """Check a finite number that is not negative. Returns it as a float."""
+    number = _check.check_number("z_loss", z_loss)
+    if number < 0.0:
         raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative value has no minimum")
+    return number
 
 
 def check_ignore_index(ignore_index: int | None) -> int:
@@ -209,7 +211,9 @@ def check_ignore_index(ignore_index: int | None) -> int:
 def check_shift(shift: int) -> int:
     """Check a number of tokens. True is 1 and False is 0, as in Cut Cross-Entropy."""
     if not isinstance(shift, int) or shift < 0:
-        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
+        raise RangeError(
+            f"shift is a whole number of tokens, at least 0, got {shift!r:.60}. Next-token loss has shift=1"
+        )
     return int(shift)
 
 
@@ -349,6 +353,8 @@ class LinearCrossEntropyLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
+        if weight is not None:
+            _check.check_tensor("weight", weight)  # a Module refuses other buffers with an error of its own
         self.register_buffer("weight", weight)
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
         self.settings = settings_of(locals(), "weight", "logit_scale")

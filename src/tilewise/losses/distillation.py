@@ -28,7 +28,7 @@ from tilewise.losses.per_token import check_temperature, check_token_mask, tempe
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_input", "teacher_weight")
 
@@ -77,6 +77,7 @@ def linear_distillation_stats(
     ([0.1698, 0.1698], [-0.3133, -0.3133])
     """
     options, name = _check.check_options(options), _check.group_name(group)
+    check_flag("entropy", entropy)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     guide, beta, t = _check_beta(beta), float(beta), check_temperature(temperature)
     a, c, scale, bias, cap, shape = check_head(input, linear_weight, linear_bias, logit_scale, softcap, shift)
@@ -213,7 +214,7 @@ def linear_distillation_loss(
     0.0
     """
     _check.check_reduction(reduction)
-    _check.check_number("target_weight", target_weight)
+    target_weight = _check.check_number("target_weight", target_weight)
     if name := _check.group_name(group):
         # The statistics do not depend on these settings, so ranks compare them in an exchange of their own.
         classifier = _check.check_features("linear_weight", linear_weight)

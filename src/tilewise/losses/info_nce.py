@@ -19,7 +19,7 @@ from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
@@ -93,6 +93,8 @@ def info_nce(
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
     negatives = _check_negatives(a, negative_keys, negative_mask)
+    check_flag("in_batch", in_batch)
+    check_flag("symmetric", symmetric)
     if symmetric and not in_batch:
         raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True. Pass it")
     if not in_batch and negatives is None:

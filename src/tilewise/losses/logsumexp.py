@@ -54,10 +54,10 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> float:
     """Check a soft cap. Returns it as a float, 0 for no cap."""
     if softcap is None:
         return 0.0
-    _check.check_number(name, softcap)
-    if softcap < 0:
+    number = _check.check_number(name, softcap)
+    if number < 0:
         raise RangeError(f"{name} is a positive number, got {softcap}. For no cap, pass None or 0")
-    return float(softcap)
+    return number
 
 
 def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:

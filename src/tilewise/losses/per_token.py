@@ -63,10 +63,10 @@ def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: in
 
 def check_temperature(temperature: float, per: str = "") -> float:
     """Check a temperature: a positive, finite number. ``per``: as in `check_number`."""
-    _check.check_number("temperature", temperature, per=per)
-    if not temperature > 0.0:
+    number = _check.check_number("temperature", temperature, per=per)
+    if not number > 0.0:
         raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
-    return float(temperature)
+    return number
 
 
 def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: int) -> float | Tensor:

@@ -221,12 +221,12 @@ def _check_want(want: Sequence[str] | None, target: Tensor | None, pick: Tensor 
     if want is None:
         return tuple(field for field in DEFAULT if target is not None or field not in NEED_TARGET)
     known = ", ".join((*WANT, "picked"))
-    if not isinstance(want, Iterable):
+    if not isinstance(want, Iterable) or isinstance(want, Tensor):
         raise DtypeError(f"want is a sequence of names among {known}, got {want!r:.60}. Pass a tuple of names")
     names = (want,) if isinstance(want, str) else tuple(want)
     for field in names:
-        if field not in (*WANT, "picked"):
-            raise ConfigError(f"want is a sequence of names among {known}, got {field!r}. Use one of these")
+        if not isinstance(field, str) or field not in (*WANT, "picked"):
+            raise ConfigError(f"want is a sequence of names among {known}, got {field!r:.60}. Use one of these")
         if target is None and field in NEED_TARGET:
             raise ConfigError(f"{field} needs a target, but no target was passed. Pass target, or remove it from want")
         if pick is None and field == "picked":

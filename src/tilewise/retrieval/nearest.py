@@ -17,7 +17,7 @@ from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_searcher
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index
-from tilewise.retrieval.progress import Progress, reporter
+from tilewise.retrieval.progress import Progress, check_progress, reporter
 from tilewise.ring.agree import agree, propagate_errors
 from tilewise.ring.blocks import rotate_blocks
 from tilewise.ring.exchange import find_exchange
@@ -87,6 +87,7 @@ def nearest(
     with propagate_errors(exchange):
         options = check_options(options, rows_alone=True)
         k = _check_k(k)
+        check_progress(progress)
         check_features(queries, gallery, over_group=exchange.world > 1)
         if (query_ids is None) != (gallery_ids is None):
             raise ShapeError("pass query_ids and gallery_ids together: an item with the id of a query is left out")

@@ -83,8 +83,8 @@ def retrieval_ranks(
     tensor([-1,  0,  0])
     """
     answers = (positives, query_ids, gallery_ids)
-    call = RankingCall.of(queries, gallery, answers, exclude, group, options, both=False)
-    return call.run(progress).query_to_gallery
+    call = RankingCall.of(queries, gallery, answers, exclude, group, options, progress, both=False)
+    return call.run().query_to_gallery
 
 
 def retrieval_ranks_both(
@@ -116,7 +116,7 @@ def retrieval_ranks_both(
     (tensor([0, 1, 0, 1]), tensor([0, 0]))
     """
     answers = (positives, query_ids, gallery_ids)
-    return RankingCall.of(queries, gallery, answers, exclude, group, options, both=True).run(progress)
+    return RankingCall.of(queries, gallery, answers, exclude, group, options, progress, both=True).run()
 
 
 def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
