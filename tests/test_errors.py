@@ -1,9 +1,18 @@
-"""Every bad input has its error, whose words say what was wanted, what came, and what to do. Nothing else changes."""
+"""Every bad input has its error, whose words say what was wanted, what came, and what to do. Nothing else changes.
+
+What the message says is then done: the result must be that of an oracle in float64.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from tests import bad_distillation, bad_inputs
 from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
+from tests.compare import assert_close
+from torch import Tensor
 
 import tilewise as tw
 from tilewise import errors
@@ -20,11 +29,45 @@ def state():
     )
 
 
-BAD = bad_inputs.BAD | bad_distillation.BAD
+class Bad(NamedTuple):
+    """A call that is refused, and the call that its message advises."""
+
+    call: Callable[[], object]
+    error: type[TilewiseError]
+    words: tuple[str, str, str]  # what was wanted, what came, what to do: patterns in the message
+    advice: Callable[[], tuple[Tensor, Tensor]] | None = None  # the result of the advised call, and that of an oracle
 
 
-@pytest.mark.parametrize("call, error, words", BAD.values(), ids=BAD)
-def test_bad_input(call, error, words):
+BAD = {name: Bad(*entry) for table in (bad_inputs.BAD, bad_distillation.BAD) for name, entry in table.items()}
+# The end of a message that advises no change of the code.
+NO_CHANGE = (
+    r"\?",  # a question
+    "Check how it was computed",
+    "Check for a step with a very large gradient",
+    "It divides the logits",
+    "It is a fraction, not a percentage",
+    "It is a share of the score",
+    "0 is exact",
+    "0.5 is the Jensen-Shannon divergence",
+    "the student needs all other classes",
+)
+# Advice that cannot be executed in one process on a CPU, and the test that does so.
+ELSEWHERE = {
+    "Move one of them": "needs a second device",
+    r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU: tests/test_macos.py",
+    r"For all ranks, pass torch\.distributed\.group\.WORLD": "needs a group: tests/ring/test_ring_losses.py",
+}
+
+
+def message_of(bad):
+    with pytest.raises(TilewiseError) as caught:
+        bad.call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, words, _ = BAD[name]
     before, features, rng = state(), (A.clone(), B.clone(), Y.clone()), torch.get_rng_state()
     good = tw.clip_loss(A, B, 14.0)
     with pytest.raises(error) as caught:
@@ -39,8 +82,20 @@ def test_bad_input(call, error, words):
     assert torch.equal(tw.clip_loss(A, B, 14.0), good)
 
 
+@pytest.mark.parametrize("name", [name for name, bad in BAD.items() if bad.advice is not None])
+def test_the_advice_gives_the_dense_result(name):
+    got, want = BAD[name].advice()
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, bad in BAD.items() if bad.advice is None])
+def test_without_advice_the_message_asks_for_no_change(name):
+    ends = "|".join((*NO_CHANGE, *ELSEWHERE))
+    assert re.search(f"({ends})$", message_of(BAD[name]))
+
+
 def test_every_error_of_the_engine_is_in_the_table():
-    raised = {error for _, error, _ in BAD.values()}
+    raised = {bad.error for bad in BAD.values()}
     elsewhere = {errors.GroupError, errors.DataError, errors.CheckpointError, TilewiseError}
     known = {thing for thing in vars(errors).values() if isinstance(thing, type)}
     assert raised | elsewhere == known
@@ -50,7 +105,7 @@ def test_every_error_of_the_engine_is_in_the_table():
     "builtin, error", [(ValueError, ShapeError), (TypeError, DtypeError), (ValueError, RangeError)]
 )
 def test_python_users_catch_what_they_expect(builtin, error):
-    call = next(call for call, kind, _ in BAD.values() if kind is error)
+    call = next(bad.call for bad in BAD.values() if bad.error is error)
     with pytest.raises(builtin):
         call()
     with pytest.raises(TilewiseError):

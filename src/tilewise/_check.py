@@ -93,7 +93,8 @@ def _is_stale(group: Any, name: str) -> bool:
 
 def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
     """Check a floating tensor of ``dims`` dimensions. Returns it, converted to autocast's type if autocast is on."""
-    check_floating(name, features, dims)
+    real_part = f"Pass torch.view_as_real({name}).flatten(-2), whose products are the real parts of a @ b.conj().T"
+    check_floating(name, features, dims, real_part)
     return autocast(features)
 
 
@@ -159,26 +160,35 @@ def tensor_of(value: Any) -> str:
         return "Convert its objects to numbers first, such as torch.as_tensor(values.astype('int64'))"
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) and item.dim() for item in value):
         return "Use torch.stack()"
-    return "Use torch.as_tensor()"
+    if isinstance(value, (int, float, list, tuple)) or kind:
+        return "Use torch.as_tensor()"
+    return "Pass a tensor"
 
 
-def check_integers(name: str, values: Tensor, advice: str = "Convert it with .long()") -> None:
+WHOLE = "Convert it with .long(), if its values are whole numbers"
+
+
+def check_integers(name: str, values: Tensor, advice: str = WHOLE) -> None:
     """Check that a tensor has an integer type."""
     if values.dtype not in INTEGERS:
         raise DtypeError(f"{name} holds integers, got {values.dtype}. {advice}")
 
 
-def check_floating(name: str, features: Tensor, dims: int) -> None:
-    """Check a floating tensor of ``dims`` dimensions."""
+def check_floating(name: str, features: Tensor, dims: int, real_part: str = "Pass its real part, .real") -> None:
+    """Check a floating tensor of ``dims`` dimensions. ``real_part``: what to do with a complex one."""
     check_tensor(name, features)
     if features.dtype not in FLOATS:
+        how = real_part if features.is_complex() else "Convert it with .float()"
         raise DtypeError(
-            f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
-            "Convert it with .float()"
+            f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. {how}"
         )
     if features.dim() != dims:
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
-        how = ".flatten(0, -2)" if features.dim() > dims else ".unsqueeze(0)"
+        how = ".unsqueeze(0)"
+        if features.dim() == 0 or dims == 1:
+            how = f".reshape({'1, ' * (dims - 1)}-1)"
+        elif features.dim() > dims:
+            how = ".flatten(0, -2)"
         raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with {how}")
     check_has_float64(name, features)
 
@@ -218,13 +228,15 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     check_device_and_type(names, a, b)
 
 
-def check_device_and_type(
-    names: tuple[str, str], a: Tensor, b: Tensor, advice: str = "Convert one of them, or run under torch.autocast"
-) -> None:
-    """Check that two tensors are on the same device and have the same type."""
+def check_device_and_type(names: tuple[str, str], a: Tensor, b: Tensor, convert: str = "one of them") -> None:
+    """Check that two tensors are on the same device and have the same type. ``convert``: what the advice names."""
     check_device(names, a, b)
     if a.dtype != b.dtype:
-        raise DtypeError(f"{names[0]} and {names[1]} need the same type, got {a.dtype} and {b.dtype}. {advice}")
+        autocast = "" if torch.float64 in (a.dtype, b.dtype) else ", or run under torch.autocast"  # it leaves float64
+        raise DtypeError(
+            f"{names[0]} and {names[1]} need the same type, got {a.dtype} and {b.dtype}. Convert {convert} with "
+            f".to(){autocast}"
+        )
 
 
 def check_device(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
@@ -242,6 +254,11 @@ def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
         )
 
 
+def reshape_advice(values: Tensor, numbers: int) -> str:
+    """Advice for a tensor of another shape than one with this many numbers."""
+    return "Reshape it" if values.numel() == numbers else "Did a filter drop some of its entries?"
+
+
 def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
     """Check integer ids, one for each row, on the device of the features. Returns them as int64."""
     check_tensor(name, ids, "a tensor of integers")
@@ -255,15 +272,18 @@ def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> T
     return ids.long()
 
 
-def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False) -> Tensor:
-    """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features."""
+def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False, rows: str = "") -> Tensor:
+    """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features.
+
+    ``rows``: how to give each row a value of its own, for the message.
+    """
     stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor):
         check_tensor(name, value)
         if value.numel() != 1:
             raise ShapeError(
-                f"{name} is one number, got a tensor of shape {tuple(value.shape)}. "
-                "If every row has its own value, multiply the features by it"
+                f"{name} is one number, got a tensor of shape {tuple(value.shape)}. Pass one number"
+                + (f". If every row has its own value, {rows}" if rows else "")
             )
         if not value.dtype.is_floating_point:
             raise DtypeError(f"{name} is a floating number, got {value.dtype}. Convert it with .float()")
@@ -283,13 +303,13 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
     return torch.full((), check_number(name, value, positive=positive, dtype=stat), dtype=stat, device=like.device)
 
 
-def check_temperature(value: float | Tensor, like: Tensor) -> Tensor:
+def check_temperature(value: float | Tensor, like: Tensor, *, rows: str = "") -> Tensor:
     """Check a temperature. Returns its reciprocal, a 0-d tensor, by which the scores are multiplied.
 
     The reciprocal is computed in the type of the statistics. In a narrower type its rounding error would amount to a
     different temperature.
     """
-    number = check_scalar("temperature", value, like, positive=True)
+    number = check_scalar("temperature", value, like, positive=True, rows=rows)
     if number.dtype != torch.float64:
         number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
     if isinstance(value, Tensor) and not can_read(number):
@@ -323,10 +343,10 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         wanted = f"a number, or a tensor of shape {per}" if per else "a number"
         raise DtypeError(f"{name} is {wanted}, got {type(value).__name__}. {_number_of(value, bool(per))}")
-    if positive and not value > 0:
-        raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     if not -float("inf") < value < float("inf"):
         raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
+    if positive and not value > 0:
+        raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     _check_fits(name, value, dtype)
     return float(value)
 
@@ -340,7 +360,7 @@ def _number_of(value: Any, or_tensor: bool) -> str:
     try:
         float(value)
     except Exception:  # whatever the object's own conversion raises
-        return "Pass a number, such as 1.0"
+        return "Pass a number"
     return "Convert it with float()"
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
 from tilewise.losses import info_nce as tiled
 from tilewise.options import TileOptions
@@ -82,7 +83,7 @@ def info_nce(
             number = isinstance(rows, (int, float))
             raise DtypeError(
                 f"{name} is a tensor, got {type(rows).__name__}. "
-                + ("Pass a temperature by keyword, temperature=..." if number else "Use torch.as_tensor()")
+                + ("Pass a temperature by keyword, temperature=..." if number else _check.tensor_of(rows))
             )
     if negative_keys is not None and negative_keys.dim() != DIMS[negative_mode]:
         raise ShapeError(

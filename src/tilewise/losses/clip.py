@@ -56,7 +56,7 @@ def clip_loss(
     b = _check.check_features(NAMES[1], text_features)
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
     shift = positive_shift(a, b, scale, options=options)
     keys = NO_KEYS if shift is None else PairKeys(row_shift=shift, col_shift=shift)
     if reduction == "none" or name:

@@ -255,23 +255,32 @@ def check_head(
     c = _check.check_features("linear_weight", linear_weight)
     _check.check_together(NAMES, a, c)
     bias, cap = check_bias("linear_bias", linear_bias, c), check_softcap(softcap)
-    return a, c, _check.check_scalar("logit_scale", logit_scale, a), bias, cap, shape
+    return (
+        a,
+        c,
+        _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the states in input by it"),
+        bias,
+        cap,
+        shape,
+    )
 
 
 def _check_target(target: Tensor, input: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> Tensor:
     """Check the targets. Returns those of the scored states: (n,) int64."""
-    if isinstance(target, Tensor):
-        _check.check_tensor("target", target)
-    if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise DtypeError(
-            f"target holds class indices (integers), got {got}. Class probabilities are not supported: use "
-            "label_smoothing, or a dense loss such as torch.nn.functional.linear_cross_entropy"
-        )
+    _check.check_tensor("target", target, "a tensor of class indices")
+    if target.dtype not in _check.INTEGERS:
+        advice = _check.WHOLE
+        if target.dim() == input.dim() and target.is_floating_point():
+            advice = (
+                "Class probabilities are not supported: use label_smoothing, or a dense loss such as "
+                "torch.nn.functional.linear_cross_entropy"
+            )
+        raise DtypeError(f"target holds class indices (integers), got {target.dtype}. {advice}")
     if target.shape != input.shape[:-1]:
+        same = target.numel() == input.shape[:-1].numel()
         raise ShapeError(
             f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}. "
-            "For next-token prediction pass shift=1 instead of a shorter target"
+            + ("Reshape it" if same else "For next-token prediction pass shift=1 instead of a shorter target")
         )
     _check.check_device(("target", "input"), target, input)
     y = (target[..., shift:] if shift else target).reshape(-1).long()

@@ -298,8 +298,7 @@ def _check_teacher(
     teacher_a, _ = _rows(teacher_input, shift)
     teacher_c = _check.check_features("teacher_weight", teacher_weight)
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_c)
-    advice = "Convert the teacher's hidden states and classifier once, or run under torch.autocast"
-    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, advice)
+    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, "both tensors of the teacher")
     return teacher_a, teacher_c
 
 
@@ -322,7 +321,10 @@ def _without_padding(
             "linear_weight[:k] and teacher_weight[:k]"
         )
     if not 0 < classes <= min(c.shape[0], teacher_c.shape[0]):
-        raise RangeError(f"classes is at least 1 and at most the rows of both classifiers, {sizes}, got {classes}")
+        raise RangeError(
+            f"classes is at least 1 and at most the rows of both classifiers, {sizes}, got {classes}. Pass the size of "
+            "the tokenizer, len(tokenizer)"
+        )
     if bias is not None:
         bias = bias[:classes]
     return c[:classes], teacher_c[:classes], bias, None if teacher_bias is None else teacher_bias[:classes]

@@ -90,7 +90,7 @@ def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> Che
     _check.check_same_rows(("query", "guide.query"), a, query)
     _check.check_same_rows(("query", "guide.key"), a, key)
     _check.check_together(("guide.query", "guide.key"), query, key)
-    _check.check_device_and_type(("guide.query", "query"), query, a, "Convert the guide's embeddings")
+    _check.check_device_and_type(("guide.query", "query"), query, a, "all embeddings of the guide")
     others = None
     if (negatives is None) != (guide.negative_keys is None):
         have, lack = ("guide", "loss") if negatives is None else ("loss", "guide")

@@ -42,7 +42,7 @@ def linear_logsumexp(
     a = _check.check_features("a", a)
     b = _check.check_features("b", b)
     _check.check_together(("a", "b"), a, b)
-    factor = _check.check_scalar("scale", scale, a)
+    factor = _check.check_scalar("scale", scale, a, rows="multiply the rows of a by it")
     bias = check_bias("bias", bias, b)
     spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
     must_match = call_settings(name, scale=scale)
@@ -66,6 +66,9 @@ def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) 
         return None
     _check.check_floating(name, bias, 1)
     if bias.shape[0] != b.shape[0]:
-        raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Reshape it")
+        raise ShapeError(
+            f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Is it that of another "
+            "classifier?"
+        )
     _check.check_device((name, "the features"), bias, b)
     return _check.autocast(bias) if cast and b.dtype != torch.float64 else bias

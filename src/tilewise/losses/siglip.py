@@ -54,7 +54,7 @@ def siglip_loss(
     b = _check.check_features(NAMES[1], text_features)
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
     # Not a half type: the gradient of the bias is the sum of the columns' gradients, which must not be rounded first.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     spec = PairSpec(softplus=True, positive="one")

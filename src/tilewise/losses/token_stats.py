@@ -46,7 +46,7 @@ class TokenStats:
         """Fraction of correct tokens among those not ignored: 0-d, NaN if there are none. Requires ``correct``."""
         if self.correct is None or self.valid is None:
             raise ConfigError(
-                'accuracy requires "correct", which was not computed. Pass targets, and want=("correct",) or more'
+                'accuracy requires "correct", which was not computed. Pass target, and want=("correct",) or more'
             )
         return self.correct.sum() / self.valid.sum()
 

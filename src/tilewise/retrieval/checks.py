@@ -5,11 +5,25 @@ Axes: n queries, m gallery items, d features, p right answers per query, e exclu
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from tilewise._check import FLOATS, check_device, check_has_float64, check_integers, check_tensor
+from tilewise._check import (
+    FLOATS,
+    check_device,
+    check_has_float64,
+    check_integers,
+    check_tensor,
+    reshape_advice,
+)
 from tilewise.errors import DeviceError, DtypeError, RangeError, ShapeError
+
+NUMBERED = (
+    "Number the ids of both sides together: torch.unique(torch.cat([query_ids, gallery_ids]), return_inverse=True)[1]"
+    ".split([len(query_ids), len(gallery_ids)])"
+)
 
 
 def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False) -> None:
@@ -22,9 +36,12 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
             f"got {tuple(queries.shape)} and {tuple(gallery.shape)}. Transpose or reshape one of them"
         )
     if queries.dtype != gallery.dtype or queries.dtype not in FLOATS:
+        how = "both with .float()"
+        if queries.dtype in FLOATS and gallery.dtype in FLOATS:
+            how = "one of them with .to()"
         raise DtypeError(
-            "queries and gallery must have one type: float16, bfloat16, float32 or float64, "
-            f"got {queries.dtype} and {gallery.dtype}. Convert one of them"
+            "queries and gallery must have one type: float16, bfloat16, float32 or float64, got "
+            f"{queries.dtype} and {gallery.dtype}. Convert {how}"
         )
     check_device(("queries", "gallery"), queries, gallery)
     if queries.is_meta:
@@ -36,9 +53,11 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
     largest = (top_q * top_q, top_g * top_g) if over_group else (top_q * top_g,)
     limit = torch.finfo(torch.float64 if queries.dtype == torch.float64 else torch.float32).max
     if not all(product * queries.shape[1] < limit for product in largest):  # also true for NaN
+        finite = math.isfinite(top_q) and math.isfinite(top_g)
+        how = "Normalize them" if finite else "Remove the rows with NaN or infinity"
         raise RangeError(
             "queries and gallery must be finite, and no score may overflow, but queries lie in "
-            f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. NaN cannot be ranked. Normalize the features"
+            f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. {how}"
         )
 
 
@@ -62,7 +81,10 @@ def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor
         check_device((name, "queries"), index, queries)
         return _listed(index)
     if index.dim() not in (1, 2) or index.shape[0] != n:
-        raise ShapeError(f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}")
+        raise ShapeError(
+            f"{name} must be ({n},) or ({n}, any), one row per query, got {tuple(index.shape)}. Did a filter drop some "
+            "queries?"
+        )
     check_integers(name, index)
     check_device((name, "queries"), index, queries)
     index = index.long() if index.dim() == 2 else index.long()[:, None]
@@ -70,7 +92,8 @@ def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor
         low, high = torch.stack(torch.aminmax(index)).tolist()
         if low < -1 or high >= items:
             raise RangeError(
-                f"{name} must be gallery indices from 0 to {items - 1}, or -1 for none, got values from {low} to {high}"
+                f"{name} must be gallery indices from 0 to {items - 1}, or -1 for none, got values from {low} to "
+                f"{high}. Are they indices into the whole gallery?"
             )
     return index
 
@@ -99,13 +122,16 @@ def check_ids(
         raise ShapeError(
             "define the right answers by positives, or by query_ids and gallery_ids together, but "
             f"positives is {_given(positives)}, query_ids {_given(query_ids)}, gallery_ids "
-            f"{_given(gallery_ids)}"
+            f"{_given(gallery_ids)}. Pass one of the two"
         )
     for name, ids, features in (("query_ids", query_ids, queries), ("gallery_ids", gallery_ids, gallery)):
         check_tensor(name, ids, "a tensor of integers")
         if ids.shape != features.shape[:1]:
-            raise ShapeError(f"{name} must be ({features.shape[0]},), one id per row, got {tuple(ids.shape)}")
-        check_integers(name, ids, "Number the ids first")
+            raise ShapeError(
+                f"{name} must be ({features.shape[0]},), one id per row, got {tuple(ids.shape)}. "
+                f"{reshape_advice(ids, features.shape[0])}"
+            )
+        check_integers(name, ids, NUMBERED)
         check_device((name, "the features"), ids, features)
     return query_ids.long(), gallery_ids.long()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise._check import check_device, check_number, check_options, check_tensor, group_name
+from tilewise._check import check_device, check_number, check_options, check_tensor, group_name, reshape_advice
 from tilewise._check import check_index as check_whole
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
@@ -90,7 +90,8 @@ def nearest(
         check_progress(progress)
         check_features(queries, gallery, over_group=exchange.world > 1)
         if (query_ids is None) != (gallery_ids is None):
-            raise ShapeError("pass query_ids and gallery_ids together: an item with the id of a query is left out")
+            missing = "query_ids" if query_ids is None else "gallery_ids"
+            raise ShapeError(f"an item with the id of a query is left out, but {missing} is None. Pass both or neither")
         ids = check_ids(query_ids, gallery_ids, None, queries, gallery)
         limit = _check_below(below, queries)
     settings = {
@@ -130,7 +131,7 @@ def nearest(
 def _check_k(k: int) -> int:
     k = check_whole("k", k, "It is how many items to find for each query")
     if k < 1:
-        raise RangeError(f"k must be 1 or more, got {k}")
+        raise RangeError(f"k must be 1 or more, got {k}. It is how many items to find for each query")
     return k
 
 
@@ -146,7 +147,9 @@ def _check_below(below: float | Tensor | None, queries: Tensor) -> Tensor | None
     if not below.is_floating_point():
         raise DtypeError(f"below holds scores, which are floating point, got {below.dtype}. Convert it with .float()")
     if below.shape != (n,):
-        raise ShapeError(f"below is a number or ({n},), one for each query, got {tuple(below.shape)}. Reshape it")
+        raise ShapeError(
+            f"below is a number or ({n},), one for each query, got {tuple(below.shape)}. {reshape_advice(below, n)}"
+        )
     check_device(("below", "queries"), below, queries)
     if below.isnan().any():
         raise RangeError(f"below holds NaN, for query {int(below.isnan().nonzero()[0, 0])}. Check how it was computed")

@@ -133,12 +133,15 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
     check_tensor("ranks", ranks, "a tensor of integers")
     check_integers("ranks", ranks, "Pass the result of retrieval_ranks, not scores")
     if ranks.dim() not in (1, 2):
-        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}")
+        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}. Reshape them: .flatten(1)")
     if not isinstance(ks, Sequence):
-        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r}. For one number write ks=(5,)")
+        how = "Convert it with .tolist()" if hasattr(ks, "tolist") else "For one number write ks=(5,)"
+        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r:.60}. {how}")
     wrong = [k for k in ks if isinstance(k, bool) or not isinstance(k, int) or k < 1]
     if wrong or not ks:
-        raise RangeError(f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}")
+        raise RangeError(
+            f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}. Recall at 1 is the first"
+        )
     best = ranks.long() if ranks.dim() == 2 else ranks.long()[:, None]
     found = (best >= 0).any(dim=1)
     if not found.any():
