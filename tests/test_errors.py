@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests import bad_distillation, bad_inputs
+from tests import bad_distillation, bad_inputs, bad_retrieval
 from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
 from tests.compare import assert_close
 from torch import Tensor
@@ -38,7 +38,8 @@ class Bad(NamedTuple):
     advice: Callable[[], tuple[Tensor, Tensor]] | None = None  # the result of the advised call, and that of an oracle
 
 
-BAD = {name: Bad(*entry) for table in (bad_inputs.BAD, bad_distillation.BAD) for name, entry in table.items()}
+TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD)
+BAD = {name: Bad(*entry) for table in TABLES for name, entry in table.items()}
 # The end of a message that advises no change of the code.
 NO_CHANGE = (
     r"\?",  # a question
@@ -50,6 +51,7 @@ NO_CHANGE = (
     "0 is exact",
     "0.5 is the Jensen-Shannon divergence",
     "the student needs all other classes",
+    "It is how many items to find for each query",
 )
 # Advice that cannot be executed in one process on a CPU, and the test that does so.
 ELSEWHERE = {
@@ -57,6 +59,10 @@ ELSEWHERE = {
     r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU: tests/test_macos.py",
     r"For all ranks, pass torch\.distributed\.group\.WORLD": "needs a group: tests/ring/test_ring_losses.py",
 }
+
+
+def test_no_table_hides_an_entry_of_another():
+    assert len(BAD) == sum(map(len, TABLES))
 
 
 def message_of(bad):

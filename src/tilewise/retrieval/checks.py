@@ -31,9 +31,16 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
     check_tensor("queries", queries)
     check_tensor("gallery", gallery)
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1]:
+        how = "Did one encoder skip its projection head?"
+        if min(queries.dim(), gallery.dim()) == 1:
+            how = "Make one vector a matrix with .unsqueeze(0)"
+        elif max(queries.dim(), gallery.dim()) > 2:
+            how = "Make more dimensions two with .flatten(0, -2)"
+        elif queries.dim() == gallery.dim() == 2 and queries.shape[1] == gallery.shape[0]:
+            how = "Pass gallery.T, if it is transposed"
         raise ShapeError(
             "queries and gallery must be (n, d) and (m, d) with the same width d, "
-            f"got {tuple(queries.shape)} and {tuple(gallery.shape)}. Transpose or reshape one of them"
+            f"got {tuple(queries.shape)} and {tuple(gallery.shape)}. {how}"
         )
     if queries.dtype != gallery.dtype or queries.dtype not in FLOATS:
         how = "both with .float()"
@@ -45,7 +52,9 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
         )
     check_device(("queries", "gallery"), queries, gallery)
     if queries.is_meta:
-        raise DeviceError("tensors on the meta device have no values to rank. Use another device")
+        raise DeviceError(
+            "queries and gallery need values to be ranked, got tensors on the meta device. Use another device"
+        )
     check_has_float64("queries", queries)
     (low_q, high_q), (low_g, high_g) = torch.stack([_ends(queries), _ends(gallery)]).tolist()
     top_q, top_g = max(-low_q, high_q), max(-low_g, high_g)
@@ -54,7 +63,9 @@ def check_features(queries: Tensor, gallery: Tensor, *, over_group: bool = False
     limit = torch.finfo(torch.float64 if queries.dtype == torch.float64 else torch.float32).max
     if not all(product * queries.shape[1] < limit for product in largest):  # also true for NaN
         finite = math.isfinite(top_q) and math.isfinite(top_g)
-        how = "Normalize them" if finite else "Remove the rows with NaN or infinity"
+        how = "Remove the rows with NaN or infinity"
+        if finite:  # torch.nn.functional.normalize would overflow, too
+            how = "Divide each by its .abs().max(), which changes no rank"
         raise RangeError(
             "queries and gallery must be finite, and no score may overflow, but queries lie in "
             f"[{low_q}, {high_q}] and gallery in [{low_g}, {high_g}]. {how}"
@@ -91,10 +102,11 @@ def check_index(name: str, index: Tensor, queries: Tensor, items: int) -> Tensor
     if index.numel():
         low, high = torch.stack(torch.aminmax(index)).tolist()
         if low < -1 or high >= items:
-            raise RangeError(
-                f"{name} must be gallery indices from 0 to {items - 1}, or -1 for none, got values from {low} to "
-                f"{high}. Are they indices into the whole gallery?"
-            )
+            allowed, question = "-1 for none", "Is the gallery empty?"
+            if items:
+                allowed = f"gallery indices from 0 to {items - 1}, or {allowed}"
+                question = "Are they indices into the whole gallery?"
+            raise RangeError(f"{name} must be {allowed}, got values from {low} to {high}. {question}")
     return index
 
 
