@@ -299,7 +299,7 @@ BAD = {
         lambda: tw.nearest(LARGE, SMALL, 1, options=tw.TileOptions(workspace_mib=1)),
         ConfigError,
         (
-            "needs at least 5 MiB of scratch memory",
+            "needs at least 13 MiB of scratch memory",
             "workspace_mib is 1",
             r"Increase TileOptions\(workspace_mib=\.\.\.\)",
         ),

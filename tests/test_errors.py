@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests import bad_distillation, bad_inputs, bad_retrieval
+from tests import bad_cache, bad_distillation, bad_inputs, bad_retrieval
 from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
 from tests.compare import assert_close
 from torch import Tensor
@@ -38,7 +38,7 @@ class Bad(NamedTuple):
     advice: Callable[[], tuple[Tensor, Tensor]] | None = None  # the result of the advised call, and that of an oracle
 
 
-TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD)
+TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD, bad_cache.BAD)
 BAD = {name: Bad(*entry) for table in TABLES for name, entry in table.items()}
 # The end of a message that advises no change of the code.
 NO_CHANGE = (
@@ -52,6 +52,8 @@ NO_CHANGE = (
     "0.5 is the Jensen-Shannon divergence",
     "the student needs all other classes",
     "It is how many items to find for each query",
+    r"at least 1, got .*\. Pass one",
+    "Skip empty batches",
 )
 # Advice that cannot be executed in one process on a CPU, and the test that does so.
 ELSEWHERE = {

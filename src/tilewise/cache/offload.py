@@ -29,7 +29,10 @@ def target_device(device: torch.device | str | None) -> torch.device | None:
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise DeviceError(f"device is for example 'cuda' or torch.device('cuda', 1), got {device!r:.60}") from error
+        raise DeviceError(
+            f"device is for example 'cuda' or torch.device('cuda', 1), got {device!r:.60}. Pass a name like these, or "
+            "'cpu'"
+        ) from error
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"chunks cannot be copied to {wanted}: torch finds no CUDA device. Use device='cpu'")

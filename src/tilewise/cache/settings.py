@@ -47,6 +47,6 @@ class Settings:
         if len(self.chunk_size) != encoders:
             raise ConfigError(
                 f"chunk_size is one number or one per encoder, got {len(self.chunk_size)} numbers "
-                f"for {encoders} encoders"
+                f"for {encoders} encoder{'s' * (encoders != 1)}. Pass one number for all"
             )
         return list(self.chunk_size)

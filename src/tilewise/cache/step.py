@@ -109,7 +109,8 @@ class GradientCache:
         scaled = loss_of(result) * backward_scale
         if not scaled.requires_grad:
             raise GradientError(
-                "nothing to train in this step: no encoder, input or parameter of the loss requires a gradient"
+                "nothing to train in this step: no encoder, input or parameter of the loss requires a gradient. Was "
+                "everything frozen?"
             )
         (scaled if scaler is None else scaler.scale(scaled)).backward()
         return map_tensors(Tensor.detach, result)
@@ -145,7 +146,7 @@ def loss_of(result: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise DtypeError(
             "a loss function returns a scalar tensor, a tuple that starts with one, or a mapping with the "
-            f"key 'loss', got {type(result).__name__}"
+            f"key 'loss', got {type(result).__name__}. Return a tensor, without .item()"
         )
     if loss.numel() != 1:
         raise ShapeError(f"the loss must be a scalar, got shape {tuple(loss.shape)}. Take its mean")
