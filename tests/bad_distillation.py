@@ -1,5 +1,7 @@
 """Bad inputs of distillation and of guides: see `tests.bad_inputs`."""
 
+from types import SimpleNamespace
+
 import torch
 from tests import oracles
 from tests.bad_inputs import A, B, Y, ce
@@ -89,6 +91,12 @@ BAD = {
         RangeError,
         ("at most the rows of both classifiers, 6", "got 7", r"Pass the size of the tokenizer, len\(tokenizer\)"),
         lambda: (distil(head=PADDED, classes=6), dense()),
+    ),
+    "classes over a group": (
+        lambda: tw.linear_distillation_stats(A, B, T, PADDED, classes=6, group=SimpleNamespace(group_name="0")),
+        ConfigError,
+        ("classes= is for whole classifiers", "group= shards them", r"linear_weight\[:k\] and teacher_weight\[:k\]"),
+        lambda: (distil(head=PADDED[:6]), dense()),
     ),
     "classes of text": (
         lambda: distil(classes="6"),

@@ -11,7 +11,17 @@ from tests.oracles import nt_xent_dense, siglip_dense, supcon_dense
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
-from tilewise.errors import BackendError, ConfigError, DeviceError, DtypeError, GradientError, RangeError, ShapeError
+from tilewise.errors import (
+    BackendError,
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    GradientError,
+    GroupError,
+    RangeError,
+    ShapeError,
+)
+from tilewise.losses.info_nce import NO_ID
 
 A = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
 B = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), dim=1)
@@ -26,6 +36,8 @@ CUBE = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(3))  # a cla
 PAIRED, TARGETS, PICKS = Y % 3, torch.stack([Y, Y.flip(0), Y], 1), torch.stack([Y, 5 - Y], 1)
 COMPLEX = torch.complex(A, B)
 LOGITS = A @ B.T
+RARE = Y % 5  # no sample of the last class
+COUNTS, WORDS = torch.bincount(RARE, minlength=6), [f"class {i}" for i in PAIRED.tolist()]
 FAKE = FakeTensorMode().from_tensor(torch.ones(6, 4))
 JAGGED = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(4, 4)], layout=torch.jagged)
 with warnings.catch_warnings():
@@ -68,6 +80,40 @@ def complex_nt_xent():
     z = COMPLEX.to(torch.complex128)
     logits = (z @ z.conj().T).real / 0.5
     return torch.nn.functional.cross_entropy(logits.fill_diagonal_(-torch.inf), (Y + 3) % 6)
+
+
+def numbered(names):
+    """As the message says."""
+    number = {name: i for i, name in enumerate(sorted(set(names)))}
+    return torch.tensor([number[name] for name in names])
+
+
+def under_autocast(call):
+    with torch.autocast("cpu", torch.bfloat16):
+        return call()
+
+
+def entropy():
+    log_p = (A.double() @ B.double().T).log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)
+
+
+def mean_of_picked(stats):
+    return stats.picked[stats.valid].mean(0)
+
+
+def second_derivative(detach):
+    """The gradient of a norm of a gradient, or that norm where the gradient is detached."""
+    z = A.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(tw.clip_loss(z, B, 1.0), z, create_graph=True)
+    if detach:
+        return grad.detach().square().sum()
+    return grad.square().sum().backward()
+
+
+def gradient_norm():
+    z = A.double().requires_grad_()
+    return torch.autograd.grad(oracles.clip_dense(z, B.double(), 1.0), z)[0].square().sum()
 
 
 def with_options(**options):
@@ -908,6 +954,218 @@ BAD = {
         lambda: OPTIONS(filter_tolerance=math.nan),
         ConfigError,
         ("filter_tolerance", "nan", "0 is exact"),
+    ),
+    "z_loss -1": (lambda: cross_entropy(z_loss=-1.0), RangeError, ("z_loss is at least 0", "-1.0", "has no minimum")),
+    "a class weight of infinity": (
+        lambda: cross_entropy(weight=1.0 / COUNTS),
+        RangeError,
+        ("weight, one per class, must be finite", r"inf \(1 of 6\)", "Set the weight of a class without examples to 0"),
+        lambda: (
+            cross_entropy(target=RARE, weight=torch.where(COUNTS > 0, 1.0 / COUNTS, 0.0)),
+            ce(target=RARE, class_weight=torch.where(COUNTS > 0, 1.0 / COUNTS, 0.0).double()),
+        ),
+    ),
+    "an id that means none": (
+        lambda: tw.info_nce(A, B, A, query_ids=torch.full((6,), NO_ID), group=SimpleNamespace(group_name="0")),
+        RangeError,
+        ("over a group, an id of", "means none", "Use other ids"),
+        lambda: (tw.info_nce(A, B, A, query_ids=PAIRED), infonce(A, query_ids=PAIRED, key_ids=PAIRED)),
+    ),
+    "a temperature for each row": (
+        lambda: tw.info_nce(A, B, temperature=EACH),
+        ShapeError,
+        ("temperature is one number", r"\(6,\)", "If every row has its own value, divide the rows of query by it"),
+        lambda: (
+            tw.info_nce(A / EACH[:, None], B, temperature=1.0),
+            oracles.info_nce_dense(A.double() / EACH[:, None], B.double(), temperature=1.0),
+        ),
+    ),
+    "a temperature for each of two views": (
+        lambda: tw.nt_xent(A, temperature=EACH),
+        ShapeError,
+        ("temperature is one number", r"\(6,\)", "Pass one number$"),
+        lambda: (tw.nt_xent(A, temperature=2.0), nt_xent_dense(A.double(), 2.0)),
+    ),
+    "a scale for each state": (
+        lambda: cross_entropy(logit_scale=EACH),
+        ShapeError,
+        ("logit_scale is one number", r"\(6,\)", "multiply the states in input by it"),
+        lambda: (cross_entropy(A * EACH[:, None]), ce(A * EACH[:, None])),
+    ),
+    "temperatures of tokens in a list": (
+        lambda: tw.linear_token_stats(A, B, Y, temperature=EACH.tolist()),
+        DtypeError,
+        (r"temperature is a number, or a tensor of shape \(6,\)", "list", r"torch\.as_tensor\(\)"),
+        lambda: (
+            tw.linear_token_stats(A, B, temperature=torch.as_tensor(EACH.tolist())).logsumexp,
+            (A.double() @ B.double().T / EACH[:, None]).logsumexp(1),
+        ),
+    ),
+    "half and single precision": (
+        lambda: tw.clip_loss(A, B.bfloat16(), 1.0),
+        DtypeError,
+        ("same type", "float32 and torch.bfloat16", r"Convert one of them with \.to\(\), or run under torch\.autocast"),
+        lambda: (under_autocast(lambda: tw.clip_loss(A, B.bfloat16(), 1.0)), clip(A.bfloat16(), B.bfloat16())),
+    ),
+    "a target of floats": (
+        lambda: cross_entropy(target=Y.float()),
+        DtypeError,
+        ("target holds class indices", "float32", r"\.long\(\), if its values are whole"),
+        lambda: (cross_entropy(target=Y.float().long()), ce()),
+    ),
+    "a target of another shape": (
+        lambda: cross_entropy(target=Y[:, None]),
+        ShapeError,
+        ("one entry for each hidden state", r"\(6, 1\)", "Reshape it"),
+        lambda: (cross_entropy(target=Y[:, None].reshape(6)), ce()),
+    ),
+    "labels of text": (
+        lambda: tw.supcon_loss(A, WORDS),
+        DtypeError,
+        (
+            "labels is a tensor of integers",
+            "list",
+            r"number = \{name: i for i, name in enumerate\(sorted\(set\(names\)\)\)\}",
+        ),
+        lambda: (tw.supcon_loss(A, numbered(WORDS)), supcon_dense(A.double(), PAIRED)),
+    ),
+    "labels in an array of objects": (
+        lambda: tw.supcon_loss(A, np.array(PAIRED.tolist(), dtype=object)),
+        DtypeError,
+        ("labels is a tensor of integers", "ndarray", r"torch\.as_tensor\(values\.astype\('int64'\)\)"),
+        lambda: (
+            tw.supcon_loss(A, torch.as_tensor(np.array(PAIRED.tolist(), dtype=object).astype("int64"))),
+            supcon_dense(A.double(), PAIRED),
+        ),
+    ),
+    "views in a list": (
+        lambda: tw.nt_xent(list(A)),
+        DtypeError,
+        ("features is a tensor", "list", r"torch\.stack\(\)"),
+        lambda: (tw.nt_xent(torch.stack(list(A))), nt_xent_dense(A.double())),
+    ),
+    "an array": (
+        lambda: tw.nt_xent(A.numpy()),
+        DtypeError,
+        ("features is a tensor", "ndarray", r"torch\.as_tensor\(\)"),
+        lambda: (tw.nt_xent(torch.as_tensor(A.numpy())), nt_xent_dense(A.double())),
+    ),
+    "a dict": (
+        lambda: tw.nt_xent({"features": A}),
+        DtypeError,
+        ("features is a tensor", "dict", "Pass a tensor"),
+        lambda: (tw.nt_xent({"features": A}["features"]), nt_xent_dense(A.double())),
+    ),
+    "a complex bias": (
+        lambda: tw.linear_logsumexp(A, B, bias=COMPLEX[:, 0]),
+        DtypeError,
+        ("bias holds floating", "complex64", r"Pass its real part, \.real"),
+        lambda: (tw.linear_logsumexp(A, B, bias=COMPLEX[:, 0].real), lse(bias=A[:, 0].double())),
+    ),
+    "in_batch as text": (
+        lambda: tw.info_nce(A, B, A, in_batch="False"),
+        ConfigError,
+        ("in_batch is True or False", "'False'", "Pass True or False"),
+        lambda: (tw.info_nce(A, B, A, in_batch=False), infonce(A, in_batch=False)),
+    ),
+    "symmetric of NumPy": (
+        lambda: tw.info_nce(A, B, symmetric=np.True_),
+        ConfigError,
+        ("symmetric is True or False", "True", r"Convert it with bool\(\)"),
+        lambda: (tw.info_nce(A, B, symmetric=bool(np.True_)), infonce(symmetric=True)),
+    ),
+    # statistics of tokens
+    "a statistic without targets": (
+        lambda: tw.linear_token_stats(A, B, want=("log_prob",)),
+        ConfigError,
+        ("log_prob needs a target", "no target was passed", "Pass target, or remove it from want"),
+        lambda: (tw.linear_token_stats(A, B, Y, want=("log_prob",)).mean("log_prob"), -ce()),
+    ),
+    "a statistic that is none": (
+        lambda: tw.linear_token_stats(A, B, want=("perplexity",)),
+        ConfigError,
+        ("want is a sequence of names among", "'perplexity'", "Use one of these"),
+        lambda: (tw.linear_token_stats(A, B, want=("logsumexp",)).logsumexp, lse()),
+    ),
+    "picked without pick": (
+        lambda: tw.linear_token_stats(A, B, want=("picked",)),
+        ConfigError,
+        ("classes in pick", "no pick was passed", r"Pass pick, \(\.\.\., K\) class ids"),
+        lambda: (tw.linear_token_stats(A, B, want=("picked",), pick=PICKS).picked, picked(PICKS)),
+    ),
+    "the accuracy of nothing": (
+        lambda: tw.linear_token_stats(A, B, Y, want=("log_prob",)).accuracy,
+        ConfigError,
+        ('accuracy requires "correct"', "not computed", r'Pass target, and want=\("correct",\) or more'),
+        lambda: (
+            tw.linear_token_stats(A, B, Y, want=("correct",)).accuracy,
+            (LOGITS.argmax(1) == Y).double().mean(),
+        ),
+    ),
+    "the mean of what was not computed": (
+        lambda: tw.linear_token_stats(A, B, Y, want=("log_prob",)).mean("entropy"),
+        ConfigError,
+        ("the mean of 'entropy' is not available", "Computed were: log_prob", "Add it to want"),
+        lambda: (tw.linear_token_stats(A, B, Y, want=("entropy",)).mean("entropy"), entropy().mean()),
+    ),
+    "the mean of what needs targets": (
+        lambda: tw.linear_token_stats(A, B).mean("log_prob"),
+        ConfigError,
+        ("the mean of 'log_prob' is not available", "entropy, argmax", "Pass target, and add it to want"),
+        lambda: (tw.linear_token_stats(A, B, Y, want=("log_prob",)).mean("log_prob"), -ce()),
+    ),
+    "the mean of picked": (
+        lambda: tw.linear_token_stats(A, B, Y, pick=PICKS).mean("picked"),
+        ConfigError,
+        ("the mean of 'picked' is not available", "log_prob", r"use picked\[valid\]\.mean\(0\)"),
+        lambda: (mean_of_picked(tw.linear_token_stats(A, B, Y, pick=PICKS)), picked(PICKS).mean(0)),
+    ),
+    "the mean of a field that is none": (
+        lambda: tw.linear_token_stats(A, B, Y).mean("perplexity"),
+        ConfigError,
+        ("the mean of 'perplexity' is not available", "log_prob", "Choose one of log_prob, entropy"),
+        lambda: (tw.linear_token_stats(A, B, Y).mean("entropy"), entropy().mean()),
+    ),
+    "numbers of other ids": (
+        lambda: tw.linear_sparse_distillation_loss(A, B, PICKS, -torch.ones(6, 1)),
+        ShapeError,
+        ("one number for each id", r"\(6, 1\) numbers and \(6, 2\) ids", "Pass K of both"),
+        lambda: (tw.linear_sparse_distillation_loss(A, B, PICKS, -torch.ones(6, 2)), sparse(PICKS)),
+    ),
+    # what is not supported
+    "a second derivative": (
+        lambda: second_derivative(detach=False),
+        GradientError,
+        ("first derivatives only", "second backward", "Detach the gradient"),
+        lambda: (second_derivative(detach=True), gradient_norm()),
+    ),
+    "an explanation of another function": (
+        lambda: tw.explain(torch.relu, A),
+        ConfigError,
+        ("explain is for losses of tilewise", "relu called none", r"Pass one of them, such as tilewise\.clip_loss"),
+        lambda: (torch.tensor(tw.explain(tw.clip_loss, A, B, 1.0).calls[0].rows), torch.tensor(6)),
+    ),
+    "an explanation of ranks": (
+        lambda: tw.explain(tw.retrieval_ranks, A, B),
+        ConfigError,
+        ("whose strategy depends on no value", "retrieval_ranks reads values", "there is nothing to explain"),
+    ),
+    "a group that is not there": (
+        lambda: tw.nt_xent(A, group=SimpleNamespace(group_name="0")),
+        GroupError,
+        ("no process group '0'", "not initialized", "or pass group=None"),
+        lambda: (tw.nt_xent(A, group=None), nt_xent_dense(A.double())),
+    ),
+    "a mesh for a group": (
+        lambda: tw.nt_xent(A, group=SimpleNamespace(get_group=lambda: None)),
+        DtypeError,
+        ("process group or None", "SimpleNamespace", r"Pass its \.get_group\(\)"),
+        lambda: (tw.nt_xent(A, group=SimpleNamespace(get_group=lambda: None).get_group()), nt_xent_dense(A.double())),
+    ),
+    "a group of other ranks": (
+        lambda: tw.nt_xent(A, group=-100),
+        DtypeError,
+        ("process group or None", "int -100", "Call the loss only on its members"),
     ),
     "tolerance text": (
         lambda: OPTIONS(filter_tolerance="0"),

@@ -3,13 +3,15 @@
 What the message says is then done: the result must be that of an oracle in float64.
 """
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from tests import bad_cache, bad_distillation, bad_inputs, bad_retrieval
+from tests import bad_cache, bad_distillation, bad_drop_ins, bad_inputs, bad_retrieval
 from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
 from tests.compare import assert_close
 from torch import Tensor
@@ -38,7 +40,8 @@ class Bad(NamedTuple):
     advice: Callable[[], tuple[Tensor, Tensor]] | None = None  # the result of the advised call, and that of an oracle
 
 
-TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD, bad_cache.BAD)
+SOURCE = Path(tw.__file__).parent
+TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD, bad_cache.BAD, bad_drop_ins.BAD)
 BAD = {name: Bad(*entry) for table in TABLES for name, entry in table.items()}
 # The end of a message that advises no change of the code.
 NO_CHANGE = (
@@ -51,20 +54,76 @@ NO_CHANGE = (
     "0 is exact",
     "0.5 is the Jensen-Shannon divergence",
     "the student needs all other classes",
+    "A negative value has no minimum",
+    "there is nothing to explain",
+    "Call the loss only on its members",
     "It is how many items to find for each query",
     r"at least 1, got .*\. Pass one",
     "Skip empty batches",
+    "use the loss of pytorch-metric-learning",
 )
 # Advice that cannot be executed in one process on a CPU, and the test that does so.
 ELSEWHERE = {
     "Move one of them": "needs a second device",
     r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU: tests/test_macos.py",
     r"For all ranks, pass torch\.distributed\.group\.WORLD": "needs a group: tests/ring/test_ring_losses.py",
+    "Call torch.distributed.init_process_group before the loss, .*": "tests/integrations/test_drop_ins_group.py",
 }
 
 
 def test_no_table_hides_an_entry_of_another():
     assert len(BAD) == sum(map(len, TABLES))
+
+
+# Functions whose errors need ranks, a GPU or another package, and the tests that raise them.
+RAISED_ELSEWHERE = {
+    "_check.py:group_name": "tests/ring/test_ring_faults.py",
+    "_check.py:check_tensor": "tests/test_sharded_arguments.py",
+    "cache/encode.py:_check_reduced": "tests/cache/test_cache_groups.py",
+    "cache/offload.py:target_device": "tests/cache/test_cache_memory.py",
+    "cache/sync.py:_check_static_graph": "tests/cache/test_cache_groups.py",
+    "integrations/_groups.py:world_group": "tests/integrations/test_drop_ins_group.py",
+    "integrations/grad_cache.py:push_gradient": "tests/integrations/test_grad_cache.py",
+    "integrations/lightly.py:__init__": "tests/integrations/test_drop_ins.py",
+    "integrations/sentence_transformers/": "tests/integrations/test_gist.py, test_ranking_losses.py",
+    "integrations/transformers/": "tests/integrations/test_transformers_*.py",
+    "integrations/trl.py": "tests/integrations/test_trl*.py",
+    "kernels/registry.py:choose_backend": "tests/losses/test_batch_invariant.py",
+    "ring/": "tests/ring",
+    "tools/": "tests/tools",
+}
+
+
+def raised_in(path: Path) -> Iterator[tuple[str, range]]:
+    """The function and the lines of each raise of an error of tilewise in a file."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        names = {part.id for part in ast.walk(node.exc) if isinstance(part, ast.Name)}
+        if any(isinstance(getattr(errors, name, None), type) for name in names):
+            around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
+            inside = max(around, key=lambda f: f.lineno).name
+            yield f"{path.relative_to(SOURCE)}:{inside}", range(node.lineno, (node.end_lineno or 0) + 1)
+
+
+def test_every_error_of_the_library_is_in_a_table():
+    """Except for those of the trainer. A new error needs an entry, and one whose message advises needs its call."""
+    reached = set()
+    for bad in BAD.values():
+        with pytest.raises(bad.error) as caught:
+            bad.call()
+        last = caught.traceback[-1]
+        reached.add((Path(last.path), last.lineno + 1))
+    missing = {
+        f"{where} line {lines[0]}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "train"
+        for where, lines in raised_in(path)
+        if not any((path, line) in reached for line in lines) and not where.startswith(tuple(RAISED_ELSEWHERE))
+    }
+    assert missing == set()
 
 
 def message_of(bad):
@@ -104,7 +163,7 @@ def test_without_advice_the_message_asks_for_no_change(name):
 
 def test_every_error_of_the_engine_is_in_the_table():
     raised = {bad.error for bad in BAD.values()}
-    elsewhere = {errors.GroupError, errors.DataError, errors.CheckpointError, TilewiseError}
+    elsewhere = {errors.DataError, errors.CheckpointError, TilewiseError}
     known = {thing for thing in vars(errors).values() if isinstance(thing, type)}
     assert raised | elsewhere == known
 

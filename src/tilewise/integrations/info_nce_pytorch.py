@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.errors import DtypeError, ShapeError
 from tilewise.losses import info_nce as tiled
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 Reduction = Literal["none", "sum", "mean"]
 DIMS = {"unpaired": 2, "paired": 3}
@@ -76,8 +76,7 @@ def info_nce(
     With ``negative_keys``, the keys of other queries are *not* negatives, as in info-nce-pytorch.
     `tilewise.info_nce` supports both.
     """
-    if negative_mode not in DIMS:
-        raise ConfigError(f"no negative_mode {negative_mode!r}; choose one of {', '.join(DIMS)}")
+    check_choice("negative_mode", negative_mode, tuple(DIMS))
     for name, rows in (("query", query), ("positive_key", positive_key), ("negative_keys", negative_keys)):
         if rows is not None and not isinstance(rows, Tensor):
             number = isinstance(rows, (int, float))
