@@ -1,12 +1,20 @@
-"""Every bad input has its error, whose words say what was wanted, what came, and what to do. Nothing else changes."""
+"""Every bad input has its error, whose words say what was wanted, what came, and what to do. Nothing else changes.
 
-import subprocess
-import sys
+What the message says is then done: the result must be that of an oracle in float64.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from tests import bad_distillation, bad_inputs
+from tests import bad_cache, bad_distillation, bad_drop_ins, bad_inputs, bad_retrieval
 from tests.bad_inputs import OPTIONS, A, B, Y, cross_entropy
+from tests.compare import assert_close
+from torch import Tensor
 
 import tilewise as tw
 from tilewise import errors
@@ -23,11 +31,110 @@ def state():
     )
 
 
-BAD = bad_inputs.BAD | bad_distillation.BAD
+class Bad(NamedTuple):
+    """A call that is refused, and the call that its message advises."""
+
+    call: Callable[[], object]
+    error: type[TilewiseError]
+    words: tuple[str, str, str]  # what was wanted, what came, what to do: patterns in the message
+    advice: Callable[[], tuple[Tensor, Tensor]] | None = None  # the result of the advised call, and that of an oracle
 
 
-@pytest.mark.parametrize("call, error, words", BAD.values(), ids=BAD)
-def test_bad_input(call, error, words):
+SOURCE = Path(tw.__file__).parent
+TABLES = (bad_inputs.BAD, bad_distillation.BAD, bad_retrieval.BAD, bad_cache.BAD, bad_drop_ins.BAD)
+BAD = {name: Bad(*entry) for table in TABLES for name, entry in table.items()}
+# The end of a message that advises no change of the code.
+NO_CHANGE = (
+    r"\?",  # a question
+    "Check how it was computed",
+    "Check for a step with a very large gradient",
+    "It divides the logits",
+    "It is a fraction, not a percentage",
+    "It is a share of the score",
+    "0 is exact",
+    "0.5 is the Jensen-Shannon divergence",
+    "the student needs all other classes",
+    "A negative value has no minimum",
+    "there is nothing to explain",
+    "Call the loss only on its members",
+    "It is how many items to find for each query",
+    r"at least 1, got .*\. Pass one",
+    "Skip empty batches",
+    "use the loss of pytorch-metric-learning",
+)
+# Advice that cannot be executed in one process on a CPU, and the test that does so.
+ELSEWHERE = {
+    "Move one of them": "needs a second device",
+    r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU: tests/test_macos.py",
+    r"For all ranks, pass torch\.distributed\.group\.WORLD": "needs a group: tests/ring/test_ring_losses.py",
+    "Call torch.distributed.init_process_group before the loss, .*": "tests/integrations/test_drop_ins_group.py",
+}
+
+
+def test_no_table_hides_an_entry_of_another():
+    assert len(BAD) == sum(map(len, TABLES))
+
+
+# Functions whose errors need ranks, a GPU or another package, and the tests that raise them.
+RAISED_ELSEWHERE = {
+    "_check.py:group_name": "tests/ring/test_ring_faults.py",
+    "_check.py:check_tensor": "tests/test_sharded_arguments.py",
+    "cache/encode.py:_check_reduced": "tests/cache/test_cache_groups.py",
+    "cache/offload.py:target_device": "tests/cache/test_cache_memory.py",
+    "cache/sync.py:_check_static_graph": "tests/cache/test_cache_groups.py",
+    "integrations/_groups.py:world_group": "tests/integrations/test_drop_ins_group.py",
+    "integrations/grad_cache.py:push_gradient": "tests/integrations/test_grad_cache.py",
+    "integrations/lightly.py:__init__": "tests/integrations/test_drop_ins.py",
+    "integrations/sentence_transformers/": "tests/integrations/test_gist.py, test_ranking_losses.py",
+    "integrations/transformers/": "tests/integrations/test_transformers_*.py",
+    "integrations/trl.py": "tests/integrations/test_trl*.py",
+    "kernels/registry.py:choose_backend": "tests/losses/test_batch_invariant.py",
+    "ring/": "tests/ring",
+    "tools/": "tests/tools",
+}
+
+
+def raised_in(path: Path) -> Iterator[tuple[str, range]]:
+    """The function and the lines of each raise of an error of tilewise in a file."""
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or node.exc is None:
+            continue
+        names = {part.id for part in ast.walk(node.exc) if isinstance(part, ast.Name)}
+        if any(isinstance(getattr(errors, name, None), type) for name in names):
+            around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or 0)]
+            inside = max(around, key=lambda f: f.lineno).name
+            yield f"{path.relative_to(SOURCE)}:{inside}", range(node.lineno, (node.end_lineno or 0) + 1)
+
+
+def test_every_error_of_the_library_is_in_a_table():
+    """Except for those of the trainer. A new error needs an entry, and one whose message advises needs its call."""
+    reached = set()
+    for bad in BAD.values():
+        with pytest.raises(bad.error) as caught:
+            bad.call()
+        last = caught.traceback[-1]
+        reached.add((Path(last.path), last.lineno + 1))
+    missing = {
+        f"{where} line {lines[0]}"
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] != "train"
+        for where, lines in raised_in(path)
+        if not any((path, line) in reached for line in lines) and not where.startswith(tuple(RAISED_ELSEWHERE))
+    }
+    assert missing == set()
+
+
+def message_of(bad):
+    with pytest.raises(TilewiseError) as caught:
+        bad.call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, words, _ = BAD[name]
     before, features, rng = state(), (A.clone(), B.clone(), Y.clone()), torch.get_rng_state()
     good = tw.clip_loss(A, B, 14.0)
     with pytest.raises(error) as caught:
@@ -42,9 +149,21 @@ def test_bad_input(call, error, words):
     assert torch.equal(tw.clip_loss(A, B, 14.0), good)
 
 
+@pytest.mark.parametrize("name", [name for name, bad in BAD.items() if bad.advice is not None])
+def test_the_advice_gives_the_dense_result(name):
+    got, want = BAD[name].advice()
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, bad in BAD.items() if bad.advice is None])
+def test_without_advice_the_message_asks_for_no_change(name):
+    ends = "|".join((*NO_CHANGE, *ELSEWHERE))
+    assert re.search(f"({ends})$", message_of(BAD[name]))
+
+
 def test_every_error_of_the_engine_is_in_the_table():
-    raised = {error for _, error, _ in BAD.values()}
-    elsewhere = {errors.GroupError, errors.DataError, errors.CheckpointError, TilewiseError}
+    raised = {bad.error for bad in BAD.values()}
+    elsewhere = {errors.DataError, errors.CheckpointError, TilewiseError}
     known = {thing for thing in vars(errors).values() if isinstance(thing, type)}
     assert raised | elsewhere == known
 
@@ -53,7 +172,7 @@ def test_every_error_of_the_engine_is_in_the_table():
     "builtin, error", [(ValueError, ShapeError), (TypeError, DtypeError), (ValueError, RangeError)]
 )
 def test_python_users_catch_what_they_expect(builtin, error):
-    call = next(call for call, kind, _ in BAD.values() if kind is error)
+    call = next(bad.call for bad in BAD.values() if bad.error is error)
     with pytest.raises(builtin):
         call()
     with pytest.raises(TilewiseError):
@@ -82,42 +201,6 @@ def test_a_target_out_of_range_gives_nan_where_nobody_may_read():
     target = Y.clone()
     target[3] = 6
     assert whole(target=target).isnan()
-
-
-SHARDED = """
-import torch, torch.distributed as dist, torch.distributed.tensor
-from torch.distributed.fsdp import fully_shard
-import tilewise as tw
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-head = fully_shard(torch.nn.Linear(4, 6), mesh=dist.init_device_mesh("cpu", (1,)))
-try:
-    tw.linear_cross_entropy(torch.randn(3, 4), head.weight, torch.arange(3))
-except tw.TilewiseError as error:
-    print(error)
-hidden, whole = torch.randn(3, 4), torch.randn(3, 4)
-shared = lambda values: dist.tensor.distribute_tensor(values, dist.init_device_mesh("cpu", (1,)))
-calls = {
-    "logit_scale": lambda: tw.clip_loss(hidden, whole, shared(torch.ones(1))),
-    "labels": lambda: tw.supcon_loss(hidden, shared(torch.arange(3))),
-    "target": lambda: tw.linear_cross_entropy(hidden, whole, shared(torch.arange(3))),
-}
-for name, call in calls.items():
-    try:
-        call()
-    except tw.TilewiseError as error:
-        assert f"pass {name}.full_tensor()" in str(error), error
-        print(error)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.group
-def test_a_sharded_weight_is_refused_with_the_place_where_it_is_whole():
-    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False, timeout=600)
-    assert "linear_weight is a plain tensor, got a DTensor" in done.stdout, done.stderr[-2000:]
-    assert "forward of the module" in done.stdout
-    for name in ("logit_scale", "labels", "target"):
-        assert f"{name} is a plain tensor, got a DTensor" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_failure_inside_leaves_no_gradient_behind(monkeypatch):

@@ -13,7 +13,7 @@ from tests.ring.virtual import run_virtual
 from tests.test_retrieval import DEVICES, DTYPES, mask_of, whole_numbers, with_side
 
 import tilewise as tw
-from tilewise.errors import BackendError, DtypeError, GroupError, RangeError, ShapeError
+from tilewise.errors import BackendError, GroupError, RangeError
 from tilewise.retrieval import Nearest
 
 
@@ -60,6 +60,29 @@ def problems(draw):
 def test_equals_a_stable_sort(problem):
     queries, gallery, k, more, side = problem
     assert_same(with_side(side, lambda: tw.nearest(queries, gallery, k, **more)), dense(queries, gallery, k, **more))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_a_mask_excludes_its_true_entries(share):
+    generator = torch.Generator().manual_seed(4)
+    queries, gallery = (whole_numbers(generator, rows, 5, torch.float32) for rows in (30, 50))
+    mask = torch.rand(30, 50, generator=generator) < share
+    want = dense(queries, gallery, 7, exclude=torch.where(mask, torch.arange(50), -1))
+    assert_same(tw.nearest(queries, gallery, 7, exclude=mask), want)
+
+
+def test_a_mask_has_columns_for_the_items_of_all_ranks():
+    generator = torch.Generator().manual_seed(5)
+    queries, gallery = (whole_numbers(generator, rows, 5, torch.float32) for rows in (6, 15))
+    mask = torch.rand(6, 15, generator=generator) < 0.5
+    want = dense(queries, gallery, 4, exclude=torch.where(mask, torch.arange(15), -1))
+
+    def part(group):
+        own = slice(2 * group.rank(), 2 * group.rank() + 2), slice(5 * group.rank(), 5 * group.rank() + 5)
+        return tw.nearest(queries[own[0]], gallery[own[1]], 4, exclude=mask[own[0]], group=group)
+
+    found = run_virtual(3, part)
+    assert_same(Nearest(*(torch.cat(parts) for parts in zip(*found, strict=True))), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -161,30 +184,6 @@ def test_progress_reaches_the_end():
 
 
 X = torch.eye(6)
-
-
-@pytest.mark.parametrize(
-    "call, error, words",
-    [
-        (lambda: tw.nearest(X, X, 0), RangeError, "k must be 1 or more, got 0"),
-        (lambda: tw.nearest(X, X, 2.0), DtypeError, "k is a whole number, got float 2.0"),
-        (lambda: tw.nearest(X, X, True), DtypeError, "k is a whole number"),
-        (lambda: tw.nearest(X, X[:, :3], 2), ShapeError, "same width"),
-        (lambda: tw.nearest(X, X * torch.nan, 2), RangeError, "must be finite"),
-        (lambda: tw.nearest(X, X, 2, below=X), ShapeError, r"below is a number or \(6,\)"),
-        (lambda: tw.nearest(X, X, 2, below=torch.arange(6)), DtypeError, "below holds scores"),
-        (lambda: tw.nearest(X, X, 2, below="0.9"), DtypeError, "below"),
-        (lambda: tw.nearest(X, X, 2, below=True), DtypeError, "below is a number"),
-        (lambda: tw.nearest(X, X, 2, below=10**400), RangeError, "below must fit float64"),
-        (lambda: tw.nearest(X, X, 2, below=float("nan")), RangeError, "below must be finite"),
-        (lambda: tw.nearest(X, X, 2, below=torch.full((6,), torch.nan)), RangeError, "NaN, for query 0"),
-        (lambda: tw.nearest(X, X, 2, query_ids=torch.arange(6)), ShapeError, "query_ids and gallery_ids together"),
-        (lambda: tw.nearest(X, X, 2, exclude=torch.full((6,), 6)), RangeError, "from 0 to 5"),
-    ],
-)
-def test_bad_input(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
 
 
 def test_a_number_of_numpy_is_a_number():

@@ -12,15 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.errors import (
-    BackendError,
-    ConfigError,
-    DeviceError,
-    DtypeError,
-    RangeError,
-    ShapeError,
-    TilewiseError,
-)
 from tilewise.kernels import ranks as kernel
 from tilewise.kernels.torch_impl import ranks as tiled
 from tilewise.options import TileOptions
@@ -338,89 +329,25 @@ def test_progress_reaches_the_end():
     assert torch.equal(retrieval_ranks(features, features, progress=True), want)
 
 
-X, Y = torch.zeros(3, 4), torch.zeros(5, 4)
-INDEX = torch.tensor([0, 1, 2])
-REFUSED = {
-    "width": (ShapeError, "same width", lambda: retrieval_ranks(X, torch.zeros(5, 3))),
-    "dimensions": (ShapeError, "same width", lambda: retrieval_ranks(X[0], Y)),
-    "types differ": (DtypeError, "one type", lambda: retrieval_ranks(X, Y.double())),
-    "integers": (DtypeError, "one type", lambda: retrieval_ranks(X.long(), Y.long())),
-    "no tensor": (DtypeError, "got list", lambda: retrieval_ranks(X.tolist(), Y)),
-    "options": (DtypeError, "TileOptions", lambda: retrieval_ranks(X, Y, options={"backend": "torch"})),
-    "devices": (DeviceError, "one device", lambda: retrieval_ranks(X, Y.to("meta"))),
-    "too few items": (ShapeError, "5 queries and 3 items", lambda: retrieval_ranks(Y, X)),
-    "positives long": (RangeError, "0 to 4", lambda: retrieval_ranks(X, Y, INDEX + 3)),
-    "positives below": (RangeError, "-2 to 0", lambda: retrieval_ranks(X, Y, INDEX - 2)),
-    "positives shape": (ShapeError, "one row per query", lambda: retrieval_ranks(X, Y, torch.arange(4))),
-    "positives type": (DtypeError, "integers", lambda: retrieval_ranks(X, Y, INDEX.float())),
-    "positives list": (DtypeError, "positives is a tensor", lambda: retrieval_ranks(X, Y, [0, 1, 2])),
-    "exclude list": (DtypeError, "exclude is a tensor", lambda: retrieval_ranks(X, Y, exclude=[0, 1, 2])),
-    "ids list": (
-        DtypeError,
-        "gallery_ids is a tensor of integers, got list. Use torch.as_tensor()",
-        lambda: retrieval_ranks(X, Y, query_ids=INDEX, gallery_ids=[0, 1, 2, 3, 4]),
-    ),
-    "positives device": (
-        DeviceError,
-        "positives and queries need one device",
-        lambda: retrieval_ranks(X, Y, INDEX.to("meta")),
-    ),
-    "no items": (RangeError, "-1 for none", lambda: retrieval_ranks(X, Y[:0], INDEX)),
-    "exclude range": (RangeError, "exclude", lambda: retrieval_ranks(X, Y, exclude=INDEX + 3)),
-    "exclude answer": (
-        RangeError,
-        "query 1",
-        lambda: retrieval_ranks(X, Y, exclude=INDEX.new_tensor([1, 1, 0])),
-    ),
-    "half ids": (ShapeError, "gallery_ids missing", lambda: retrieval_ranks(X, Y, query_ids=INDEX)),
-    "ids shape": (
-        ShapeError,
-        "one id per row",
-        lambda: retrieval_ranks(X, Y, query_ids=INDEX, gallery_ids=INDEX),
-    ),
-    "ids and positives": (
-        ShapeError,
-        "positives is given",
-        lambda: retrieval_ranks(X, Y, INDEX, query_ids=INDEX, gallery_ids=torch.arange(5)),
-    ),
-    "ids type": (
-        DtypeError,
-        "Number the ids",
-        lambda: retrieval_ranks(X, Y, query_ids=INDEX.float(), gallery_ids=torch.arange(5)),
-    ),
-    "nan": (RangeError, "finite", lambda: retrieval_ranks(X, Y * torch.nan)),
-    "infinity": (RangeError, "finite", lambda: retrieval_ranks(X - torch.inf, Y)),
-    "overflow": (RangeError, "overflow", lambda: retrieval_ranks(X + 1e20, Y - 1e19)),
-    "group": (DtypeError, "process group", lambda: retrieval_ranks(X, Y, group=object())),
-    "group, both": (DtypeError, "process group", lambda: retrieval_ranks_both(X, Y, group=object())),
-    "backend": (
-        BackendError,
-        "cannot rank torch.float64 features of width 4 on cpu: ",
-        lambda: retrieval_ranks(X.double(), Y.double(), options=TileOptions(backend="triton")),
-    ),
-    "workspace": (
-        ConfigError,
-        "workspace_mib",
-        lambda: retrieval_ranks(torch.zeros(1, 2**16), torch.zeros(1, 2**16), options=TileOptions(workspace_mib=1)),
-    ),
-    "recall of scores": (DtypeError, "not scores", lambda: recall_at_k(torch.zeros(3))),
-    "recall of a cube": (ShapeError, "(n,)", lambda: recall_at_k(torch.zeros(3, 1, 1, dtype=torch.int64))),
-    "recall of a list": (DtypeError, "as_tensor", lambda: recall_at_k([0, 1])),
-    "recall at a number": (DtypeError, "got 5. For one number write ks=(5,)", lambda: recall_at_k(INDEX, 5)),
-    "recall at 0": (RangeError, "from 1 up", lambda: recall_at_k(INDEX, ks=(0,))),
-    "recall at nothing": (RangeError, "at least one", lambda: recall_at_k(INDEX, ks=())),
-    "recall of nobody": (RangeError, "rank -1", lambda: recall_at_k(INDEX * 0 - 1)),
-    "recall of none": (RangeError, "all 0", lambda: recall_at_k(INDEX[:0])),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name):
-    kind, words, call = REFUSED[name]
-    with pytest.raises(TilewiseError) as caught:
-        call()
-    assert type(caught.value) is kind
-    assert words in str(caught.value)
+@pytest.mark.parametrize("rows, items", [(40, 60), (7, 3), (5, 0), (0, 5)])
+def test_a_mask_is_the_list_of_its_true_entries(rows, items):
+    generator = torch.Generator().manual_seed(3)
+    queries, gallery = (whole_numbers(generator, size, 5) for size in (rows, items))
+    draw = torch.rand(rows, items, generator=generator)
+    right, excluded = draw < 0.1, draw > 0.8
+    got = retrieval_ranks(queries, gallery, right, exclude=excluded)
+    assert got.shape == (rows, int(right.sum(1).max()) if rows else 0)
+    for query, ranks in enumerate(got.tolist()):
+        one = [queries[query : query + 1], gallery]
+        for item, rank in zip(right[query].nonzero().flatten().tolist(), ranks, strict=False):
+            alone = torch.zeros(1, items, dtype=torch.bool)
+            alone[0, item] = True
+            assert rank == oracle(*one, alone, excluded[query : query + 1])
+        assert set(ranks[int(right[query].sum()) :]) <= {-1}
+    listed = torch.where(excluded, torch.arange(items), -1)
+    both = [retrieval_ranks_both(queries, gallery, right, exclude=what) for what in (excluded, listed)]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert torch.equal(both[0].query_to_gallery, got)
 
 
 def test_recall_counts_the_best_answer_and_leaves_out_queries_without_one():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewise.errors import ConfigError, DeviceError, DtypeError, GroupError, RangeError, ShapeError
-from tilewise.options import DEFAULT_OPTIONS, TileOptions
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_choice
 
 Reduction = Literal["none", "sum", "mean"]
 REDUCTIONS = get_args(Reduction)
@@ -30,8 +30,8 @@ AUTOCAST_DEVICES = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch
 
 def check_reduction(reduction: str) -> None:
     """Check that the reduction is "none", "sum" or "mean"."""
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"no reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if type(reduction) is not str or reduction not in REDUCTIONS:
+        check_choice("reduction", reduction, REDUCTIONS)
 
 
 def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> TileOptions:
@@ -68,10 +68,10 @@ def group_name(group: Any) -> str:
         how = "For all ranks, pass torch.distributed.group.WORLD"
         if hasattr(group, "get_group"):
             how = "Pass its .get_group()"
-        elif group == -100:  # the value that new_group returns on ranks outside of the group
+        elif type(group) is int and group == -100:  # the value that new_group returns on ranks outside of the group
             how = "new_group returns this on ranks outside of the group. Call the loss only on its members"
         raise DtypeError(
-            f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r}. {how}"
+            f"group is a torch.distributed process group or None, got {type(group).__name__} {group!r:.60}. {how}"
         )
     if not torch.compiler.is_compiling() and _is_stale(group, name):
         raise GroupError(
@@ -97,7 +97,8 @@ def _is_stale(group: Any, name: str) -> bool:
 
 def check_features(name: str, features: Tensor, dims: int = 2) -> Tensor:
     """Check a floating tensor of ``dims`` dimensions. Returns it, converted to autocast's type if autocast is on."""
-    check_floating(name, features, dims)
+    real_part = f"Pass torch.view_as_real({name}).flatten(-2), whose products are the real parts of a @ b.conj().T"
+    check_floating(name, features, dims, real_part)
     return autocast(features)
 
 
@@ -116,15 +117,32 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         return
     if hasattr(value, "device_mesh"):
         raise DtypeError(
-            f"{name} is a plain tensor, got a {type(value).__name__}, of which this rank holds one shard. Call the "
-            "loss inside of the forward of the module that FSDP wraps, where its weights are gathered, or pass "
-            f"{name}.full_tensor()"
+            f"{name} is a plain tensor, got a {type(value).__name__}, of which this rank holds one shard. "
+            f"{_gathered(name, value)}"
         )
     if is_fake(value) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         raise DtypeError(
             f"{name} holds values, got a fake tensor, and no FakeTensorMode is active. Call the loss inside of its "
             "mode (with mode: ...), or pass a real tensor"
         )
+
+
+def _gathered(name: str, shard: Any) -> str:
+    """Advice on how to get all of a tensor of which this rank holds a shard.
+
+    Without ``grad_placements``, full_tensor() takes for granted that all ranks compute the same gradient, and keeps
+    this rank's slice of it. The mean over all ranks of the mesh is right also where some compute the same.
+    """
+    if not (shard.requires_grad and torch.is_grad_enabled()):
+        return f"Pass {name}.full_tensor()"
+    mesh = shard.device_mesh
+    partial = f"[torch.distributed.tensor.Partial()]{f' * {mesh.ndim}' if mesh.ndim > 1 else ''}"
+    return (
+        "If fully_shard wraps its module and also a module around that one, call .unshard() on its module before you "
+        f"read it. In all other cases average its gradient over the ranks: whole = {name}.full_tensor("
+        f"grad_placements={partial}); whole.register_hook(lambda grad: grad / {mesh.size()}); then pass whole. Without "
+        "grad_placements the gradient would be wrong"
+    )
 
 
 def tensor_of(value: Any) -> str:
@@ -146,26 +164,35 @@ def tensor_of(value: Any) -> str:
         return "Convert its objects to numbers first, such as torch.as_tensor(values.astype('int64'))"
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) and item.dim() for item in value):
         return "Use torch.stack()"
-    return "Use torch.as_tensor()"
+    if isinstance(value, (int, float, list, tuple)) or kind:
+        return "Use torch.as_tensor()"
+    return "Pass a tensor"
 
 
-def check_integers(name: str, values: Tensor, advice: str = "Convert it with .long()") -> None:
+WHOLE = "Convert it with .long(), if its values are whole numbers"
+
+
+def check_integers(name: str, values: Tensor, advice: str = WHOLE) -> None:
     """Check that a tensor has an integer type."""
     if values.dtype not in INTEGERS:
         raise DtypeError(f"{name} holds integers, got {values.dtype}. {advice}")
 
 
-def check_floating(name: str, features: Tensor, dims: int) -> None:
-    """Check a floating tensor of ``dims`` dimensions."""
+def check_floating(name: str, features: Tensor, dims: int, real_part: str = "Pass its real part, .real") -> None:
+    """Check a floating tensor of ``dims`` dimensions. ``real_part``: what to do with a complex one."""
     check_tensor(name, features)
     if features.dtype not in FLOATS:
+        how = real_part if features.is_complex() else "Convert it with .float()"
         raise DtypeError(
-            f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. "
-            "Convert it with .float()"
+            f"{name} holds floating numbers (float16, bfloat16, float32 or float64), got {features.dtype}. {how}"
         )
     if features.dim() != dims:
         shape = "(rows, features)" if dims == 2 else f"of {dims} dimension{'s' * (dims != 1)}"
-        how = ".flatten(0, -2)" if features.dim() > dims else ".unsqueeze(0)"
+        how = ".unsqueeze(0)"
+        if features.dim() == 0 or dims == 1:
+            how = f".reshape({'1, ' * (dims - 1)}-1)"
+        elif features.dim() > dims:
+            how = ".flatten(0, -2)"
         raise ShapeError(f"{name} must be {shape}, got {tuple(features.shape)}. Reshape it, for instance with {how}")
     check_has_float64(name, features)
 
@@ -232,13 +259,15 @@ def check_together(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
     check_device_and_type(names, a, b)
 
 
-def check_device_and_type(
-    names: tuple[str, str], a: Tensor, b: Tensor, advice: str = "Convert one of them, or run under torch.autocast"
-) -> None:
-    """Check that two tensors are on the same device and have the same type."""
+def check_device_and_type(names: tuple[str, str], a: Tensor, b: Tensor, convert: str = "one of them") -> None:
+    """Check that two tensors are on the same device and have the same type. ``convert``: what the advice names."""
     check_device(names, a, b)
     if a.dtype != b.dtype:
-        raise DtypeError(f"{names[0]} and {names[1]} need the same type, got {a.dtype} and {b.dtype}. {advice}")
+        autocast = "" if torch.float64 in (a.dtype, b.dtype) else ", or run under torch.autocast"  # it leaves float64
+        raise DtypeError(
+            f"{names[0]} and {names[1]} need the same type, got {a.dtype} and {b.dtype}. Convert {convert} with "
+            f".to(){autocast}"
+        )
 
 
 def check_device(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
@@ -256,6 +285,11 @@ def check_same_rows(names: tuple[str, str], a: Tensor, b: Tensor) -> None:
         )
 
 
+def reshape_advice(values: Tensor, numbers: int) -> str:
+    """Advice for a tensor of another shape than one with this many numbers."""
+    return "Reshape it" if values.numel() == numbers else "Did a filter drop some of its entries?"
+
+
 def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
     """Check integer ids, one for each row, on the device of the features. Returns them as int64."""
     check_tensor(name, ids, "a tensor of integers")
@@ -269,15 +303,18 @@ def check_ids(name: str, ids: Tensor, sizes: tuple[int, ...], like: Tensor) -> T
     return ids.long()
 
 
-def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False) -> Tensor:
-    """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features."""
+def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bool = False, rows: str = "") -> Tensor:
+    """Check a number or a tensor of one element. Returns a 0-d tensor on the device of the features.
+
+    ``rows``: how to give each row a value of its own, for the message.
+    """
     stat = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(value, Tensor):
         check_tensor(name, value)
         if value.numel() != 1:
             raise ShapeError(
-                f"{name} is one number, got a tensor of shape {tuple(value.shape)}. "
-                "If every row has its own value, multiply the features by it"
+                f"{name} is one number, got a tensor of shape {tuple(value.shape)}. Pass one number"
+                + (f". If every row has its own value, {rows}" if rows else "")
             )
         if not value.dtype.is_floating_point:
             raise DtypeError(f"{name} is a floating number, got {value.dtype}. Convert it with .float()")
@@ -293,15 +330,14 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
             if positive and not number > 0:
                 raise RangeError(f"{name} must be positive, got {number}. Is it a logarithm? Then pass its .exp()")
         return value if value.dim() == 0 else value.reshape(())  # avoids a needless view in the graph
-    check_number(name, value, positive=positive, dtype=stat)
-    return torch.full((), value, dtype=stat, device=like.device)
+    return torch.full((), check_number(name, value, positive=positive, dtype=stat), dtype=stat, device=like.device)
 
 
-def check_scale(name: str, value: float | Tensor, like: Tensor) -> Tensor | float:
+def check_scale(name: str, value: float | Tensor, like: Tensor, *, rows: str = "") -> Tensor | float:
     """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor."""
     if type(value) is float and -LARGEST_SCALE < value < LARGEST_SCALE:
         return value
-    number = check_scalar(name, value, like)
+    number = check_scalar(name, value, like, rows=rows)
     return number if isinstance(value, Tensor) else float(value)
 
 
@@ -313,7 +349,7 @@ def scale_tensor(scale: Tensor | float, like: Tensor) -> Tensor:
     return torch.full((), scale, dtype=stat, device=like.device)
 
 
-def check_temperature(value: float | Tensor, like: Tensor) -> Tensor | float:
+def check_temperature(value: float | Tensor, like: Tensor, *, rows: str = "") -> Tensor | float:
     """Check a temperature. Returns its reciprocal, by which the scores are multiplied, as `check_scale` does.
 
     The reciprocal is computed in the type of the statistics. In a narrower type its rounding error would amount to a
@@ -321,7 +357,7 @@ def check_temperature(value: float | Tensor, like: Tensor) -> Tensor | float:
     """
     if type(value) is float and 1.0 / LARGEST_SCALE < value < LARGEST_SCALE:
         return 1.0 / value
-    number = check_scalar("temperature", value, like, positive=True)
+    number = check_scalar("temperature", value, like, positive=True, rows=rows)
     if number.dtype != torch.float64:
         number = number.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
     if isinstance(value, Tensor) and not can_read(number):
@@ -338,22 +374,42 @@ def check_temperature(value: float | Tensor, like: Tensor) -> Tensor | float:
 def check_index(name: str, value: Any, advice: str) -> int:
     """Check a whole number, of Python or NumPy. Returns it as an int."""
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral)):
-        raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r}. {advice}")
+        raise DtypeError(f"{name} is a whole number, got {type(value).__name__} {value!r:.60}. {advice}")
     number = value if isinstance(value, int) else int(value)
     if not -(2**63) <= number < 2**63:
         raise RangeError(f"{name} must fit 64 bits, got an integer of {number.bit_length()} bits. {advice}")
     return number
 
 
-def check_number(name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32) -> None:
-    """Check a finite Python number that fits ``dtype``."""
+def check_number(
+    name: str, value: float, *, positive: bool = False, dtype: torch.dtype = torch.float32, per: str = ""
+) -> float:
+    """Check a finite Python number that fits ``dtype``. Returns it as a float.
+
+    ``per``: the shape of the tensor that is accepted instead.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DtypeError(f"{name} is a number, got {type(value).__name__}. Convert it with float()")
-    if positive and not value > 0:
-        raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
+        wanted = f"a number, or a tensor of shape {per}" if per else "a number"
+        raise DtypeError(f"{name} is {wanted}, got {type(value).__name__}. {_number_of(value, bool(per))}")
     if not -float("inf") < value < float("inf"):
         raise RangeError(f"{name} must be finite, got {value}. Check how it was computed")
+    if positive and not value > 0:
+        raise RangeError(f"{name} must be positive, got {value}. Is it a logarithm? Then pass math.exp() of it")
     _check_fits(name, value, dtype)
+    return float(value)
+
+
+def _number_of(value: Any, or_tensor: bool) -> str:
+    """Advice on how to get a number from ``value``."""
+    if isinstance(value, Tensor):
+        return "Pass its .item()" if value.numel() == 1 else "Pass one number"
+    if or_tensor and hasattr(value, "__len__") and not isinstance(value, (str, bytes)):
+        return tensor_of(value)
+    try:
+        float(value)
+    except Exception:  # whatever the object's own conversion raises
+        return "Pass a number"
+    return "Convert it with float()"
 
 
 def _check_fits(name: str, value: float, dtype: torch.dtype) -> None:

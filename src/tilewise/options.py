@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,6 +16,20 @@ GradientsIn = Literal["auto", "forward", "backward"]
 FilterTolerance = float | Literal["rounding"]
 WorkspaceMib = int | Literal["auto"] | None
 DEFAULT_MIB, DEFAULT_SMALL_MIB = 256, 768
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Check that a word is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"no {name} {value!r:.60}; choose one of {', '.join(choices)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check that a value is True or False. A text such as "False" would count as true."""
+    if not isinstance(value, bool):
+        number = isinstance(value, int) or type(value).__name__ in ("bool_", "bool")  # also NumPy's bool
+        how = "Convert it with bool()" if number else "Pass True or False"
+        raise ConfigError(f"{name} is True or False, got {value!r:.60}. {how}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +80,15 @@ class TileOptions:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKEND_NAMES:
-            raise ConfigError(f"no backend {self.backend!r}; choose one of {', '.join(BACKEND_NAMES)}")
-        if self.precision not in get_args(Precision):
-            raise ConfigError(f"no precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}")
-        if self.ring_gradients not in get_args(RingGradients):
-            raise ConfigError(
-                f"no ring_gradients {self.ring_gradients!r}; choose one of {', '.join(get_args(RingGradients))}"
-            )
-        if self.gradients not in get_args(GradientsIn):
-            raise ConfigError(f"no gradients {self.gradients!r}; choose one of {', '.join(get_args(GradientsIn))}")
+        check_choice("backend", self.backend, BACKEND_NAMES)
+        check_choice("precision", self.precision, get_args(Precision))
+        check_choice("ring_gradients", self.ring_gradients, get_args(RingGradients))
+        check_choice("gradients", self.gradients, get_args(GradientsIn))
         memory = self.workspace_mib
-        if isinstance(memory, bool) or not (memory is None or isinstance(memory, int) or memory == "auto"):
-            raise ConfigError(f'workspace_mib is a whole number of MiB or "auto", got {memory!r}. Round it')
+        known = memory is None or isinstance(memory, int) or (isinstance(memory, str) and memory == "auto")
+        if isinstance(memory, bool) or not known:
+            how = "Round it" if isinstance(memory, float) else "Pass an int"
+            raise ConfigError(f'workspace_mib is a whole number of MiB or "auto", got {memory!r:.60}. {how}')
         if isinstance(memory, int) and memory < 1:
             raise ConfigError(
                 f"workspace_mib must be at least 1, got {memory}. A tile needs scratch memory; "
@@ -89,8 +100,7 @@ class TileOptions:
             raise ConfigError(
                 f'filter_tolerance is a probability mass in [0, 1) or "rounding", got {tolerance!r}; 0 is exact'
             )
-        if not isinstance(self.batch_invariant, bool):
-            raise ConfigError(f"batch_invariant is True or False, got {self.batch_invariant!r}. Convert it with bool()")
+        check_flag("batch_invariant", self.batch_invariant)
         if self.batch_invariant and (self.filter_tolerance != 0.0 or self.gradients == "forward"):
             other = (
                 'gradients="forward"' if self.gradients == "forward" else f"filter_tolerance={self.filter_tolerance}"

@@ -11,7 +11,7 @@ from tests.compare import assert_close
 from torch import Tensor, nn
 
 from tilewise.cache import BatchSource, GradientCache, HostBatch, LazyBatch, cached_encode, cached_step
-from tilewise.errors import ConfigError, DeviceError, DtypeError, GradientError, ShapeError
+from tilewise.errors import DeviceError, GradientError, ShapeError
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -190,17 +190,10 @@ def test_an_encoder_that_writes_into_a_host_batch_is_refused():
         cached_step(lambda x: tower(x.mul_(2)), [x], sum_of_squares, chunk_size=2, offload="cpu")
 
 
-def test_offload_errors_say_what_to_do():
+def test_what_cannot_be_a_host_batch():
     x = torch.randn(4, 2)
-    refused = [
-        (ConfigError, "pin is one of", lambda: HostBatch(x, "cpu", pin="no")),
-        (GradientError, "cannot have a gradient", lambda: HostBatch(x.clone().requires_grad_(), "cpu")),
-        (DeviceError, "device is for example", lambda: HostBatch(x, "gpu")),
-        (ShapeError, "same number of rows", lambda: HostBatch((x, x[:2]), "cpu")),
-        (DtypeError, "load is a function", lambda: LazyBatch(3, x)),
-    ]
+    with pytest.raises(ShapeError, match="same number of rows"):
+        HostBatch((x, x[:2]), "cpu")
     if not torch.cuda.is_available():
-        refused.append((DeviceError, "finds no CUDA device", lambda: HostBatch(x, "cuda")))
-    for error, words, call in refused:
-        with pytest.raises(error, match=words):
-            call()
+        with pytest.raises(DeviceError, match=r"finds no CUDA device\. Use device='cpu'"):
+            HostBatch(x, "cuda")

@@ -11,8 +11,8 @@ from tests.cache.step_cases import EXACT, Contrast, assert_same, both, encode_ch
 from tests.compare import relative_error
 from torch import Tensor
 
-from tilewise.cache import GradientCache, LazyBatch, cached_encode, cached_loss, cached_step
-from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
+from tilewise.cache import GradientCache, cached_encode, cached_loss, cached_step
+from tilewise.errors import ConfigError, GradientError
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 5, 10, 64])
@@ -248,54 +248,6 @@ def test_under_no_grad_encoding_is_plain_and_a_step_is_refused():
         assert relative_error(z, a(x)) <= EXACT
         with pytest.raises(GradientError, match="no_grad"):
             cached_step(a, [x], lambda z: z.mean(), chunk_size=4)
-
-
-def test_errors_say_what_to_do():
-    a, x = tower(), torch.randn(6, 12)
-
-    def loss(*z):
-        return sum(part.square().mean() for part in z)
-
-    refused = [
-        (ShapeError, "same number of rows", lambda: cached_step(a, [(x, x[:5])], loss, chunk_size=2)),
-        (ShapeError, "has no rows", lambda: cached_step(a, [x[:0]], loss, chunk_size=2)),
-        (DtypeError, "LazyBatch", lambda: cached_step(a, [["a", "b"]], loss, chunk_size=2)),
-        (DtypeError, "2 inputs for 3 encoders", lambda: cached_step([a, a, a], [x, x], loss, chunk_size=2)),
-        (DtypeError, "an encoder is a module", lambda: cached_step([3], [x], loss, chunk_size=2)),
-        (ConfigError, "at least 1, got 0", lambda: cached_step(a, [x], loss, chunk_size=0)),
-        (ConfigError, "got True", lambda: cached_step(a, [x], loss, chunk_size=True)),
-        (ConfigError, "2 numbers for 1", lambda: cached_step(a, [x], loss, chunk_size=[2, 2])),
-        (ConfigError, "sync is one of", lambda: cached_step(a, [x], loss, chunk_size=2, sync="never")),
-        (ConfigError, "buffers is one of", lambda: cached_step(a, [x], loss, chunk_size=2, buffers="no")),
-        (ShapeError, "must be a scalar", lambda: cached_step(a, [x], lambda z: z, chunk_size=2)),
-        (DtypeError, "returns a scalar tensor", lambda: cached_step(a, [x], lambda z: 1.0, chunk_size=2)),
-        (DtypeError, "at least one tensor", lambda: cached_step(lambda x: "no", [x], loss, chunk_size=2)),
-        (DtypeError, "loss is a function", lambda: cached_step(a, [x], None, chunk_size=2)),
-        (
-            ShapeError,
-            "equal shapes except for their rows",
-            lambda: cached_step(lambda x: x[:, : len(x)], [x[:5]], loss, chunk_size=2),
-        ),
-        (
-            GradientError,
-            "nothing to train",
-            lambda: cached_step(tower().requires_grad_(False), [x], loss, chunk_size=2),
-        ),
-        (ShapeError, "at least one row", lambda: LazyBatch(0, lambda first, last: x)),
-    ]
-    for error, words, call in refused:
-        with pytest.raises(error, match=words):
-            call()
-
-
-def test_unsupported_derivatives_are_refused():
-    a, x = tower(), torch.randn(6, 12)
-    value = cached_loss(a, [x], lambda z: z.square().mean(), chunk_size=2)
-    with pytest.raises(GradientError, match="second derivative"):
-        value.backward(create_graph=True)
-    value = cached_loss(a, [x.requires_grad_()], lambda z: z.square().mean(), chunk_size=2)
-    with pytest.raises(GradientError, match=r"are added to \.grad"):
-        torch.autograd.grad(value, [x])
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.compare import assert_close
 from tests.losses.invariance import Pool, different
 
 import tilewise as tw
@@ -42,3 +43,18 @@ def test_products_of_cublas_are_refused():
 def test_without_the_option_bits_differ():
     pool = Pool(torch.bfloat16, n=2500, v=9003, d=264, options=tw.TileOptions(), device="cuda")
     assert different(pool, pool.batches(4, (4, 300)), say=lambda _: None)[1] > 0
+
+
+@pytest.mark.parametrize("rows, classes, width", [(0, 20, 8), (5, 20, 0), (5, 20, 1), (5, 1, 8)])
+def test_empty_and_narrow_calls(rows, classes, width):
+    options = tw.TileOptions(batch_invariant=True)
+    hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
+    head = torch.randn(classes, width, device="cuda", requires_grad=True)
+    target = torch.arange(rows, device="cuda") % classes
+    for ignored in (target, torch.full_like(target, -100)):
+        results = []
+        for how in (options, tw.TileOptions(backend="torch")):
+            loss = tw.linear_cross_entropy(hidden, head, ignored, reduction="sum", options=how)
+            results.append((loss, *torch.autograd.grad(loss, (hidden, head))))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want, 1e-5)

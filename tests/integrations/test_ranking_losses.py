@@ -281,7 +281,7 @@ def test_ranking_refuses():
     model = Bag()
     with pytest.raises(RangeError, match="Scale must be a positive value, got 0"):
         st.MultipleNegativesRankingLoss(model, scale=0.0)
-    with pytest.raises(ConfigError, match="contains the target"):
+    with pytest.raises(ConfigError, match="has the target"):
         st.MultipleNegativesRankingLoss(model, directions=("doc_to_query",))
     with pytest.raises(ConfigError, match="no direction"):
         st.MultipleNegativesRankingLoss(model, directions=("query_to_doc", "sideways"))

@@ -52,7 +52,7 @@ def test_bad_arguments() -> None:
     hidden, weight, labels, *_ = inputs()
     with pytest.raises(RangeError, match="temperature is positive, got 0"):
         linear_cross_entropy(hidden, weight, labels, 0.0)
-    with pytest.raises(ConfigError, match="reduction is one of none, sum, mean, got 'avg'"):
+    with pytest.raises(ConfigError, match="no reduction 'avg'; choose one of none, sum, mean"):
         linear_cross_entropy(hidden, weight, labels, 1.0, "avg")
 
 

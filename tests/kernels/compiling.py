@@ -13,7 +13,7 @@ from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tilewise.kernels.known_faults import FAULTS, release
+from tilewise.kernels.known_faults import FAULTS
 from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 from tilewise.kernels.triton_impl.two_pass.guide import stored_block
@@ -66,7 +66,7 @@ def cards() -> Iterator[tuple[int, str, bool]]:
 
 def cannot_compile(capability: int) -> bool:
     """Whether this version of Triton fails to compile some kernels for the card. "auto" takes none of them there."""
-    faults = [fault for fault in FAULTS if release(triton.__version__) in fault.versions and not fault.compiles]
+    faults = [fault for fault in FAULTS if fault.affects(triton.__version__) and not fault.compiles]
     return any(divmod(capability, 10) in fault.capabilities for fault in faults)
 
 

@@ -9,10 +9,14 @@ from tests.losses.invariance import Pool, different
 from tests.losses.loss_cases import CASES, converted, problem, solve, upstream_like
 
 import tilewise as tw
-from tilewise.kernels.spec import Needs
+from tilewise.errors import BackendError
+from tilewise.kernels import known_faults
+from tilewise.kernels.registry import choose_backend
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import row_blocks
 from tilewise.ops.paired_scores import positive_shift
+from tilewise.ops.route import route
 
 INVARIANT = tw.TileOptions(batch_invariant=True)
 ALONE = sorted(name for name in CASES if name.startswith(("cross_entropy", "logsumexp", "tokens")))
@@ -99,16 +103,52 @@ def test_half_types_lose_no_more_than_dense(name, dtype):
         assert_no_worse(grads[leaf], dense_grads[leaf], want_grads[leaf], leaf)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 256, 257])
-def test_numbers_of_rows(rows):
-    hidden = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
-    head, target = torch.randn(20, 8, dtype=torch.float64, requires_grad=True), torch.arange(rows) % 20
+SIZES = [(0, 20, 8), (1, 20, 8), (256, 20, 8), (257, 20, 8), (5, 20, 1), (5, 20, 0), (0, 20, 0)]
+
+
+@pytest.mark.parametrize("rows, classes, width", SIZES)
+def test_sizes(rows, classes, width):
+    hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    head, target = torch.randn(classes, width, dtype=torch.float64, requires_grad=True), torch.arange(rows) % classes
     results = []
     for options in (INVARIANT, tw.TileOptions()):
         loss = tw.linear_cross_entropy(hidden, head, target, reduction="sum", options=options)
         results.append((loss, *torch.autograd.grad(loss, (hidden, head))))
     for got, want in zip(*results, strict=True):
         assert_close(got, want, 1e-12)
+
+
+def test_no_columns():
+    hidden = torch.randn(5, 8, requires_grad=True)
+    lse = tw.linear_logsumexp(hidden, torch.randn(0, 8), options=INVARIANT)
+    assert torch.equal(lse, torch.full((5,), -torch.inf))
+    assert not torch.autograd.grad(lse.sum(), hidden)[0].any()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The choice of a backend asks a card only for its capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(known_faults, "triton_version", lambda: None)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sizes", [(0, 20, 8), (5, 0, 8), (5, 20, 0)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_without_scores_the_torch_backend_serves_a_gpu(sizes, dtype):
+    """As after a batch whose targets are all ignored: 0 rows stay."""
+    shape = PairShape(*sizes, dtype=dtype, device=torch.device("cuda", 0))
+    for spec in (PairSpec(row_lse=True), PairSpec(row_lse=True, row_top=True, positive="one", drop_rows=True)):
+        assert choose_backend(shape, spec, INVARIANT).name == "torch"
+        assert route(shape, spec, INVARIANT, Needs(True, True)).backend.name == "torch"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_products_of_cublas_are_refused_with_what_to_do():
+    shape = PairShape(rows=5, cols=20, width=8, dtype=torch.float64, device=torch.device("cuda", 0))
+    with pytest.raises(BackendError, match=r"5 x 20 scores.*torch: batch_invariant.*\. Pass batch_invariant=False$"):
+        choose_backend(shape, PairSpec(row_lse=True), INVARIANT)
+    assert choose_backend(shape, PairSpec(row_lse=True), tw.TileOptions()).name == "torch"
 
 
 def test_rows_that_are_all_ignored():

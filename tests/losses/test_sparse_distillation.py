@@ -246,8 +246,8 @@ def test_ranks_that_disagree_raise():
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (lambda x: {"divergence": "kl"}, ConfigError, "divergence is one of forward, reverse, cross_entropy, got 'kl'"),
-    (lambda x: {"tail": None}, ConfigError, "tail is one of ignore, renormalize, bucket, got None"),
+    (lambda x: {"divergence": "kl"}, ConfigError, "no divergence 'kl'; choose one of forward, reverse, cross_entropy"),
+    (lambda x: {"tail": None}, ConfigError, "no tail None; choose one of ignore, renormalize, bucket"),
     (lambda x: {"t": x.t[..., :3]}, ShapeError, r"one number for each id, got \(4, 7, 3\) numbers.*Pass K of both"),
     (lambda x: {"t": x.t[0]}, ShapeError, r"teacher_log_probs has K numbers for each hidden state, \(4, 7, K\)"),
     (lambda x: {"t": x.t.clone().requires_grad_()}, GradientError, r"Pass teacher_log_probs.detach\(\)"),

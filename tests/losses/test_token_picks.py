@@ -13,7 +13,7 @@ from tests.ring.virtual import run_virtual
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.errors import DtypeError, GradientError, GroupError, RangeError, ShapeError
+from tilewise.errors import ConfigError, DtypeError, GradientError, GroupError, RangeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty", "small_tiles")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -82,6 +82,21 @@ def test_float64(setting):
         for one, other in zip(solved(got, inputs, fields), solved(want, inputs, fields), strict=True):
             assert_close(one, other, 1e-12)
         got, want = both(x, how)
+
+
+def test_pick_gives_picked_whether_want_names_it_or_not():
+    x = tokens()
+    ids = picks(x)
+    every = ours(x, pick=ids)
+    for want in ("picked", ("picked",), ("entropy", "picked"), ("entropy",), ()):
+        stats = ours(x, pick=ids, want=want)
+        assert_close(stats.picked, every.picked, 1e-13)
+        assert (stats.entropy is not None) == ("entropy" in want)
+        assert stats.log_prob is None
+    with pytest.raises(ConfigError, match=r"no pick was passed\. Pass pick, \(\.\.\., K\) class ids, or remove"):
+        ours(x, want=("picked",))
+    with pytest.raises(ConfigError, match=r"use picked\[valid\]\.mean\(0\)"):
+        every.mean("picked")
 
 
 @pytest.mark.parametrize("target", [True, False], ids=["target", "none"])

@@ -57,6 +57,16 @@ def test_a_card_without_problems(hopper):
     assert found.devices == [doctor.Device("NVIDIA H100", "9.0", 80.0, False, str(tuned_file.path_for("NVIDIA H100")))]
     assert "not tuned" in str(found)
     assert str(found).endswith("no problems found")
+    (note,) = found.notes
+    assert "ptxas before 13.3" in note.what
+    assert "no wrong result is known" in note.what
+    assert f"note      {note.what}. {note.remedy}." in str(found)
+    assert json.loads(found.as_json())["notes"] == [{"what": note.what, "remedy": note.remedy}]
+
+
+def test_a_card_without_notes(hopper, monkeypatch):
+    monkeypatch.setattr(known_faults, "triton_version", lambda: "3.9.0")
+    assert doctor.check_up().notes == []
 
 
 def test_tuned_sizes_are_found(hopper):
@@ -74,7 +84,8 @@ def test_a_known_fault(hopper, monkeypatch):
     found = doctor.check_up()
     assert found.exit_code == 1
     assert "Hopper" in found.problems[0].what
-    assert "2.14 or newer" in found.problems[0].remedy
+    assert "2.15 or newer" in found.problems[0].remedy
+    assert "2.14" not in str(found)
 
 
 PROBLEMS = {

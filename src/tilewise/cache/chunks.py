@@ -115,11 +115,12 @@ def row_ranges(rows: int, chunk_size: ChunkSize, batch: Tree = None) -> tuple[sl
         if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != rows:
             raise ConfigError(
                 f"the function chunk_size returns the number of rows of each chunk, {rows} together, got {sizes!r:.80}"
+                ". Return whole numbers that add up to it"
             )
         ends = list(itertools.accumulate(sizes))
         return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r}")
+        raise ConfigError(f"chunk_size is a whole number of rows, at least 1, got {chunk_size!r:.60}. Pass one")
     return tuple(slice(first, min(first + chunk_size, rows)) for first in range(0, rows, chunk_size))
 
 
@@ -154,7 +155,9 @@ class Joined:
     def __init__(self, chunks: list[Tree], name: str) -> None:
         parts = [tensors_of(chunk) for chunk in chunks]
         if not parts[0]:
-            raise DtypeError(f"{name} must return at least one tensor, got {_describe(chunks[0])}")
+            raise DtypeError(
+                f"{name} must return at least one tensor, got {_describe(chunks[0])}. Return its representations"
+            )
         if len({len(part) for part in parts}) > 1:
             raise ShapeError(
                 f"{name} returned {sorted({len(part) for part in parts})} tensors for different chunks. "

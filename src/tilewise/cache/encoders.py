@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tilewise.cache.chunks import Tree, call_with
 from tilewise.errors import DtypeError
+from tilewise.options import check_flag
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,20 @@ class Encoder:
     frozen: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "modules", tuple(self.modules))
+        if not callable(self.call):
+            raise DtypeError(
+                f"an encoder is a module, or a function of a chunk, got {self.call!r:.60}. Pass one of these"
+            )
+        given = self.modules
+        modules = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else (given,)
+        if isinstance(given, nn.Module) or not all(isinstance(module, nn.Module) for module in modules):
+            raise DtypeError(
+                f"modules is a tuple of the modules that the encoder runs, got {type(given).__name__} {given!r:.60}. "
+                "Pass (module,) for one module, and () for none"
+            )
+        if self.frozen is not None:
+            check_flag("frozen", self.frozen)
+        object.__setattr__(self, "modules", modules)
 
     @classmethod
     def of(cls, encoder: Any) -> Encoder:
@@ -49,7 +63,9 @@ class Encoder:
         if isinstance(encoder, Encoder):
             return encoder
         if not callable(encoder):
-            raise DtypeError(f"an encoder is a module, or a function of a chunk, got {encoder!r}. Pass one of these")
+            raise DtypeError(
+                f"an encoder is a module, or a function of a chunk, got {encoder!r:.60}. Pass one of these"
+            )
         if isinstance(encoder, nn.Module):
             return cls(encoder, (encoder,))
         owner = getattr(encoder, "__self__", None)

@@ -14,8 +14,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tilewise._check import check_index
 from tilewise.cache.chunks import Tree, count_rows, map_tensors, take_rows, tensors_of
-from tilewise.errors import ConfigError, DeviceError, DtypeError, GradientError, ShapeError
+from tilewise.errors import DeviceError, DtypeError, GradientError, ShapeError
+from tilewise.options import check_choice
 
 Pin = Literal["chunk", "batch"]
 
@@ -26,8 +28,11 @@ def target_device(device: torch.device | str | None) -> torch.device | None:
         return None
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"device is for example 'cuda' or torch.device('cuda', 1), got {device!r}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(
+            f"device is for example 'cuda' or torch.device('cuda', 1), got {device!r:.60}. Pass a name like these, or "
+            "'cpu'"
+        ) from error
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"chunks cannot be copied to {wanted}: torch finds no CUDA device. Use device='cpu'")
@@ -51,8 +56,7 @@ class HostBatch:
     """
 
     def __init__(self, tree: Tree, device: torch.device | str, *, pin: Pin = "chunk") -> None:
-        if pin not in get_args(Pin):
-            raise ConfigError(f"pin is one of {', '.join(get_args(Pin))}, got {pin!r}")
+        check_choice("pin", pin, get_args(Pin))
         self.rows = count_rows(tree, "the host batch")
         self.device = target_device(device)
         self.tensors = tensors_of(tree)
@@ -96,10 +100,10 @@ class LazyBatch:
 
     def __init__(self, rows: int, load: Callable[[int, int], Tree], device: torch.device | str | None = None) -> None:
         if not callable(load):
-            raise DtypeError(f"load is a function of (first, last), got {load!r}")
-        if rows < 1:
-            raise ShapeError(f"a batch needs at least one row, got rows={rows}")
-        self.rows = rows
+            raise DtypeError(f"load is a function of (first, last), got {load!r:.60}. Pass a function")
+        self.rows = check_index("rows", rows, "Pass the number of rows that load can return")
+        if self.rows < 1:
+            raise ShapeError(f"a batch needs at least one row, got rows={rows}. Skip empty batches")
         self.device = target_device(device)
         self._load = load
 

@@ -10,7 +10,8 @@ import torch
 
 from tilewise.cache.chunks import ChunkSize, row_ranges
 from tilewise.cache.sync import Sync
-from tilewise.errors import ConfigError
+from tilewise.errors import ConfigError, DtypeError
+from tilewise.options import check_choice
 
 Buffers = Literal["once", "twice"]
 Phase = Literal["encode", "replay"]
@@ -28,10 +29,13 @@ class Settings:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if self.sync not in get_args(Sync):
-            raise ConfigError(f"sync is one of {', '.join(get_args(Sync))}, got {self.sync!r}")
-        if self.buffers not in get_args(Buffers):
-            raise ConfigError(f"buffers is one of {', '.join(get_args(Buffers))}, got {self.buffers!r}")
+        check_choice("sync", self.sync, get_args(Sync))
+        check_choice("buffers", self.buffers, get_args(Buffers))
+        if self.progress is not None and not callable(self.progress):
+            raise DtypeError(
+                f"progress is a function of (chunk, chunks, phase) or None, got {type(self.progress).__name__} "
+                f"{self.progress!r:.60}. Pass print, or a function of your own"
+            )
         for size in self.chunk_size if isinstance(self.chunk_size, Sequence) else [self.chunk_size]:
             if not callable(size):
                 row_ranges(1, size)
@@ -43,6 +47,6 @@ class Settings:
         if len(self.chunk_size) != encoders:
             raise ConfigError(
                 f"chunk_size is one number or one per encoder, got {len(self.chunk_size)} numbers "
-                f"for {encoders} encoders"
+                f"for {encoders} encoder{'s' * (encoders != 1)}. Pass one number for all"
             )
         return list(self.chunk_size)

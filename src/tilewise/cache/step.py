@@ -9,6 +9,7 @@ gives the same loss and gradients as
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -73,7 +74,7 @@ class GradientCache:
         **settings: Unpack[CacheSettings],
     ) -> None:
         if not callable(loss):
-            raise DtypeError(f"loss is a function of the representations, got {loss!r}")
+            raise DtypeError(f"loss is a function of the representations, got {loss!r:.60}. Pass a function")
         self.encoders = encoders
         self.loss_fn = loss
         self.settings = Settings(chunk_size=chunk_size, **settings)
@@ -99,16 +100,40 @@ class GradientCache:
             backward_scale: multiplies the gradients but not the returned loss. Use ``1 / steps`` to accumulate.
             loss_kwargs: passed to the loss.
         """
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise DtypeError(f"scaler is a torch.amp.GradScaler, got {type(scaler).__name__}. Pass one, or None")
+        backward_scale = _check_backward_scale(backward_scale)
         if not torch.is_grad_enabled():
             raise GradientError("a step needs gradients, but they are disabled (no_grad). Use .encode instead")
         result = self.loss(*inputs, **loss_kwargs)
         scaled = loss_of(result) * backward_scale
         if not scaled.requires_grad:
             raise GradientError(
-                "nothing to train in this step: no encoder, input or parameter of the loss requires a gradient"
+                "nothing to train in this step: no encoder, input or parameter of the loss requires a gradient. Was "
+                "everything frozen?"
             )
         (scaled if scaler is None else scaler.scale(scaled)).backward()
         return map_tensors(Tensor.detach, result)
+
+
+def _check_backward_scale(scale: float | Tensor) -> float | Tensor:
+    """Check a number, of Python or NumPy, or a real tensor of one element."""
+    if isinstance(scale, numbers.Real):
+        return float(scale)
+    if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.is_complex():
+        shape = f" of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else ""
+        raise DtypeError(
+            f"backward_scale is one real number, got {type(scale).__name__}{shape}. Pass 1 / steps to accumulate"
+        )
+    return scale.reshape(())
+
+
+def _check_inputs(inputs: Sequence[Any]) -> None:
+    """Check a sequence of inputs. Rows of a tensor are no inputs."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        raise DtypeError(
+            f"inputs is a list with one input for each encoder, got {type(inputs).__name__}. Pass [batch] for one input"
+        )
 
 
 def loss_of(result: Any) -> Tensor:
@@ -121,7 +146,7 @@ def loss_of(result: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise DtypeError(
             "a loss function returns a scalar tensor, a tuple that starts with one, or a mapping with the "
-            f"key 'loss', got {type(result).__name__}"
+            f"key 'loss', got {type(result).__name__}. Return a tensor, without .item()"
         )
     if loss.numel() != 1:
         raise ShapeError(f"the loss must be a scalar, got shape {tuple(loss.shape)}. Take its mean")
@@ -145,6 +170,7 @@ def cached_step(
     >>> tower.bias.grad.shape
     torch.Size([2])
     """
+    _check_inputs(inputs)
     cache = GradientCache(encoders, loss, chunk_size=chunk_size, **settings)
     return cache(*inputs, scaler=scaler, backward_scale=backward_scale)
 
@@ -165,6 +191,7 @@ def cached_loss(
     >>> tower.bias.grad.shape
     torch.Size([2])
     """
+    _check_inputs(inputs)
     return GradientCache(encoders, loss, chunk_size=chunk_size, **settings).loss(*inputs)
 
 

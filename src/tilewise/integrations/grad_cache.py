@@ -62,14 +62,15 @@ class GradCache:
         scaler: Any = None,
     ) -> None:
         if fp16 and scaler is None:
-            raise ConfigError("fp16=True needs a gradient scaler: pass scaler=torch.amp.GradScaler()")
+            raise ConfigError("fp16=True needs a gradient scaler, got None. Pass scaler=torch.amp.GradScaler()")
         self.models = _modules(models)
         if not callable(loss_fn):
-            raise DtypeError(f"loss_fn is a function of the representations, got {loss_fn!r}")
+            raise DtypeError(f"loss_fn is a function of the representations, got {loss_fn!r:.60}. Pass a function")
         self.chunk_sizes = [chunk_sizes] * len(self.models) if isinstance(chunk_sizes, int) else list(chunk_sizes)
         if len(self.chunk_sizes) != len(self.models):
             raise ConfigError(
-                f"chunk_sizes is one number or one per model, got {len(self.chunk_sizes)} for {len(self.models)} models"
+                f"chunk_sizes is one number or one per model, got {len(self.chunk_sizes)} for {len(self.models)} "
+                "models. Pass one number for all"
             )
         self.loss_fn = loss_fn
         self.split_input_fn = split_input_fn
@@ -91,10 +92,14 @@ class GradCache:
         """
         if no_sync_except_last and not all(synchronizing_modules([model]) for model in self.models):
             raise ConfigError(
-                "no_sync_except_last=True needs every model wrapped in DistributedDataParallel or fully_shard"
+                "no_sync_except_last=True needs every model wrapped in DistributedDataParallel or fully_shard, got one "
+                "that is not. Wrap it, or leave no_sync_except_last out"
             )
         if len(model_inputs) != len(self.models):
-            raise ConfigError(f"pass one input per model, got {len(model_inputs)} inputs for {len(self.models)} models")
+            raise ConfigError(
+                f"a step needs one input per model, got {len(model_inputs)} inputs for {len(self.models)} models. List "
+                "a model twice if it encodes two inputs"
+            )
         batches = [
             Chunks(list(self.split_inputs(batch, size)))
             for batch, size in zip(model_inputs, self.chunk_sizes, strict=True)

@@ -11,9 +11,10 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise import _check
+from tilewise.errors import DtypeError, ShapeError
 from tilewise.losses import info_nce as tiled
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 Reduction = Literal["none", "sum", "mean"]
 DIMS = {"unpaired": 2, "paired": 3}
@@ -75,14 +76,13 @@ def info_nce(
     With ``negative_keys``, the keys of other queries are *not* negatives, as in info-nce-pytorch.
     `tilewise.info_nce` supports both.
     """
-    if negative_mode not in DIMS:
-        raise ConfigError(f"no negative_mode {negative_mode!r}; choose one of {', '.join(DIMS)}")
+    check_choice("negative_mode", negative_mode, tuple(DIMS))
     for name, rows in (("query", query), ("positive_key", positive_key), ("negative_keys", negative_keys)):
         if rows is not None and not isinstance(rows, Tensor):
             number = isinstance(rows, (int, float))
             raise DtypeError(
                 f"{name} is a tensor, got {type(rows).__name__}. "
-                + ("Pass a temperature by keyword, temperature=..." if number else "Use torch.as_tensor()")
+                + ("Pass a temperature by keyword, temperature=..." if number else _check.tensor_of(rows))
             )
     if negative_keys is not None and negative_keys.dim() != DIMS[negative_mode]:
         raise ShapeError(

@@ -67,7 +67,8 @@ class NTXentLoss(nn.Module):
         """The loss of two views of each sample, (n, d) each. Row i of both is sample i."""
         if out0.shape != out1.shape:
             raise ShapeError(
-                f"out0 and out1 are two views of the same samples, got {tuple(out0.shape)} and {tuple(out1.shape)}"
+                f"out0 and out1 are two views of the same samples, got {tuple(out0.shape)} and {tuple(out1.shape)}. "
+                "Did a filter drop samples on one side only?"
             )
         group = self._group()
         first, second = F.normalize(out0, dim=1), F.normalize(out1, dim=1)

@@ -60,14 +60,14 @@ class _LabelLoss(nn.Module):
         except the pair of each row with its own entry in the memory.
         """
         if labels is None:
-            raise ConfigError("labels are needed: they define which pairs are positive")
+            raise ConfigError("labels are needed, got None: they define which pairs are positive. Pass labels")
         given, labels = labels, _labels("labels", labels, embeddings)
         z = F.normalize(embeddings, dim=1)
         if ref_emb is None:
             ref, ref_y = None, labels
         else:
             if ref_labels is None:
-                raise ConfigError("ref_emb needs ref_labels: they define which pairs are positive")
+                raise ConfigError("ref_emb needs ref_labels, got None: they define which pairs are positive. Pass both")
             if ref_labels is given:
                 raise ConfigError(
                     "ref_labels is the same tensor as labels. In pytorch-metric-learning this means that row i of both "
@@ -283,12 +283,13 @@ def _has_negatives(labels: Tensor, ref_labels: Tensor) -> bool:
 
 def _labels(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
     if not isinstance(labels, Tensor):
-        raise DtypeError(f"{name} is a tensor of integers, got {type(labels).__name__}. Use torch.as_tensor()")
+        raise DtypeError(f"{name} is a tensor of integers, got {type(labels).__name__}. {_check.tensor_of(labels)}")
     if labels.is_floating_point():
-        raise DtypeError(f"{name} contains integers, got {labels.dtype}. Convert it with .long()")
+        raise DtypeError(f"{name} contains integers, got {labels.dtype}. {_check.WHOLE}")
     if embeddings.dim() != 2 or labels.shape != embeddings.shape[:1]:
         raise ShapeError(
             f"{name} has one entry for each row of (rows, features), "
-            f"got {tuple(labels.shape)} for {tuple(embeddings.shape)}"
+            f"got {tuple(labels.shape)} for {tuple(embeddings.shape)}. "
+            f"{_check.reshape_advice(labels, embeddings.shape[0])}"
         )
     return labels.to(embeddings.device).long()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.errors import ConfigError
 from tilewise.losses.token_stats import linear_token_stats
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 REDUCTIONS = ("none", "sum", "mean")
 
@@ -46,8 +45,7 @@ def linear_cross_entropy(
     >>> [round(value, 4) for value in (log_prob[0].item(), entropy[0].item())]
     [-1.3863, 1.3863]
     """
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction is one of {', '.join(REDUCTIONS)}, got {reduction!r}. Use one of these")
+    check_choice("reduction", reduction, REDUCTIONS)
     states = hidden.reshape(-1, hidden.shape[-1])
     if dist_process_group is not None and states.requires_grad:
         # Ours is the whole gradient on every rank. verl adds up the gradients of the ranks afterwards.

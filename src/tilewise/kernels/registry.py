@@ -58,7 +58,8 @@ def _why_not_load(name: str, device: torch.device, options: TileOptions) -> str 
 
 def _why_avoided(name: str, device: torch.device, options: TileOptions) -> str | None:
     """Warn about known faults that the backend meets on this device. The reason why "auto" avoids it, or None."""
-    auto, faults = options.backend == "auto", faults_on(device) if name == "triton" else []
+    auto = options.backend == "auto"
+    faults = [fault for fault in faults_on(device) if fault.avoided] if name == "triton" else []
     for fault in faults:
         warn_once(fault, auto)
     return faults[0].reason if faults and auto else None
@@ -154,13 +155,19 @@ def choose_backend(shape: PairShape, spec: PairSpec, options: TileOptions) -> Ba
                 f'{shape.dtype} on {shape.device}: {reason}. Use backend="auto"'
             )
         return load_backend(options.backend)
+    reasons = []
     for name in _AUTO:
         reason = why_not(name, shape, spec, options)
         if reason is None:
             log.debug("backend %s chosen", name)
             return load_backend(name)
         log.debug("backend %s not chosen: %s", name, reason)
-    raise BackendError(f"no backend can serve this call on {shape.device}: {reason}")
+        reasons.append(f"{name}: {reason}")
+    # Only batch_invariant makes the torch backend refuse a call.
+    raise BackendError(
+        f"no backend can serve {shape.rows} x {shape.cols} scores of width {shape.width}, {shape.dtype} on "
+        f"{shape.device} ({'; '.join(reasons)}). Pass batch_invariant=False"
+    )
 
 
 forget_with_backends(choose_backend.cache_clear)

@@ -53,7 +53,7 @@ def clip_loss(
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
     a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
-    scale = _check.check_scale("logit_scale", logit_scale, a)
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
 
     def keys() -> PairKeys:
         shift = positive_shift(a, b, scale, options=options)

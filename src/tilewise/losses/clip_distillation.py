@@ -14,7 +14,7 @@ from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_image_features", "teacher_text_features")
 SPEC = PairSpec(row_lse=True, guide="kl")
@@ -68,19 +68,19 @@ def clip_distillation_loss(
     0.6444
     """
     _check.check_reduction(reduction)
+    check_flag("teacher_entropy", teacher_entropy)
     options, name = _check.check_options(options), _check.group_name(group)
     a = _check.check_features(NAMES[0], image_features)
     b = _check.check_features(NAMES[1], text_features)
     _check.check_together(NAMES, a, b)
     _check.check_same_rows(NAMES, a, b)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
     teacher_a = _check.check_features(TEACHER_NAMES[0], teacher_image_features).detach()
     teacher_b = _check.check_features(TEACHER_NAMES[1], teacher_text_features).detach()
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows(TEACHER_NAMES, teacher_a, teacher_b)
     _check.check_same_rows((NAMES[0], TEACHER_NAMES[0]), a, teacher_a)
-    advice = "Convert the teacher's features, or run under torch.autocast"
-    _check.check_device_and_type((TEACHER_NAMES[0], NAMES[0]), teacher_a, a, advice)
+    _check.check_device_and_type((TEACHER_NAMES[0], NAMES[0]), teacher_a, a, "both tensors of the teacher")
     teacher_scale = _check.check_scalar("teacher_logit_scale", teacher_logit_scale, a).detach().to(stat_dtype(a.dtype))
     scales = {"logit_scale": logit_scale, "teacher_logit_scale": teacher_logit_scale}
     must_match = call_settings(name, reduction=reduction, entropy=teacher_entropy, **scales)

@@ -18,7 +18,7 @@ from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import positive_shift
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 NAMES = ("input", "linear_weight")
 IN_RANGE = PairSpec(row_lse=True, positive="one", in_range=True)
@@ -127,12 +127,13 @@ def linear_cross_entropy(
     options, name = _check.check_row_options(options, group)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scale("logit_scale", logit_scale, a)
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the states in input by it")
+    check_flag("return_lse", return_lse)
     if not (type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0):
-        _check.check_number("label_smoothing", label_smoothing)
+        label_smoothing = _check.check_number("label_smoothing", label_smoothing)
         if not 0.0 <= label_smoothing <= 1.0:
             raise RangeError(f"label_smoothing is in [0, 1], got {label_smoothing}. It is a fraction, not a percentage")
-        check_z_loss(z_loss)
+        z_loss = check_z_loss(z_loss)
     start: int | Tensor = 0
     classes: int | Tensor = c.shape[0]
     if name:
@@ -231,11 +232,12 @@ def linear_cross_entropy(
     return (loss, lse.reshape(shape)) if return_lse else loss
 
 
-def check_z_loss(z_loss: float) -> None:
-    """Check a finite number that is not negative."""
-    _check.check_number("z_loss", z_loss)
-    if z_loss < 0.0:
+def check_z_loss(z_loss: float) -> float:
+    """Check a finite number that is not negative. Returns it as a float."""
+    number = _check.check_number("z_loss", z_loss)
+    if number < 0.0:
         raise RangeError(f"z_loss is at least 0, got {z_loss}. A negative value has no minimum")
+    return number
 
 
 def check_ignore_index(ignore_index: int | None) -> int:
@@ -248,7 +250,9 @@ def check_ignore_index(ignore_index: int | None) -> int:
 def check_shift(shift: int) -> int:
     """Check a number of tokens. True is 1 and False is 0, as in Cut Cross-Entropy."""
     if not isinstance(shift, int) or shift < 0:
-        raise RangeError(f"shift is a whole number of tokens, at least 0, got {shift!r}. Next-token loss has shift=1")
+        raise RangeError(
+            f"shift is a whole number of tokens, at least 0, got {shift!r:.60}. Next-token loss has shift=1"
+        )
     return int(shift)
 
 
@@ -305,18 +309,20 @@ def _check_target(
     plain = type(target) in _check.PLAIN and target.dtype is torch.int64 and target.layout is torch.strided
     if plain and target.shape == input.shape[:-1] and target.device == input.device and not target.is_nested:
         return _scored_target(target, shift, ignore_index, classes)
-    if isinstance(target, Tensor):
-        _check.check_tensor("target", target)
-    if not isinstance(target, Tensor) or target.dtype not in _check.INTEGERS:
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise DtypeError(
-            f"target holds class indices (integers), got {got}. Class probabilities are not supported: use "
-            "label_smoothing, or a dense loss such as torch.nn.functional.linear_cross_entropy"
-        )
+    _check.check_tensor("target", target, "a tensor of class indices")
+    if target.dtype not in _check.INTEGERS:
+        advice = _check.WHOLE
+        if target.dim() == input.dim() and target.is_floating_point():
+            advice = (
+                "Class probabilities are not supported: use label_smoothing, or a dense loss such as "
+                "torch.nn.functional.linear_cross_entropy"
+            )
+        raise DtypeError(f"target holds class indices (integers), got {target.dtype}. {advice}")
     if target.shape != input.shape[:-1]:
+        same = target.numel() == input.shape[:-1].numel()
         raise ShapeError(
             f"target has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(target.shape)}. "
-            "For next-token prediction pass shift=1 instead of a shorter target"
+            + ("Reshape it" if same else "For next-token prediction pass shift=1 instead of a shorter target")
         )
     _check.check_device(("target", "input"), target, input)
     return _scored_target(target.long(), shift, ignore_index, classes)
@@ -408,6 +414,8 @@ class LinearCrossEntropyLoss(nn.Module):
         options: TileOptions | None = None,
     ) -> None:
         super().__init__()
+        if weight is not None:
+            _check.check_tensor("weight", weight)  # a Module refuses other buffers with an error of its own
         self.register_buffer("weight", weight)
         self.logit_scale = logit_scale  # attribute assignment registers an nn.Parameter, which is then learned
         self.settings = settings_of(locals(), "weight", "logit_scale")

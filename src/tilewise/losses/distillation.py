@@ -28,7 +28,7 @@ from tilewise.losses.per_token import check_temperature, check_token_mask, tempe
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_input", "teacher_weight")
 
@@ -77,10 +77,11 @@ def linear_distillation_stats(
     ([0.1698, 0.1698], [-0.3133, -0.3133])
     """
     options, name = _check.check_options(options), _check.group_name(group)
+    check_flag("entropy", entropy)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     guide, beta, t = _check_beta(beta), float(beta), check_temperature(temperature)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the states in input by it")
     teacher_a, teacher_c = _check_teacher(input, a, c, teacher_input, teacher_weight, shift)
     teacher_bias = check_bias("teacher_bias", teacher_bias, teacher_c)
     c, teacher_c, bias, teacher_bias = _without_padding(c, teacher_c, bias, teacher_bias, classes, name)
@@ -214,7 +215,7 @@ def linear_distillation_loss(
     0.0
     """
     _check.check_reduction(reduction)
-    _check.check_number("target_weight", target_weight)
+    target_weight = _check.check_number("target_weight", target_weight)
     if name := _check.group_name(group):
         # The statistics do not depend on these settings, so ranks compare them in an exchange of their own.
         classifier = _check.check_features("linear_weight", linear_weight)
@@ -298,8 +299,7 @@ def _check_teacher(
     teacher_a, _ = _rows(teacher_input, shift)
     teacher_c = _check.check_features("teacher_weight", teacher_weight)
     _check.check_together(TEACHER_NAMES, teacher_a, teacher_c)
-    advice = "Convert the teacher's hidden states and classifier once, or run under torch.autocast"
-    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, advice)
+    _check.check_device_and_type(("teacher_input", "input"), teacher_a, a, "both tensors of the teacher")
     return teacher_a, teacher_c
 
 
@@ -322,7 +322,10 @@ def _without_padding(
             "linear_weight[:k] and teacher_weight[:k]"
         )
     if not 0 < classes <= min(c.shape[0], teacher_c.shape[0]):
-        raise RangeError(f"classes is at least 1 and at most the rows of both classifiers, {sizes}, got {classes}")
+        raise RangeError(
+            f"classes is at least 1 and at most the rows of both classifiers, {sizes}, got {classes}. Pass the size of "
+            "the tokenizer, len(tokenizer)"
+        )
     if bias is not None:
         bias = bias[:classes]
     return c[:classes], teacher_c[:classes], bias, None if teacher_bias is None else teacher_bias[:classes]

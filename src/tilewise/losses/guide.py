@@ -14,7 +14,7 @@ from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
 from tilewise.ops.paired_scores import own_scores
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 STRATEGIES = ("absolute", "relative")
 ROUNDINGS = 16  # largest difference of two sums of the same products, in units of the last place
@@ -46,8 +46,7 @@ class Guide:
     margin_strategy: Literal["absolute", "relative"] = "absolute"
 
     def __post_init__(self) -> None:
-        if self.margin_strategy not in STRATEGIES:
-            raise ConfigError(f"no margin_strategy {self.margin_strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        check_choice("margin_strategy", self.margin_strategy, STRATEGIES)
         _check.check_number("margin", self.margin)
         if self.margin_strategy == "relative" and not 0.0 <= self.margin <= 1.0:
             raise RangeError(f"a relative margin is in [0, 1], got {self.margin}. It is a share of the score")
@@ -91,7 +90,7 @@ def check_guide(guide: Guide | None, a: Tensor, negatives: Tensor | None) -> Che
     _check.check_same_rows(("query", "guide.query"), a, query)
     _check.check_same_rows(("query", "guide.key"), a, key)
     _check.check_together(("guide.query", "guide.key"), query, key)
-    _check.check_device_and_type(("guide.query", "query"), query, a, "Convert the guide's embeddings")
+    _check.check_device_and_type(("guide.query", "query"), query, a, "all embeddings of the guide")
     others = None
     if (negatives is None) != (guide.negative_keys is None):
         have, lack = ("guide", "loss") if negatives is None else ("loss", "guide")

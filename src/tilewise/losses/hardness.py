@@ -19,7 +19,7 @@ from tilewise.errors import ConfigError, RangeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 HardnessMode = Literal["all_negatives", "in_batch_negatives", "hard_negatives"]
 MODES = get_args(HardnessMode)
@@ -40,12 +40,10 @@ def check_hardness(
     hardness: float, mode: str, *, in_batch: bool, negatives: bool, dtype: torch.dtype = torch.float32
 ) -> Hardness:
     """Check the settings. ``in_batch`` and ``negatives``: which kinds of negatives the call has."""
-    if mode in MODES and type(hardness) is float and hardness == 0.0:
+    if type(hardness) is float and hardness == 0.0 and mode == "all_negatives":
         return NONE
-    if mode not in MODES:
-        raise ConfigError(f"no hardness_mode {mode!r}; choose one of {', '.join(MODES)}")
-    _check.check_number("hardness", hardness, dtype=dtype)
-    value = float(hardness)
+    check_choice("hardness_mode", mode, MODES)
+    value = _check.check_number("hardness", hardness, dtype=dtype)
     if value < 0.0:
         raise RangeError(f"hardness must not be negative, got {value}. Pass 0 for none")
     if value and mode == "in_batch_negatives" and not in_batch:

@@ -19,7 +19,7 @@ from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
@@ -90,11 +90,15 @@ def info_nce(
     options, group_name = _check.check_options(options), _check.group_name(group)
     a, b = _check.check_sides(NAMES, query, positive_key, paired=True)
     negatives = _check_negatives(a, negative_keys, negative_mask)
+    check_flag("in_batch", in_batch)
+    check_flag("symmetric", symmetric)
     if symmetric and not in_batch:
-        raise ConfigError("symmetric=True compares each key with all queries, so it needs in_batch=True. Pass it")
+        raise ConfigError(
+            "symmetric=True compares each key with all queries, so it needs in_batch=True. Pass in_batch=True"
+        )
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
-    scale = _check.check_temperature(temperature, a)
+    scale = _check.check_temperature(temperature, a, rows="divide the rows of query by it")
     query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
@@ -217,7 +221,9 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
         number = isinstance(negative_keys, (int, float)) or (
             isinstance(negative_keys, Tensor) and not negative_keys.dim()
         )
-        advice = "Pass a temperature by keyword, temperature=..." if number else "Reshape them"
+        advice = "Reshape them" if isinstance(negative_keys, Tensor) else _check.tensor_of(negative_keys)
+        if number:
+            advice = "Pass a temperature by keyword, temperature=..."
         raise ShapeError(
             f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {advice}"
         )
@@ -226,15 +232,15 @@ def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | Non
     if negatives.dim() == 3:
         _check.check_same_rows(("query", "negative_keys"), a, negatives)
     if mask is not None:
-        if isinstance(mask, Tensor):
-            _check.check_tensor("negative_mask", mask)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise DtypeError(f"negative_mask is a bool tensor, False for padding, got {kind}. Convert it with .bool()")
+        _check.check_tensor("negative_mask", mask, "a bool tensor")
+        if mask.dtype != torch.bool:
+            raise DtypeError(
+                f"negative_mask is a bool tensor, False for padding, got {mask.dtype}. Convert it with .bool()"
+            )
         if mask.shape != negatives.shape[:-1]:
             raise ShapeError(
                 f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, "
-                f"got {tuple(mask.shape)}. Reshape it"
+                f"got {tuple(mask.shape)}. {_check.reshape_advice(mask, negatives.shape[:-1].numel())}"
             )
         _check.check_device(("negative_mask", "query"), mask, a)
     return negatives

@@ -42,7 +42,7 @@ def linear_logsumexp(
     a = _check.check_features("a", a)
     b = _check.check_features("b", b)
     _check.check_together(("a", "b"), a, b)
-    factor = _check.check_scalar("scale", scale, a)
+    factor = _check.check_scalar("scale", scale, a, rows="multiply the rows of a by it")
     bias = check_bias("bias", bias, b)
     spec = PairSpec(row_lse=True, softcap=check_softcap(softcap))
     must_match = call_settings(name, scale=scale)
@@ -54,10 +54,10 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> float:
     """Check a soft cap. Returns it as a float, 0 for no cap."""
     if softcap is None:
         return 0.0
-    _check.check_number(name, softcap)
-    if softcap < 0:
+    number = _check.check_number(name, softcap)
+    if number < 0:
         raise RangeError(f"{name} is a positive number, got {softcap}. For no cap, pass None or 0")
-    return float(softcap)
+    return number
 
 
 def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) -> Tensor | None:
@@ -66,6 +66,9 @@ def check_bias(name: str, bias: Tensor | None, b: Tensor, *, cast: bool = True) 
         return None
     _check.check_floating(name, bias, 1)
     if bias.shape[0] != b.shape[0]:
-        raise ShapeError(f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Reshape it")
+        raise ShapeError(
+            f"{name} has one entry for each of {b.shape[0]} columns, got {tuple(bias.shape)}. Is it that of another "
+            "classifier?"
+        )
     _check.check_device((name, "the features"), bias, b)
     return _check.autocast(bias) if cast and b.dtype != torch.float64 else bias

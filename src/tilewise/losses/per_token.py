@@ -13,7 +13,7 @@ from tilewise.kernels.spec import stat_dtype
 def check_token_ids(name: str, ids: Tensor, input: Tensor, shift: int) -> Tensor:
     """Check K ids for each token, (..., K). Returns those of the scored states: (n, K) int64."""
     _check.check_tensor(name, ids, "a tensor of class ids")
-    _check.check_integers(name, ids, "It holds class ids; convert them with .long()")
+    _check.check_integers(name, ids, _check.WHOLE)
     _check_entries(name, ids, input, "K class ids")
     if ids.shape[-1] == 0:
         raise ShapeError(
@@ -42,7 +42,8 @@ def check_token_mask(mask: Tensor | None, input: Tensor, shift: int) -> Tensor |
         )
     if mask.shape != input.shape[:-1]:
         raise ShapeError(
-            f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. Reshape it"
+            f"mask has one entry for each hidden state, {tuple(input.shape[:-1])}, got {tuple(mask.shape)}. "
+            f"{_check.reshape_advice(mask, input.shape[:-1].numel())}"
         )
     _check.check_device(("mask", "input"), mask, input)
     return (mask[..., shift:] if shift else mask).reshape(-1)
@@ -61,18 +62,18 @@ def check_id_range(name: str, ids_nk: Tensor, wanted: Tensor | None, classes: in
     return inside
 
 
-def check_temperature(temperature: float) -> float:
-    """Check a temperature: a positive, finite number."""
-    _check.check_number("temperature", temperature)
-    if not temperature > 0.0:
+def check_temperature(temperature: float, per: str = "") -> float:
+    """Check a temperature: a positive, finite number. ``per``: as in `check_number`."""
+    number = _check.check_number("temperature", temperature, per=per)
+    if not number > 0.0:
         raise RangeError(f"temperature is positive, got {temperature}. It divides the logits")
-    return float(temperature)
+    return number
 
 
 def check_token_temperature(temperature: float | Tensor, input: Tensor, shift: int) -> float | Tensor:
     """Check a temperature: positive, finite. Returns a float, or the temperatures of the scored states: (n,)."""
     if not isinstance(temperature, Tensor):
-        return check_temperature(temperature)
+        return check_temperature(temperature, per=str(tuple(input.shape[:-1])))
     _check.check_floating("temperature", temperature, temperature.dim())
     _refuse_grad("temperature", temperature)
     if temperature.dim() == 0:

@@ -51,7 +51,7 @@ def siglip_loss(
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
     a, b = _check.check_sides(NAMES, image_features, text_features, paired=True)
-    scale = _check.check_scale("logit_scale", logit_scale, a)
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
     # Not a half type: the gradient of the bias is the sum of the columns' gradients, which must not be rounded first.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
     spec = PairSpec(softplus=True, positive="one")

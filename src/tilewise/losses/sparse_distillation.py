@@ -5,13 +5,13 @@ Axes: n tokens, K ids of each.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, RangeError, ShapeError
+from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.cross_entropy import _target_scores, check_head, check_shift
 from tilewise.losses.module import settings_of
@@ -27,7 +27,7 @@ from tilewise.losses.per_token import (
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 Divergence = Literal["forward", "reverse", "cross_entropy"]
 Tail = Literal["ignore", "renormalize", "bucket"]
@@ -97,11 +97,11 @@ def linear_sparse_distillation_loss(
     [0.1733, 0.1438]
     """
     _check.check_reduction(reduction)
-    _check_choice("divergence", divergence, get_args(Divergence))
-    _check_choice("tail", tail, get_args(Tail))
+    check_choice("divergence", divergence, get_args(Divergence))
+    check_choice("tail", tail, get_args(Tail))
     options, name, shift = _check.check_options(options), _check.group_name(group), check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the states in input by it")
     degrees = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(degrees, scale, bias, cap, stat_dtype(a.dtype))
     ids = check_token_ids("teacher_ids", teacher_ids, input, shift)
@@ -221,11 +221,6 @@ def _check_log_probs(t: Tensor) -> None:
             "teacher_log_probs holds natural logarithms of probabilities, which sum to at most 1 for each token, got a "
             f"sum of {total:g}. Pass log_softmax of the teacher's logits, and each id of a token once"
         )
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is one of {', '.join(choices)}, got {value!r}. Choose one of these")
 
 
 class LinearSparseDistillationLoss(nn.Module):

@@ -46,7 +46,7 @@ class TokenStats:
         """Fraction of correct tokens among those not ignored: 0-d, NaN if there are none. Requires ``correct``."""
         if self.correct is None or self.valid is None:
             raise ConfigError(
-                'accuracy requires "correct", which was not computed. Pass targets, and want=("correct",) or more'
+                'accuracy requires "correct", which was not computed. Pass target, and want=("correct",) or more'
             )
         return self.correct.sum() / self.valid.sum()
 
@@ -66,7 +66,16 @@ class TokenStats:
         values = getattr(self, name) if name in WANT else None
         if values is None:
             there = ", ".join(field for field in WANT if getattr(self, field) is not None)
-            raise ConfigError(f"the mean of {name!r} is not available. Computed were: {there}. Add it to want")
+            advice = f"Choose one of {', '.join(WANT)}"
+            if name in WANT:
+                advice = (
+                    "Pass target, and add it to want"
+                    if name in NEED_TARGET and self.valid is None
+                    else "Add it to want"
+                )
+            elif name == "picked":
+                advice = "It has K numbers for each token; use picked[valid].mean(0)"
+            raise ConfigError(f"the mean of {name!r} is not available. Computed were: {there}. {advice}")
         if self.valid is None:
             values = values if values.is_floating_point() else values.float()
             return values.mean() if dim is None else values.mean(dim)
@@ -109,7 +118,8 @@ def linear_token_stats(
         linear_weight: (V, d), the classifier.
         target: (...) integers in [0, V), or ``ignore_index``. With None no token is ignored.
         want: names of the fields of `TokenStats` to compute; None for all that are available, except
-            ``log_sum_sq_prob`` and ``mean_logit``.
+            ``log_sum_sq_prob`` and ``mean_logit``. ``picked`` is computed whenever ``pick`` is passed, named here or
+            not.
         pick: (..., K) integers in [0, V), whose log-probabilities are computed as ``picked``. A class may occur several
             times in a row. Those of an ignored token may be anything, and give 0. An id out of range is an error on the
             CPU, and gives NaN on a GPU.
@@ -130,10 +140,10 @@ def linear_token_stats(
     ([0, 1, -1], [True, False, False], 0.5)
     """
     options, name = _check.check_row_options(options, group)
-    names = _check_want(want, target)
+    names = _check_want(want, target, pick)
     ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scalar("logit_scale", logit_scale, a)
+    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the states in input by it")
     t = check_token_temperature(temperature, input, shift)
     scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
     y = valid = key = row_shift = row_scale = None
@@ -207,18 +217,22 @@ def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift
     return found
 
 
-def _check_want(want: Sequence[str] | None, target: Tensor | None) -> tuple[str, ...]:
-    """Check the requested fields. Returns their names."""
+def _check_want(want: Sequence[str] | None, target: Tensor | None, pick: Tensor | None) -> tuple[str, ...]:
+    """Check the requested fields. Returns their names, without "picked", which ``pick`` requests."""
     if want is None:
         return tuple(field for field in DEFAULT if target is not None or field not in NEED_TARGET)
-    if not isinstance(want, Iterable):
-        raise DtypeError(
-            f"want is a sequence of names among {', '.join(WANT)}, got {want!r:.60}. Pass a tuple of names"
-        )
+    known = ", ".join((*WANT, "picked"))
+    if not isinstance(want, Iterable) or isinstance(want, Tensor):
+        raise DtypeError(f"want is a sequence of names among {known}, got {want!r:.60}. Pass a tuple of names")
     names = (want,) if isinstance(want, str) else tuple(want)
     for field in names:
-        if field not in WANT:
-            raise ConfigError(f"want is a sequence of names among {', '.join(WANT)}, got {field!r}. Use one of these")
+        if not isinstance(field, str) or field not in (*WANT, "picked"):
+            raise ConfigError(f"want is a sequence of names among {known}, got {field!r:.60}. Use one of these")
         if target is None and field in NEED_TARGET:
             raise ConfigError(f"{field} needs a target, but no target was passed. Pass target, or remove it from want")
-    return names
+        if pick is None and field == "picked":
+            raise ConfigError(
+                "picked has the log-probabilities of the classes in pick, but no pick was passed. Pass pick, (..., K) "
+                "class ids, or remove picked from want"
+            )
+    return tuple(field for field in names if field != "picked")

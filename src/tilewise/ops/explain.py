@@ -190,5 +190,8 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
                 "of its tensors. Retrieval has only one strategy, so there is nothing to explain"
             ) from error
     if not found:
-        raise ConfigError(f"explain is for losses of tilewise, and {name} called none of its operators")
+        raise ConfigError(
+            f"explain is for losses of tilewise, and {name} called none of its operators. Pass one of them, such as "
+            "tilewise.clip_loss"
+        )
     return Explanation(tuple(found))

@@ -17,7 +17,7 @@ from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_scorer
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index, check_not_excluded
-from tilewise.retrieval.progress import Progress, reporter
+from tilewise.retrieval.progress import Progress, check_progress, reporter
 from tilewise.ring.agree import agree, propagate_errors
 from tilewise.ring.blocks import Field, Merge, Tensors, Work, rotate_blocks
 from tilewise.ring.exchange import Exchange, find_exchange
@@ -48,6 +48,7 @@ class RankingCall:
     exchange: Exchange
     shards: Shards
     options: TileOptions
+    progress: bool | Progress
     both: bool
 
     @classmethod
@@ -59,6 +60,7 @@ class RankingCall:
         exclude: Tensor | None,
         group: Any | None,
         options: TileOptions | None,
+        progress: bool | Progress,
         *,
         both: bool,
     ) -> RankingCall:
@@ -67,6 +69,7 @@ class RankingCall:
         positives, query_ids, gallery_ids = answers
         with propagate_errors(exchange):
             options = check_options(options, rows_alone=True)
+            check_progress(progress)
             check_features(queries, gallery, over_group=exchange.world > 1)
             ids = check_ids(query_ids, gallery_ids, positives, queries, gallery)
             own = ids is None and positives is None
@@ -93,16 +96,17 @@ class RankingCall:
                 check_not_excluded(index, left_out)
         agree(exchange, n, m, {"call": "ranking, with indices that are in range"})  # receives errors of the last check
         flat = positives is None or positives.dim() == 1
-        return cls(queries.detach(), gallery.detach(), index, own, flat, ids, left_out, exchange, shards, options, both)
+        features = queries.detach(), gallery.detach()
+        return cls(*features, index, own, flat, ids, left_out, exchange, shards, options, progress, both)
 
     @property
     def pairs(self) -> int:
         """The number of scores to compute: each pair once, or twice with ids."""
         return self.queries.shape[0] * self.shards.all_cols * (1 if self.ids is None else 2)
 
-    def run(self, progress: bool | Progress) -> BothRanks:
+    def run(self) -> BothRanks:
         """Run both steps and return the ranks."""
-        device = self.queries.device
+        device, progress = self.queries.device, self.progress
         with kernel.rank_arithmetic(device, self.options.precision), reporter(progress, self.pairs, device) as advance:
             return self._run(advance)
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise._check import check_device, check_number, check_options, check_tensor, group_name
+from tilewise._check import check_device, check_number, check_options, check_tensor, group_name, reshape_advice
 from tilewise._check import check_index as check_whole
 from tilewise.errors import DtypeError, RangeError, ShapeError
 from tilewise.kernels import ranks as kernel
 from tilewise.kernels.registry import choose_searcher
 from tilewise.options import TileOptions
 from tilewise.retrieval.checks import check_features, check_ids, check_index
-from tilewise.retrieval.progress import Progress, reporter
+from tilewise.retrieval.progress import Progress, check_progress, reporter
 from tilewise.ring.agree import agree, propagate_errors
 from tilewise.ring.blocks import rotate_blocks
 from tilewise.ring.exchange import find_exchange
@@ -59,7 +59,8 @@ def nearest(
         gallery: (m, d), same type and device. Normalize both outside for cosine scores.
         k: how many items to find for each query.
         query_ids, gallery_ids: (n,) and (m,) integers. An item with the query's id is left out.
-        exclude: (n,) or (n, e) gallery indices padded with -1: items that are left out for that query.
+        exclude: (n,) or (n, e) gallery indices padded with -1: items that are left out for that query. Or a bool mask,
+            (n, m), which is converted to such indices: indices need less memory.
         below: a number, or (n,), one for each query. Items that score this or more are left out.
         progress: True shows a progress bar if the package rich is installed. A function is called with (pairs done,
             all pairs) from time to time; on an accelerator each of these calls synchronizes.
@@ -86,9 +87,11 @@ def nearest(
     with propagate_errors(exchange):
         options = check_options(options, rows_alone=True)
         k = _check_k(k)
+        check_progress(progress)
         check_features(queries, gallery, over_group=exchange.world > 1)
         if (query_ids is None) != (gallery_ids is None):
-            raise ShapeError("pass query_ids and gallery_ids together: an item with the id of a query is left out")
+            missing = "query_ids" if query_ids is None else "gallery_ids"
+            raise ShapeError(f"an item with the id of a query is left out, but {missing} is None. Pass both or neither")
         ids = check_ids(query_ids, gallery_ids, None, queries, gallery)
         limit = _check_below(below, queries)
     settings = {
@@ -128,7 +131,7 @@ def nearest(
 def _check_k(k: int) -> int:
     k = check_whole("k", k, "It is how many items to find for each query")
     if k < 1:
-        raise RangeError(f"k must be 1 or more, got {k}")
+        raise RangeError(f"k must be 1 or more, got {k}. It is how many items to find for each query")
     return k
 
 
@@ -138,13 +141,15 @@ def _check_below(below: float | Tensor | None, queries: Tensor) -> Tensor | None
     if below is None:
         return None
     if not isinstance(below, Tensor):
-        check_number("below", below, dtype=torch.float64)
+        check_number("below", below, dtype=torch.float64, per=f"({n},)")
         return torch.full((n,), float(below), device=queries.device, dtype=torch.float64)
     check_tensor("below", below)
     if not below.is_floating_point():
         raise DtypeError(f"below holds scores, which are floating point, got {below.dtype}. Convert it with .float()")
     if below.shape != (n,):
-        raise ShapeError(f"below is a number or ({n},), one for each query, got {tuple(below.shape)}. Reshape it")
+        raise ShapeError(
+            f"below is a number or ({n},), one for each query, got {tuple(below.shape)}. {reshape_advice(below, n)}"
+        )
     check_device(("below", "queries"), below, queries)
     if below.isnan().any():
         raise RangeError(f"below holds NaN, for query {int(below.isnan().nonzero()[0, 0])}. Check how it was computed")

@@ -8,9 +8,19 @@ from contextlib import contextmanager
 
 import torch
 
+from tilewise.errors import DtypeError
 from tilewise.kernels import ranks as kernel
 
 Progress = Callable[[int, int], None]
+
+
+def check_progress(progress: bool | Progress) -> None:
+    """Check that progress is a bool or a function."""
+    if not callable(progress) and not isinstance(progress, bool):
+        raise DtypeError(
+            "progress is True, False, or a function of (pairs done, all pairs), got "
+            f"{type(progress).__name__} {progress!r:.60}. Pass one of these"
+        )
 
 
 @contextmanager

@@ -46,13 +46,14 @@ def retrieval_ranks(
         gallery: (m, d), same type and device. Normalize both outside for cosine scores.
         positives: the gallery index of the right answer(s). None: item i answers query i. (n,): one per query.
             (n, p): several per query, ranked separately, rows padded with -1. An index of -1 means no answer; its
-            rank is -1.
+            rank is -1. A bool mask, (n, m), is converted to such indices in ascending order; p is the largest number
+            of right answers of a query.
         query_ids: (n,) integers, together with `gallery_ids` and instead of `positives`. Every item with the query's
             id is a right answer, and the best of them is ranked. A query whose id is not in the gallery has rank -1.
         gallery_ids: (m,) integers.
-        exclude: (n,) or (n, e) gallery indices padded with -1: items that are not candidates for that query.
-            If queries and gallery are the same tensor and ids are used, ``exclude=torch.arange(n)`` excludes each
-            query itself.
+        exclude: (n,) or (n, e) gallery indices padded with -1: items that are not candidates for that query. Or a
+            bool mask, (n, m), which is converted to such indices: indices need less memory. If queries and gallery
+            are the same tensor and ids are used, ``exclude=torch.arange(n)`` excludes each query itself.
         progress: True shows a progress bar if the package rich is installed. A function is called with (pairs done,
             all pairs) from time to time; on an accelerator each of these calls synchronizes.
         group: a process group over whose ranks queries and gallery are sharded, in rank order and in shards of
@@ -62,7 +63,7 @@ def retrieval_ranks(
         options: how the ranks are computed; see `TileOptions`. `workspace_mib` limits the scratch memory.
 
     Returns:
-        int64 ranks: (n, p) if `positives` is (n, p), otherwise (n,).
+        int64 ranks: (n, p) if `positives` is (n, p) or a mask, otherwise (n,).
 
     Memory: O(n + m) integers and scores, and one tile. Cost: one product of 2 n m d operations. With ids there are
     two, because the best answer must be known before better items can be counted. On the CPU, ids in ascending order
@@ -82,8 +83,8 @@ def retrieval_ranks(
     tensor([-1,  0,  0])
     """
     answers = (positives, query_ids, gallery_ids)
-    call = RankingCall.of(queries, gallery, answers, exclude, group, options, both=False)
-    return call.run(progress).query_to_gallery
+    call = RankingCall.of(queries, gallery, answers, exclude, group, options, progress, both=False)
+    return call.run().query_to_gallery
 
 
 def retrieval_ranks_both(
@@ -115,7 +116,7 @@ def retrieval_ranks_both(
     (tensor([0, 1, 0, 1]), tensor([0, 0]))
     """
     answers = (positives, query_ids, gallery_ids)
-    return RankingCall.of(queries, gallery, answers, exclude, group, options, both=True).run(progress)
+    return RankingCall.of(queries, gallery, answers, exclude, group, options, progress, both=True).run()
 
 
 def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
@@ -132,12 +133,15 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
     check_tensor("ranks", ranks, "a tensor of integers")
     check_integers("ranks", ranks, "Pass the result of retrieval_ranks, not scores")
     if ranks.dim() not in (1, 2):
-        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}")
+        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}. Reshape them: .flatten(1)")
     if not isinstance(ks, Sequence):
-        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r}. For one number write ks=(5,)")
+        how = "Convert it with .tolist()" if hasattr(ks, "tolist") else "For one number write ks=(5,)"
+        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r:.60}. {how}")
     wrong = [k for k in ks if isinstance(k, bool) or not isinstance(k, int) or k < 1]
     if wrong or not ks:
-        raise RangeError(f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}")
+        raise RangeError(
+            f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}. Recall at 1 is the first"
+        )
     best = ranks.long() if ranks.dim() == 2 else ranks.long()[:, None]
     found = (best >= 0).any(dim=1)
     if not found.any():

@@ -59,6 +59,7 @@ class Checkup:
     devices: list[Device] = field(default_factory=list)
     calls: list[TypicalCall] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)  # to know about; nothing is known to go wrong
 
     @property
     def exit_code(self) -> int:
@@ -79,6 +80,7 @@ class Checkup:
         lines += [f"call      {call.call}: {call.backend}, {call.strategy} ({call.reason})" for call in self.calls]
         refused = dict.fromkeys(pair for call in self.calls for pair in call.refused.items())
         lines += [f"backend   {name} not chosen: {reason}" for name, reason in refused]
+        lines += [f"note      {note.what}. {note.remedy}." for note in self.notes]
         lines += [f"problem   {problem.what}. {problem.remedy}." for problem in self.problems]
         return "\n".join([*lines, *([] if self.problems else ["no problems found"])])
 
@@ -86,15 +88,16 @@ class Checkup:
 def check_up() -> Checkup:
     """Collect the versions, devices and problems of this machine."""
     versions, devices = find_versions(), find_devices()
-    problems = [*environment_problems(versions)]
+    problems, notes = [*environment_problems(versions)], list[Problem]()
     for index in range(len(devices)):
         problems += device_problems(torch.device("cuda", index))
+        notes += fault_problems(torch.device("cuda", index), avoided=False)
     calls: list[TypicalCall] = []
     try:
         calls = typical_calls(torch.device("cuda", 0) if devices else torch.device("cpu"))
     except Exception as error:
         problems.append(Problem(f"tw.explain failed: {type(error).__name__}: {error}", "Report this"))
-    return Checkup(versions, devices, calls, problems)
+    return Checkup(versions, devices, calls, problems, list(dict.fromkeys(notes)))
 
 
 def find_versions() -> dict[str, str | None]:
@@ -168,9 +171,15 @@ def environment_problems(versions: dict[str, str | None]) -> list[Problem]:
     return found
 
 
+def fault_problems(device: torch.device, *, avoided: bool) -> list[Problem]:
+    """Known faults on a card: those that "auto" avoids, or those that it does not."""
+    faults = [fault for fault in known_faults.faults_on(device) if fault.avoided == avoided]
+    return [Problem(fault.what, f"{fault.remedy} ({fault.source})") for fault in faults]
+
+
 def device_problems(device: torch.device) -> list[Problem]:
-    """Known faults on a card, and a file with tuned sizes that cannot be used."""
-    found = [Problem(fault.what, f"{fault.remedy} ({fault.source})") for fault in known_faults.faults_on(device)]
+    """Known faults on a card that "auto" avoids, and a file with tuned sizes that cannot be used."""
+    found = fault_problems(device, avoided=True)
     _, problem = tuned_file.read(torch.cuda.get_device_name(device), registry.size_table().parse_tuned)
     if problem is not None:
         found.append(Problem(problem, "Without it, the sizes of the table are used"))

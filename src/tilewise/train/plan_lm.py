@@ -29,9 +29,11 @@ ACTIVATION_BYTES = 2
 GIB, MIB = 2**30, 2**20
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RangeError(f"{name} is a whole number, at least 1, got {value!r}. Write it in digits, without a unit")
+def _check_count(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RangeError(
+            f"{name} is a whole number, at least {least}, got {value!r:.60}. Write it in digits, without a unit"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,8 @@ def find_model(name: str) -> ModelShape:
     >>> find_model("gemma-2-2b").hidden
     2304
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of a model is a text, got {name!r:.60}. Write it as 'gemma 2 2b'")
     by_key = {_key(known): shape for known, shape in MODELS.items()}
     if shape := by_key.get(_key(name)):
         return shape
@@ -137,11 +141,9 @@ class Cluster:
     def __post_init__(self) -> None:
         _check_count("gpus", self.gpus)
         _check_count("parameter_bytes", self.parameter_bytes)
-        if min(self.reserve_bytes, self.workspace_bytes) < 0:
-            raise RangeError(
-                f"reserve and workspace are at least 0, got {self.reserve_bytes / GIB:g} GiB and "
-                f"{self.workspace_bytes / MIB:g} MiB. Take 0 for none"
-            )
+        _check_count("memory_bytes", self.memory_bytes)
+        _check_count("reserve_bytes", self.reserve_bytes, least=0)
+        _check_count("workspace_bytes", self.workspace_bytes, least=0)
         if self.usable_bytes <= self.workspace_bytes:
             raise RangeError(
                 f"a GPU of {self.memory_bytes / GIB:g} GiB has nothing left after {self.reserve_bytes / GIB:g} GiB of "
@@ -185,6 +187,11 @@ def plan_lm(shape: ModelShape, cluster: Cluster | None = None, tokens: int = 65_
     (1108206, 10580056, 9.5)
     """
     cluster = Cluster() if cluster is None else cluster
+    if not isinstance(shape, ModelShape) or not isinstance(cluster, Cluster):
+        raise ConfigError(
+            f"shape is a ModelShape and cluster a Cluster, got {type(shape).__name__} and {type(cluster).__name__}. "
+            "Use find_model('gemma 2 2b') and Cluster(gpus=8)"
+        )
     _check_count("tokens", tokens)
     logits, activations = LOGIT_BYTES * shape.vocabulary, ACTIVATION_BYTES * shape.hidden * shape.layers
     model = cluster.parameter_bytes * shape.parameters

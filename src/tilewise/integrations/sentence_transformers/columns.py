@@ -28,7 +28,9 @@ class CachedLoss(nn.Module):
     def set_chunks(self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool) -> None:
         """Check and keep the settings of the chunks."""
         if mini_batch_num_tokens is not None and mini_batch_num_tokens <= 0:
-            raise RangeError(f"mini_batch_num_tokens must be a positive integer or None, got {mini_batch_num_tokens}")
+            raise RangeError(
+                f"mini_batch_num_tokens must be a positive integer or None, got {mini_batch_num_tokens}. None is none"
+            )
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
 
@@ -209,10 +211,16 @@ def refuse_static(model: nn.Module, use: str) -> None:
 def check_columns(embeddings: list[Tensor]) -> None:
     """Check the embeddings of a batch: at least two columns of the same shape."""
     if len(embeddings) < 2:
-        raise ShapeError(f"a batch needs at least two columns, queries and their documents, got {len(embeddings)}")
+        raise ShapeError(
+            f"a batch needs at least two columns, queries and their documents, got {len(embeddings)}. Does the dataset "
+            "lack one?"
+        )
     shapes = [tuple(column.shape) for column in embeddings]
     if len(set(shapes)) > 1:
-        raise ShapeError(f"all columns need the same shape, because row i of each is one sample, got {shapes}")
+        raise ShapeError(
+            f"all columns need the same shape, because row i of each is one sample, got {shapes}. Did a filter drop "
+            "samples of one column only?"
+        )
 
 
 def hash_ids(ids: Sequence[str] | Sequence[int]) -> Tensor:

@@ -127,6 +127,7 @@ class GISTEmbedLoss(nn.Module):
         if len(guide_embeddings) != len(embeddings):
             raise ShapeError(
                 f"the guide needs an embedding for each column, {len(embeddings)} of them, got {len(guide_embeddings)}"
+                ". Encode the same columns with both models"
             )
         check_columns(guide_embeddings)
         if not isinstance(self.similarity_fct, nn.CosineSimilarity):

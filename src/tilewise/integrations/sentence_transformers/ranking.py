@@ -44,7 +44,7 @@ from tilewise.integrations.sentence_transformers.columns import (
 )
 from tilewise.losses.hardness import Hardness, HardnessMode, check_hardness, others_logsumexp
 from tilewise.losses.info_nce import info_nce
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_choice
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -96,7 +96,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         if model is not None:
             check_model(model)
         if not isinstance(scale, Tensor) and not scale > 0:
-            raise RangeError(f"Scale must be a positive value, got {scale}")
+            raise RangeError(f"Scale must be a positive value, got {scale}. It is 1 / temperature")
         _check_directions(directions, partition_mode)
         _similarity(similarity_fct)
         check_hardness(hardness_strength, hardness_mode or "all_negatives", in_batch=True, negatives=True)
@@ -311,12 +311,11 @@ class CachedMultipleNegativesRankingLoss(CachedLoss):
 def _check_directions(directions: tuple[str, ...], partition_mode: str) -> None:
     if isinstance(directions, str):
         raise ConfigError(f"directions is a tuple of names, got {directions!r}. Write directions=({directions!r},)")
-    if unknown := [name for name in directions if name not in DIRECTIONS]:
-        raise ConfigError(f"no direction {unknown[0]!r}; there are {', '.join(DIRECTIONS)}")
+    for name in directions:
+        check_choice("direction", name, DIRECTIONS)
     if "query_to_doc" not in directions:
-        raise ConfigError(f"directions needs 'query_to_doc', which contains the target, got {tuple(directions)}")
-    if partition_mode not in PARTITIONS:
-        raise ConfigError(f"no partition_mode {partition_mode!r}; choose one of {', '.join(PARTITIONS)}")
+        raise ConfigError(f"directions needs 'query_to_doc', which has the target, got {tuple(directions)}. Add it")
+    check_choice("partition_mode", partition_mode, PARTITIONS)
     if partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & set(directions):
         raise ConfigError(
             "partition_mode='per_direction' needs the target in each direction, and query_to_query and doc_to_doc "

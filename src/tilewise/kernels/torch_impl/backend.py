@@ -27,7 +27,7 @@ class TorchBackend(Backend):
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """It serves every call, except where rows must not depend on their place in a product."""
-        if options.batch_invariant and shape.device.type != "cpu":
+        if options.batch_invariant and shape.device.type != "cpu" and not shape.empty:
             return "batch_invariant=True needs products that treat all rows alike, and those of cuBLAS do not"
         return None
 
