@@ -206,13 +206,7 @@ class Encoding:
                 "An encoder must not write into its input (use x = x / 255 instead of x /= 255), "
                 "and a batch must not change until backward has finished"
             )
-        if name := self.state.changed():
-            raise GradientError(
-                f"{name} was changed in place after the inputs were encoded, for example by an optimizer, so encoding "
-                "them again for backward would give other representations. Call optimizer.step() after the backward of "
-                "every loss that was computed before it. If the encoder does not use this tensor, pass "
-                "Encoder(call, modules) with the modules that it runs"
-            )
+        self.state.check()
 
 
 def _changed(side: EncoderInput, index: int, what: str) -> GradientError:

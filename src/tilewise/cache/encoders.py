@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilewise.cache.chunks import Tree, call_with
 from tilewise.cache.sync import fsdp2_groups, is_fsdp2
-from tilewise.errors import DtypeError
+from tilewise.errors import DtypeError, GradientError
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,16 @@ class WatchedState:
         kept = [(tensor, version) for tensor, version in pairs if version_of(tensor) == version]
         self.tensors, self.versions = [tensor for tensor, _ in kept], [version for _, version in kept]
 
-    def changed(self) -> str | None:
-        """The name of a tensor that has changed since then."""
+    def check(self) -> None:
+        """Raise `GradientError` if one has changed since then."""
         for tensor, version in zip(self.tensors, self.versions, strict=True):
             if version_of(tensor) != version:
-                return self._name(tensor)
-        return None
+                raise GradientError(
+                    f"{self._name(tensor)} was changed in place after the inputs were encoded, for example by an "
+                    "optimizer, so encoding them again for backward would give other representations. Call "
+                    "optimizer.step() after the backward of every loss that was computed before it. If the encoder "
+                    "does not use this tensor, pass Encoder(call, modules) with the modules that it runs"
+                )
 
     def _name(self, tensor: Tensor) -> str:
         for module in self.modules:
