@@ -120,13 +120,19 @@ def linear_cross_entropy_dense(
 def distillation_dense(student, teacher, beta, temperature=1.0):
     """The divergence of each row of logits; see `tilewise.linear_distillation_loss`."""
     log_p, log_q = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
     if beta == 0:
-        return (q * (log_q - log_p)).sum(-1)
+        return _kl(log_q, log_p)
     if beta == 1:
-        return (p * (log_p - log_q)).sum(-1)
-    log_m = ((1 - beta) * p + beta * q).log()
-    return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
+        return _kl(log_p, log_q)
+    m = (1 - beta) * log_p.exp() + beta * log_q.exp()
+    log_m = m.masked_fill(m == 0, 1.0).log()  # its class has no share in either divergence
+    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+
+
+def _kl(log_p, log_q):
+    """sum p log(p / q) over the classes with p > 0."""
+    absent = log_p == -torch.inf
+    return (log_p.exp() * (log_p - log_q).masked_fill(absent, 0.0)).sum(-1)
 
 
 def sparse_distillation_dense(

@@ -320,6 +320,50 @@ def case_fsdp2(rank: int, world: int) -> None:
         assert counted == reductions, (sync, accumulate, counted)
 
 
+def case_steps_of_optimizers(rank: int, world: int) -> None:
+    """Steps between backward and the next loss are accepted, those between a loss and its backward are not."""
+    from torch.distributed.fsdp import fully_shard
+
+    x, y, own = shards([6] * world)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+
+    def plain() -> nn.Module:
+        return nn.Sequential(tower(1), nn.BatchNorm1d(4))
+
+    def sharded(**how: bool) -> nn.Module:
+        module = tower(1)
+        for part in (module[0], module):
+            fully_shard(part, mesh=mesh, **how)
+        return module
+
+    for make in (
+        lambda: DDP(plain()),
+        lambda: DDP(plain(), gradient_as_bucket_view=True),
+        sharded,
+        lambda: sharded(reshard_after_forward=False),
+        lambda: sharded(reshard_after_forward=True),
+    ):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+        def loss(z: Tensor) -> Tensor:
+            return (z @ z.T).logsumexp(1).mean()
+
+        cache = GradientCache(model, loss, chunk_size=2)
+        for step in range(3):
+            optimizer.zero_grad()
+            losses = [cache.loss(part) for part in (x[own], y[own])]
+            sum(losses).backward() if step else [value.backward() for value in losses]
+            optimizer.step()
+            with torch.no_grad():
+                model(x[own])  # an evaluation leaves FSDP's root gathered
+        late = cache.loss(x[own])
+        cache(y[own])
+        optimizer.step()
+        with pytest.raises(GradientError, match="changed in place"):
+            late.backward()
+
+
 CASES: list[Callable[[int, int], None]] = [value for name, value in list(globals().items()) if name.startswith("case_")]
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.cache.step_cases import Contrast, assert_same, both, encode_chunks, gradients, tower
 from torch import nn
 
-from tilewise.cache import Encoder, GradientCache, cached_encode, cached_step
+from tilewise.cache import Encoder, GradientCache, cached_encode, cached_loss, cached_step
 from tilewise.errors import GradientError
 
 
@@ -157,3 +157,67 @@ def test_an_encoder_with_another_result_in_the_second_pass_is_refused():
 
     with pytest.raises(GradientError, match="in the second pass"):
         cached_step(encoder, [torch.randn(6, 12)], lambda z: z.square().mean(), chunk_size=2)
+
+
+def _constant_square(z):
+    return z.square().mean()
+
+
+def _two_losses(a, x):
+    return [cached_loss(a, [part], _constant_square, chunk_size=2) for part in x.chunk(2)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "an optimizer": lambda a: torch.optim.SGD(a.parameters(), 0.1).step(),
+        "an optimizer of several tensors at once": lambda a: torch.optim.AdamW(a.parameters(), foreach=True).step(),
+        "other weights": lambda a: a.load_state_dict({name: 2 * value for name, value in a.state_dict().items()}),
+        "a buffer": lambda a: a[1].table.add_(1.0),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_weights_that_change_before_backward_are_refused(change):
+    """Without a cache torch refuses it too; here the second loss would get the gradient of other weights."""
+    torch.manual_seed(0)
+    a, x = nn.Sequential(nn.Linear(12, 8), nn.Module(), nn.Linear(8, 8)), torch.randn(8, 12)
+    a[1].forward = lambda z: z + a[1].table
+    a[1].register_buffer("table", torch.ones(8))
+    first, second = _two_losses(a, x)
+    first.backward()
+    before = [p.grad.clone() for p in a.parameters()]
+    change[1](a)
+    name = "1.table" if change[0] == "a buffer" else "0.weight"
+    with pytest.raises(GradientError, match=f"'{name}' of Sequential was changed in place .* optimizer.step"):
+        second.backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(a.parameters(), before, strict=True))
+
+
+class Renormed(nn.Module):
+    """Its forward changes a parameter, its running statistics and another buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.norm = nn.Embedding(12, 8, max_norm=1.0), nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.norm(self.rows(x.argmax(1)))
+
+
+def test_state_that_the_encoder_changes_itself_may_change():
+    """So may gradients, and modules that no encoder runs. Two losses wait for one backward."""
+    torch.manual_seed(0)
+    a, other, x = Renormed(), nn.Linear(2, 2), torch.randn(8, 12)
+    with torch.no_grad():
+        a.rows.weight.mul_(5.0)
+    optimizer = torch.optim.SGD([*a.parameters(), *other.parameters()], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = _two_losses(a, x)
+        other(torch.ones(2)).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        sum(losses).backward()
+        optimizer.step()
+    assert a.norm.weight.grad.norm() > 0

@@ -8,6 +8,7 @@ from tests.compare import assert_close, assert_no_worse
 from tests.gpu import checks
 from tests.gpu.checks import Place
 from tests.losses.loss_cases import CASES, along_all_leaves, converted, problem, solve
+from tests.ops.test_explain import LOSSES as EXPLAINED
 
 import tilewise as tw
 from tilewise.kernels.triton_impl.backend import TritonBackend
@@ -297,6 +298,24 @@ def test_saved_columns_stay_within_the_workspace(want, mib, monkeypatch):
         return torch.autograd.grad(total, (hidden, head))
 
     assert checks.peak_bytes(step) <= 2 * (n + m) * d + mib * 2**20 + 12 * 2**20
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("n, m", [(1024, 1024), (4096, 4096), (3000, 30_000)])
+def test_explain_bounds_the_memory_of_the_call(n, m, name, backend):
+    """By less than the workspace where the call is small."""
+    if n != m and name in ("clip", "siglip", "nt_xent", "info_nce"):
+        m = n
+    leaves = [torch.randn(rows, 256, device="cuda").bfloat16().requires_grad_() for rows in (n, m)]
+    options = tw.TileOptions(backend=backend, filter_tolerance=1e-2 if name == "filtered" else 0.0)
+    (found,) = tw.explain(EXPLAINED[name], *leaves, options=options).calls
+    peak = checks.peak_bytes(
+        lambda: torch.autograd.grad(EXPLAINED[name](*leaves, options=options), leaves, allow_unused=True)
+    )
+    assert peak <= found.peak_bytes + 24 * (n + m) * 8 + 12 * 2**20
+    if n * m <= 2**20:
+        assert found.workspace_bytes < options.workspace_bytes // 2
 
 
 @pytest.mark.parametrize("mib", [8, 64, 256])

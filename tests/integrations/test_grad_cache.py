@@ -258,3 +258,13 @@ def test_one_of_several_representations_may_be_constant():
     push((first, second))
     (want,) = torch.autograd.grad((learned(x) * constant(x)).sum(), learned.weight)
     assert_close(learned.weight.grad, want, 1e-6)
+
+
+def test_weights_that_change_before_the_push_are_refused():
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    rows, push = cached(model)(x)
+    rows.square().sum().backward()
+    with torch.no_grad():
+        model.weight.mul_(2.0)
+    with pytest.raises(GradientError, match="'weight' of Linear was changed in place"):
+        push(rows)

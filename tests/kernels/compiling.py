@@ -18,7 +18,7 @@ from tilewise.kernels.triton_impl.launch.prepared import _declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 from tilewise.kernels.triton_impl.two_pass.guide import stored_block
 
-FLOATS = {"softcap", "tolerance", "usable", "share", "most_entropy", "guide_softcap", "hot", "beta", "limit"}
+FLOATS = {"softcap", "tolerance", "usable", "share", "most_entropy", "guide_softcap", "hot", "beta", "rest", "limit"}
 # Pointers that are not float32, by name
 POINTERS = dict.fromkeys(
     ("col_key", "row_skip", "col_skip", "needs_repair", "repaired", "only_if", "skip_if", "column", "case")

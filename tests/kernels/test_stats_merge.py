@@ -110,6 +110,28 @@ def test_of_equal_largest_scores_the_lower_column_wins():
         assert merged.row_top_col.tolist() == [3, 7, 9]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+@pytest.mark.parametrize("guide, excluded", [("kl", "bias"), ("reverse_kl", "guide_bias")])
+def test_an_infinite_divergence_merges_in_any_order(guide, excluded, order):
+    """One block of columns is excluded by one side, so that this side has no column there: the whole is infinite."""
+    pair, spec = make_case("guide_kl", torch.float64)
+    spec = dataclasses.replace(spec, guide=guide, softcap=0.0, guide_softcap=0.0, positive="none", hot=0.0)
+    edges = (0, 20, 45, pair.b.shape[0])
+    blocks = [slice(*part) for part in itertools.pairwise(edges)]
+    values = getattr(pair, excluded).clone()
+    values[blocks[1]] = -torch.inf
+    for name, block in ((excluded, values), (excluded, values.masked_fill(values == -torch.inf, 0.0))):
+        one = dataclasses.replace(pair, **{name: block})
+        want, merged = getattr(dense_stats(one, spec), f"row_{guide}"), Stats()
+        for place in order:
+            merged = merged.merge(BACKEND.forward(column_block(one, blocks[place]), spec, OPTIONS))
+        found = getattr(merged, f"row_{guide}")
+        assert torch.equal(found.isposinf(), want.isposinf())
+        assert want.isposinf().all() == (block is values)
+        if block is not values:
+            assert_close(found, want, 1e-12)
+
+
 def test_rows_takes_only_rows():
     assert stats_asked(some_stats(0).rows()).keys() == stats_asked(some_stats(0)).keys() - {"col_lse"}
 

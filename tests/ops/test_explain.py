@@ -149,6 +149,73 @@ def test_the_shift_of_each_row_stays_within_the_workspace():
     assert peak <= gradients + 24 * (n + m) * 8 + (mib + 2) * MIB
 
 
+LOSSES = {
+    "clip": lambda x, y, **how: tw.clip_loss(x, y, 14.3, **how),
+    "siglip": lambda x, y, **how: tw.siglip_loss(x, y, 10.0, -10.0, **how),
+    "nt_xent": lambda x, y, **how: tw.nt_xent(x, **how),
+    "info_nce": lambda x, y, **how: tw.info_nce(x, y, **how),
+    "cross entropy": lambda x, y, **how: tw.linear_cross_entropy(x, y, labels(x, y), **how),
+    "filtered": lambda x, y, **how: tw.linear_cross_entropy(x, y, labels(x, y), **how),
+    "token stats": lambda x, y, **how: tw.linear_token_stats(x, y, labels(x, y), **how).entropy.sum(),
+    "distillation": lambda x, y, **how: tw.linear_distillation_loss(x, y, x.detach(), y.detach(), beta=0.3, **how),
+}
+
+
+def labels(x, y):
+    return torch.arange(len(x), device=x.device) % len(y)
+
+
+def settings_of(name):
+    return tw.TileOptions(filter_tolerance=1e-2 if name == "filtered" else 0.0)
+
+
+def measured_loss(name, n, m, d, dtype):
+    """A small step and the one that counts; see `cpu_peak_bytes`."""
+
+    def step(n, m):
+        leaves = [torch.randn(rows, d).to(getattr(torch, dtype)).requires_grad_() for rows in (n, m)]
+        return lambda: torch.autograd.grad(LOSSES[name](*leaves, options=settings_of(name)), leaves, allow_unused=True)
+
+    return step(64, 64), step(n, m)
+
+
+@pytest.mark.parametrize(
+    "name, n, m, d, dtype",
+    [
+        ("clip", 1024, 1024, 512, "float32"),
+        ("clip", 512, 512, 512, "bfloat16"),
+        ("siglip", 2048, 2048, 64, "float32"),
+        ("nt_xent", 3000, 0, 128, "float32"),
+        ("info_nce", 1024, 1024, 256, "float64"),
+        ("cross entropy", 500, 8000, 128, "float32"),
+        ("cross entropy", 500, 8000, 128, "bfloat16"),
+        ("filtered", 500, 8000, 128, "float32"),
+        ("token stats", 4096, 20_000, 32, "float32"),
+        ("distillation", 300, 1000, 64, "float32"),
+    ],
+)
+def test_the_bound_is_that_of_the_call(name, n, m, d, dtype):
+    """Far below the workspace of 256 MiB, of which these calls use little."""
+    leaves = [torch.empty(rows, d, dtype=getattr(torch, dtype), requires_grad=True) for rows in (n, m)]
+    (found,) = tw.explain(LOSSES[name], *leaves, options=settings_of(name)).calls
+    arguments = {"name": name, "n": n, "m": m, "d": d, "dtype": dtype}
+    peak = cpu_peak_bytes("tests.ops.test_explain:measured_loss", arguments)
+    assert peak <= found.peak_bytes + 24 * (n + m) * 8 + MIB
+    assert found.peak_bytes <= (4 if name == "filtered" else 2) * peak + 2 * MIB
+
+
+def test_the_bound_of_kernels_is_that_of_the_call():
+    """Grows with the scores up to the workspace. Nothing is measured: the interpreter takes memory of its own."""
+    pytest.importorskip("triton", reason="triton is not installed on this platform")
+    bounds = []
+    for n in (256, 1024, 8192):
+        x, y = head(n, n, 64)
+        (found,) = tw.explain(tw.clip_loss, x, y, 2.0, options=tw.TileOptions(backend="triton")).calls
+        assert found.workspace_bytes >= min(4 * n * n, 192 * MIB), "G"
+        bounds.append(found.workspace_bytes)
+    assert bounds[0] < 2 * MIB < bounds[1] < 32 * MIB < bounds[2] == 256 * MIB
+
+
 def test_copies_are_counted_where_rows_can_be_dropped():
     x, y = head(64, 64, 8)
     assert tw.explain(tw.clip_loss, x, y, 2.0).calls[0].copy_bytes == 0

@@ -29,7 +29,7 @@ from tilewise.cache.chunks import (
     take_rows,
     tensors_of,
 )
-from tilewise.cache.encoders import Encoder, as_encoders, buffer_versions, preserve_buffers, version_of
+from tilewise.cache.encoders import Encoder, WatchedState, as_encoders, preserve_buffers, version_of
 from tilewise.cache.offload import HostBatch, on_device
 from tilewise.cache.randomness import RandomState, preserve_random_state, random_devices
 from tilewise.cache.settings import Phase, Progress, Settings
@@ -120,7 +120,7 @@ class Encoding:
         self.devices = tuple(dict.fromkeys(device for side in self.sides for device in side.devices))
         self.autocast = Autocast.record({"cpu", *(device.type for device in self.devices)})
         self.modules = [module for side in self.sides if side.learns for module in side.encoder.modules]
-        self.buffer_versions = buffer_versions(self.modules)
+        self.state = WatchedState(self.modules if torch.is_grad_enabled() else ())
         self.input_versions = [version_of(tensor) for tensor in self._watched()]
         self.joined: list[Joined] = []
 
@@ -141,6 +141,7 @@ class Encoding:
                     report.chunk_done()
                 self.joined.append(Joined(outputs, f"encoder {side.index}"))
         self.autocast.clear_cache()
+        self.state.keep_constant()
         return [joined.take() for joined in self.joined]
 
     def second_pass(self, grads: list[list[Tensor | None]]) -> list[Tensor | None]:
@@ -157,7 +158,7 @@ class Encoding:
         once = self.settings.buffers == "once"
         with (
             preserve_random_state(self.devices),
-            preserve_buffers(self.modules, self.buffer_versions) if once else nullcontext(),
+            preserve_buffers(self.modules, self.state.buffers) if once else nullcontext(),
         ):
             for user, side in enumerate(active):
                 chunks = side.second_pass()
@@ -205,6 +206,7 @@ class Encoding:
                 "An encoder must not write into its input (use x = x / 255 instead of x /= 255), "
                 "and a batch must not change until backward has finished"
             )
+        self.state.check()
 
 
 def _changed(side: EncoderInput, index: int, what: str) -> GradientError:

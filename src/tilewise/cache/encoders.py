@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.cache.chunks import Tree, call_with
-from tilewise.errors import DtypeError
+from tilewise.cache.sync import fsdp2_groups, is_fsdp2
+from tilewise.errors import DtypeError, GradientError
 from tilewise.options import check_flag
 
 
@@ -152,11 +153,60 @@ def _changing_buffers(module: nn.Module, versions: dict[Tensor, int]) -> list[Te
     return own if changed or getattr(module, "running_mean", None) is not None else []
 
 
-def buffer_versions(modules: Sequence[nn.Module]) -> dict[Tensor, int]:
-    """Version counter of each buffer."""
-    return {buffer: version_of(buffer) for module in modules for buffer in module.buffers()}
+class WatchedState:
+    """Parameters and buffers of modules, and their version counters: whether they change between two passes.
+
+    What the first pass itself changes is not watched. Nor are running statistics (see `preserve_buffers`), and buffers
+    that a wrapper broadcasts in its forward, as DDP does.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Record the versions before the first pass."""
+        self.modules, self.tensors, self.buffers = modules, list[Tensor](), dict[Tensor, int]()
+        skipped: list[Tensor] = []
+        for module in dict.fromkeys(part for whole in modules for part in whole.modules()):
+            self.tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
+            # Read from the dictionaries: `getattr` of a name that a module lacks takes a microsecond.
+            if module._buffers:
+                buffers = {buffer: version_of(buffer) for buffer in module._buffers.values() if buffer is not None}
+                self.buffers |= buffers
+                skipped += buffers if "running_mean" in module._buffers else ()
+            if vars(module).get("broadcast_buffers"):
+                skipped += module.buffers()
+            if is_fsdp2(module):  # an optimizer writes the shards, which its parameters are not while they are gathered
+                for group in fsdp2_groups(module):
+                    self.tensors += [param.sharded_param for param in getattr(group, "fsdp_params", ())]
+        self.tensors += self.buffers.keys() - set(skipped)
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def keep_constant(self) -> None:
+        """After the first pass: from now on watch what it did not change."""
+        pairs = zip(self.tensors, self.versions, strict=True)
+        kept = [(tensor, version) for tensor, version in pairs if version_of(tensor) == version]
+        self.tensors, self.versions = [tensor for tensor, _ in kept], [version for _, version in kept]
+
+    def check(self) -> None:
+        """Raise `GradientError` if one has changed since then."""
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if version_of(tensor) != version:
+                raise GradientError(
+                    f"{self._name(tensor)} was changed in place after the inputs were encoded, for example by an "
+                    "optimizer, so encoding them again for backward would give other representations. Call "
+                    "optimizer.step() after the backward of every loss that was computed before it. If the encoder "
+                    "does not use this tensor, pass Encoder(call, modules) with the modules that it runs"
+                )
+
+    def _name(self, tensor: Tensor) -> str:
+        for module in self.modules:
+            for name, value in (*module.named_parameters(), *module.named_buffers()):
+                if value is tensor:
+                    return f"{name!r} of {type(module).__name__}"
+        return "a parameter"  # which FSDP has gathered, so that another tensor has its name
 
 
 def version_of(tensor: Tensor) -> int:
     """Version counter of a tensor, or -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1

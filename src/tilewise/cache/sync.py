@@ -22,17 +22,24 @@ def synchronizing_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for module in modules:
         for part in module.modules():
-            if _is_fsdp2(part) or _has_no_sync(part):
+            if is_fsdp2(part) or _has_no_sync(part):
                 found[part] = None
     return list(found)
 
 
-def _is_fsdp2(module: nn.Module) -> bool:
-    return hasattr(module, "set_requires_gradient_sync")
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called with this module. It adds a method to the class."""
+    return hasattr(type(module), "set_requires_gradient_sync")
+
+
+def fsdp2_groups(module: nn.Module) -> list[Any]:
+    """The parameter groups of `fully_shard`, for which there is no public getter."""
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
 
 
 def _has_no_sync(module: nn.Module) -> bool:
-    return callable(getattr(module, "no_sync", None)) and not _is_fsdp2(module)
+    return callable(getattr(module, "no_sync", None)) and not is_fsdp2(module)
 
 
 class SyncPlan:
@@ -67,7 +74,7 @@ class SyncPlan:
 
 @contextmanager
 def _without_sync(wrapper: nn.Module) -> Iterator[None]:
-    if not _is_fsdp2(wrapper):
+    if not is_fsdp2(wrapper):
         _check_static_graph(wrapper)
         with wrapper.no_sync():  # type: ignore[operator]
             yield
@@ -92,7 +99,5 @@ def _check_static_graph(wrapper: nn.Module) -> None:
 
 
 def _fsdp2_reduces(module: nn.Module) -> bool:
-    """The value set with ``set_requires_gradient_sync``, for which there is no public getter."""
-    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return all(getattr(group, "reduce_grads", True) for group in groups)
+    """The value set with ``set_requires_gradient_sync``."""
+    return all(getattr(group, "reduce_grads", True) for group in fsdp2_groups(module))

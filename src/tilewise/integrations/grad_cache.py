@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tilewise.cache import Encoder, GradientCache
 from tilewise.cache.autocast import Autocast
 from tilewise.cache.chunks import call_with, count_rows, row_ranges, take_rows, tensors_of
-from tilewise.cache.encoders import buffer_versions, preserve_buffers
+from tilewise.cache.encoders import WatchedState, preserve_buffers
 from tilewise.cache.randomness import RandomState, preserve_random_state, random_devices
 from tilewise.cache.sync import synchronizing_modules
 from tilewise.errors import ConfigError, DtypeError, GradientError
@@ -187,11 +187,12 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         modules = [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Module)]
         modules += [module for module in Encoder.of(func).modules if module not in modules]
         devices = random_devices(tensors, modules)
-        state, versions = RandomState.record(devices), buffer_versions(modules)
+        state, watched = RandomState.record(devices), WatchedState(modules)
         autocast = Autocast.record({"cpu", *(device.type for device in devices)})
         with torch.no_grad():
             leaves = [rep.detach().requires_grad_() for rep in _as_tuple(func(*args, **kwargs))]
         autocast.clear_cache()
+        watched.keep_constant()
 
         def push_gradient(reps: Tensor | Sequence[Tensor]) -> None:
             grads = [rep.grad for rep in _as_tuple(reps)]
@@ -199,7 +200,8 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 raise GradientError(f"there are {len(leaves)} representations, got {len(grads)}. Pass all of them")
             if any(grad is None for grad in grads):
                 raise GradientError("the representations have no gradient. Call backward on the loss first")
-            with preserve_random_state(devices), preserve_buffers(modules, versions):
+            watched.check()
+            with preserve_random_state(devices), preserve_buffers(modules, watched.buffers):
                 state.restore()
                 with torch.enable_grad(), autocast.active():
                     again = _as_tuple(func(*args, **kwargs))

@@ -187,6 +187,10 @@ class Backend:
         """Memory of backward besides inputs, gradients and workspace, such as float32 sums of half-type gradients."""
         return 0
 
+    def workspace_bytes(self, shape: PairShape, spec: PairSpec, options: TileOptions, strategy: str) -> int:
+        """An upper bound of what a call of these sizes uses of ``TileOptions.workspace_mib``, for `explain`."""
+        return options.workspace_bytes
+
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """With ``offers_ranks``: why `scorer` cannot serve this retrieval, or None."""
         return None

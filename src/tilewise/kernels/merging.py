@@ -55,12 +55,13 @@ def folded_kl(lse_p: Tensor, lse_q: Tensor, kl: Tensor) -> tuple[Tensor, Tensor,
 
     K = sum_k w_k (K_k + log(w_k / v_k)),   v_k = exp(lse_p_k - lse_p),  w_k = exp(lse_q_k - lse_q).
 
-    K_k is the divergence inside of a block, of probabilities that sum to 1 there. A column is excluded from p and q
-    alike, so a row that has no column in p has none in q.
+    K_k is the divergence inside of a block, of probabilities that sum to 1 there: 0 if q has no column there, and
+    infinite if q has a column there that p has not. K is then infinite too, however small w_k is.
     """
     p, q = torch.logsumexp(lse_p, 0), torch.logsumexp(lse_q, 0)
     log_w = lse_q - q
-    shares = torch.exp(log_w) * (kl + (log_w - (lse_p - p)))
+    gap = kl + (log_w - torch.where(lse_p == p, 0.0, lse_p - p))  # both are -inf until p has a column
+    shares = torch.where(gap == torch.inf, gap, torch.exp(log_w) * gap)
     return p, q, torch.where(lse_q == -torch.inf, 0.0, shares).sum(0)
 
 

@@ -127,6 +127,9 @@ def linear_distillation_stats(
         keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
     found = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
     divergence = getattr(found, f"row_{guide}")
+    # Without a class whose logit is more than -inf a model has no distribution.
+    neither = (found.row_lse.detach() == -torch.inf) | (found.guide_lse == -torch.inf)
+    divergence = torch.where(neither, torch.nan, divergence)
     log_prob = None
     if has_target is not None:
         # A target out of range has 0 positives, and 0 / 0 gives NaN.

@@ -36,7 +36,7 @@ class Decision:
         gradient_bytes: the gradients that are returned.
         accumulator_bytes: float32 sums or saved float32 gradients of half types; over a group also the blocks that
             travel and the sums over them, for shards of equal size.
-        workspace_bytes: ``TileOptions.workspace_mib``; what is used of it depends on the call.
+        workspace_bytes: what a call of these sizes uses of ``TileOptions.workspace_mib``.
         copy_bytes: if some tokens are ignored, a copy of the others, and their gradient before it is put back.
     """
 
@@ -114,7 +114,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         device=shape.device,
         gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
         accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
-        workspace_bytes=settings.options.workspace_bytes,
+        workspace_bytes=_workspace_bytes(call, way),
         refused=tuple(refusals(shape, settings.spec, settings.options).items()),
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
     )
@@ -136,6 +136,18 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
     saved = way.saved_like(call.shape, needs, spec, options)
     wide = [(size, dtype) for size, dtype in saved if len(size) == 2 and dtype == torch.float32]
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
+
+
+def _workspace_bytes(call: Call, way: Route) -> int:
+    shape, options = call.shape, call.settings.options
+    if way.strategy == "small":
+        assert way.backend.small is not None
+        return way.backend.small.block_bytes(shape, call.settings.spec)
+    used = way.backend.workspace_bytes(shape, call.settings.spec, options, way.strategy)
+    if shape.dtype in HALF_TYPES:
+        return used
+    # Before that, `positive_shift` multiplies each row by its own column.
+    return max(used, min(options.workspace_bytes // 2, 2 * shape.rows * shape.width * shape.dtype.itemsize))
 
 
 def _ring_bytes(call: Call) -> int:

@@ -93,6 +93,10 @@ class RowBlocks(Backend):
         block = rows * shape.width * (2 * shape.dtype.itemsize + 4)
         return self.inner.accumulator_bytes(shape, needs, spec, options) + block
 
+    def workspace_bytes(self, shape: PairShape, spec: PairSpec, options: TileOptions, strategy: str) -> int:
+        """That of the other backend."""
+        return self.inner.workspace_bytes(shape, spec, options, strategy)
+
 
 def _blocks(pair: Pair, options: TileOptions) -> list[tuple[KeptRows, int]]:
     """The rows of each block, and how many of them are not there to fill it up."""

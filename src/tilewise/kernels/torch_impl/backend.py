@@ -11,9 +11,10 @@ from tilewise.kernels.ranks import Searcher
 from tilewise.kernels.spec import HALF_TYPES, Backward, Grads, Needs, Pair, PairShape, PairSpec, Stats
 from tilewise.kernels.torch_impl import two_pass
 from tilewise.kernels.torch_impl.filtered import TorchFilter
-from tilewise.kernels.torch_impl.one_pass import TorchOnePass
+from tilewise.kernels.torch_impl.one_pass import TorchOnePass, block_bytes, block_rows
 from tilewise.kernels.torch_impl.ranks import ScoreTile
 from tilewise.kernels.torch_impl.small import TorchSmall
+from tilewise.kernels.torch_impl.tiles import scratch_bytes, tile_sizes
 from tilewise.options import TileOptions
 
 
@@ -45,6 +46,15 @@ class TorchBackend(Backend):
             return 0
         summed = shape.rows if spec.symmetric else shape.cols * needs.b
         return 4 * summed * shape.width
+
+    def workspace_bytes(self, shape: PairShape, spec: PairSpec, options: TileOptions, strategy: str) -> int:
+        """One tile with its buffers, or the scores of a block of rows with all columns; see `Backend`."""
+        if strategy == "filtered":  # no more than one tile of all scores
+            return min(options.workspace_bytes, scratch_bytes(shape.rows, shape.cols, shape, spec))
+        if strategy == "one_pass" and not spec.softplus:
+            return block_bytes(shape, spec, block_rows(shape, spec, options.workspace_bytes))
+        rows, cols = tile_sizes(shape, spec, options)
+        return scratch_bytes(min(rows, shape.rows), min(cols, shape.cols), shape, spec)
 
     def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Searcher:
         """Counts ranks and finds the nearest items tile by tile."""

@@ -125,15 +125,19 @@ class GuideWeights:
 def over_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(p / m) and log(q / m), m = (1 - beta) p + beta q.
 
-    With the larger of p and q as h and d = log q - log p:
+    With h the larger of p and q, and d = log q - log p:
 
-        log(h / m) = -log1p(s expm1(-|d|))        s is the share of the other one in m: beta if p is larger
+        m / h = 1 + s expm1(-|d|) = (1 - s) + s exp(-|d|)     s is the share of the other one in m: beta if p is larger
 
+    The first form keeps the digits if p is close to q, the second one if they are far apart and s is close to 1.
     Only differences of logarithms occur, so large logarithms lose no digits.
     """
     d = log_q - log_p
-    share = (d > 0).to(d.dtype).mul_(1.0 - 2.0 * beta).add_(beta)
-    larger = d.abs().neg_().expm1_().mul_(share).log1p_().neg_()
+    share = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
+    rest = torch.full_like(d, 1.0 - beta).masked_fill_(d > 0, beta)
+    apart = d.abs().neg_()
+    far = rest.addcmul_(share, apart.exp()).log_()
+    larger = torch.where(apart < -1.0, far, apart.expm1_().mul_(share).log1p_()).neg_()
     return larger - d.clamp(min=0.0), larger.add_(d.clamp_(max=0.0))
 
 
@@ -157,6 +161,12 @@ def _mean(e_rc: Tensor, values: Tensor, log_sum: Tensor) -> Tensor:
 
 
 def _inside(e_rc: Tensor, of: Tensor, other: Tensor, log_sum: Tensor, log_other: Tensor) -> Tensor:
-    """The divergence inside of a tile: of exp(of) from exp(other), both relative to their largest score."""
-    total = _times(e_rc, of - other).sum(1).double() / log_sum.exp()
-    return torch.where(log_sum == -torch.inf, 0.0, total - log_sum + log_other)
+    """The divergence inside of a tile: of exp(of) from exp(other), both relative to their largest score.
+
+    It is infinite if ``other`` is -inf where ``of`` is not, even if exp(of) underflows: otherwise it would depend on
+    the largest score of the tile.
+    """
+    gap = of - other
+    total = torch.where(gap == torch.inf, gap, _times(e_rc, gap)).sum(1).double() / log_sum.exp()
+    apart = torch.where(total == torch.inf, 0.0, log_other - log_sum)
+    return torch.where(log_sum == -torch.inf, 0.0, total + apart)

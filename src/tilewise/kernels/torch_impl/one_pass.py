@@ -44,12 +44,17 @@ MULTIPLY_ROWS = 4096  # rows multiplied at a time: multiplying tensors of differ
 
 def block_rows(shape: PairShape, spec: PairSpec, memory: int) -> int:
     """The number of rows whose scores with all columns fit ``memory`` bytes; it may be 0."""
+    columns, row = block_bytes(shape, spec, 0), block_bytes(shape, spec, 1) - block_bytes(shape, spec, 0)
+    return max(0, min(shape.rows, LARGEST_BLOCK, (memory - columns) // row))
+
+
+def block_bytes(shape: PairShape, spec: PairSpec, rows: int) -> int:
+    """The memory of a block of rows with all columns."""
     half, on_cuda = shape.dtype in HALF_TYPES, shape.device.type == "cuda"
     item = 8 if shape.dtype == torch.float64 else 4
     columns = shape.cols * shape.width * item if half and not on_cuda else 0  # converted columns
     more = 8 if half and on_cuda else 2  # masks, and G in the type of the features
-    row = shape.cols * (item * (1 + bool(spec.softcap)) + more) + 4 * shape.width * item
-    return max(0, min(shape.rows, LARGEST_BLOCK, (memory - columns) // row))
+    return columns + rows * (shape.cols * (item * (1 + bool(spec.softcap)) + more) + 4 * shape.width * item)
 
 
 class TorchOnePass:

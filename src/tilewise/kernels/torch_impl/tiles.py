@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.slices import slices
-from tilewise.kernels.spec import Pair, PairSpec
+from tilewise.kernels.spec import Pair, PairShape, PairSpec
 from tilewise.kernels.torch_impl.guide import GuideTiles
 from tilewise.kernels.torch_impl.tile_keys import TileKeys
 from tilewise.kernels.torch_impl.tile_scores import TileScores
@@ -31,7 +31,7 @@ class Tiles(TileScores):
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         super().__init__(pair, spec)
-        self.rows, self.cols = tile_sizes(pair, spec, options)
+        self.rows, self.cols = tile_sizes(pair.shape, spec, options)
         self.keys = TileKeys(pair, spec)
         self.mask = GuideTiles(pair, spec) if spec.guide == "mask" else None
         self._buffers: dict[str, Tensor] = {}
@@ -112,15 +112,15 @@ def score_bound(pair: Pair, spec: PairSpec) -> float:
     return bound if math.isfinite(bound) else math.inf
 
 
-def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, int]:
+def tile_sizes(shape: PairShape, spec: PairSpec, options: TileOptions) -> tuple[int, int]:
     """Rows and columns of a tile whose scratch memory fits the workspace."""
     rows, cols = TILE_ROWS, TILE_COLS
-    if pair.a.device.type != "cpu":
+    if shape.device.type != "cpu":
         rows = cols = ACCELERATOR_TILE
     elif spec.symmetric:
-        eighth = -(-pair.a.shape[0] // SYMMETRIC_STEPS)
+        eighth = -(-shape.rows // SYMMETRIC_STEPS)
         rows = cols = min(SYMMETRIC_TILE, max(SYMMETRIC_TILE // 4, eighth))
-    while scratch_bytes(rows, cols, pair, spec) > options.workspace_bytes and max(rows, cols) > SMALLEST_TILE:
+    while scratch_bytes(rows, cols, shape, spec) > options.workspace_bytes and max(rows, cols) > SMALLEST_TILE:
         if spec.symmetric:
             rows = cols = max(rows // 2, SMALLEST_TILE)
         elif cols >= rows:
@@ -130,13 +130,13 @@ def tile_sizes(pair: Pair, spec: PairSpec, options: TileOptions) -> tuple[int, i
     return rows, cols
 
 
-def scratch_bytes(rows: int, cols: int, pair: Pair, spec: PairSpec) -> int:
+def scratch_bytes(rows: int, cols: int, shape: PairShape, spec: PairSpec) -> int:
     """An upper bound of one tile's memory: its buffers, its masks, and its blocks of features."""
-    item = 8 if pair.a.dtype == torch.float64 else 4
-    many, skips = spec.positive == "many", pair.row_skip is not None
-    tiles = 2 + bool(spec.softcap) * (2 if pair.row_scale is not None else 1) + many + 2 * (pair.a.device.type != "cpu")
+    item = 8 if shape.dtype == torch.float64 else 4
+    many, skips = spec.positive == "many", shape.has_skips
+    tiles = 2 + bool(spec.softcap) * (2 if shape.has_row_scale else 1) + many + 2 * (shape.device.type != "cpu")
     tiles += 2 * (spec.guide == "mask") + 12 * spec.divergence
     masks = 2 * many + 2 * skips + 2 * (spec.guide != "none")
-    vectors = 6 * (rows + cols) * 8 + 5 * rows * pair.shape.picks * 8
-    width = max(pair.a.shape[1] + pair.shape.guide_width, 1)
+    vectors = 6 * (rows + cols) * 8 + 5 * rows * shape.picks * 8
+    width = max(shape.width + shape.guide_width, 1)
     return rows * cols * (tiles * item + masks) + (3 * rows + cols) * width * item + vectors

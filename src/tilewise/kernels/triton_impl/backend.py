@@ -89,6 +89,14 @@ class TritonBackend(Backend):
         rows, _ = macro_tile(shape, spec, sizes, options)
         return 4 * shape.width * (shape.cols if needs.b and rows < shape.rows else min(rows, shape.rows))
 
+    def workspace_bytes(self, shape: PairShape, spec: PairSpec, options: TileOptions, strategy: str) -> int:
+        """What is kept of each score and of each feature at the same time, at most; see `Backend`.
+
+        G and saved exponentials take up to 4 bytes each, the stored scores of a guide 8, the parts of all tiles 4.
+        """
+        rows, cols = (-(-size // 256) * 256 for size in (shape.rows, shape.cols))
+        return min(options.workspace_bytes, 20 * rows * cols + 8 * (rows + cols) * shape.width)
+
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """Depends only on what all ranks of a group share."""
         if reason := why_not_here(device, dtype):

@@ -146,7 +146,9 @@ class Call:
             self.guided_sizes = guided_sizes(*kind[:2])
             score = bit_sum((bit.BIAS, pair.guide_bias is not None), (bit.SOFTCAP, spec.guide_softcap))
             self.fixed |= {"guide_scale": pair.guide_scale, "guide_softcap": spec.guide_softcap, "hot": spec.hot}
-            self.fixed |= {"beta": spec.beta, "E": self.guide_a.shape[1], "GUIDE": GUIDE[spec.guide]}
+            # 1 - beta is rounded once, here: in float32 it would be 0 for a beta close to 1.
+            self.fixed |= {"beta": spec.beta, "rest": 1.0 - spec.beta}
+            self.fixed |= {"E": self.guide_a.shape[1], "GUIDE": GUIDE[spec.guide]}
             self.fixed |= {"GUIDE_SCORE": score}
         self.prepared: dict[Any, Prepared] = {}
         self.row_cuts: dict[Any, dict[str, Any]] = {}

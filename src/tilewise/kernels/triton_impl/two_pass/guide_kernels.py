@@ -29,7 +29,7 @@ from tilewise.kernels.triton_impl.primitives import (
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import finite, shifts
 
-GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta")
+GUIDE_NUMBERS = (*TILE_NUMBERS, "guide_softcap", "hot", "beta", "rest")
 
 
 @triton.jit
@@ -63,15 +63,29 @@ def times(weight, values):
 
 
 @triton.jit
-def over_mixture(log_p, log_q, beta):
-    """log2(p / m) and log2(q / m), m = (1 - beta) p + beta q; NaN if both are 0, which `times` replaces by 0.
+def uncovered(of, other):
+    """Whether a score of a row is -inf in ``other`` and not in ``of``: the divergence of ``of`` is infinite.
 
-    With the larger of p and q as h, m / h = 1 + s (exp2(-|d|) - 1), d = log q - log p, s the share of the other one.
+    The products of `times` do not tell: a weight that underflows is 0.
+    """
+    return tl.max(tl.where(other == float("-inf"), of, float("-inf")), 1) > float("-inf")
+
+
+@triton.jit
+def over_mixture(log_p, log_q, beta, rest):
+    """log2(p / m) and log2(q / m), m = rest p + beta q, rest = 1 - beta; NaN if both are 0, which `times` replaces by 0.
+
+    With the larger of p and q as h, d = log q - log p, and s the share of the other one,
+
+        m / h = 1 + s (exp2(-|d|) - 1) = (1 - s) + s exp2(-|d|)
+
+    The first form keeps the digits if p is close to q, the second one if they are far apart and s is close to 1.
     Only differences of logarithms occur, so large logarithms lose no digits.
     """
     d = log_q - log_p
-    share = tl.where(d > 0, 1.0 - beta, beta)
-    larger = -tl.log2(1.0 + share * (tl.exp2(-tl.abs(d)) - 1.0))
+    share, own = tl.where(d > 0, rest, beta), tl.where(d > 0, beta, rest)
+    smaller = tl.exp2(-tl.abs(d))
+    larger = -tl.log2(tl.where(smaller < 0.5, own + share * smaller, 1.0 + share * (smaller - 1.0)))
     return larger - tl.maximum(d, 0.0), larger + tl.minimum(d, 0.0)
 
 
@@ -97,7 +111,7 @@ def log_shares(x, shift, level, at, ok):
 def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                           ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
                           row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
-                          row_limit, row_norm, guide_norm, hot, beta,  # settings of the guide
+                          row_limit, row_norm, guide_norm, hot, beta, rest,  # settings of the guide
                           row_part, x_desc, y_desc,  # outputs
                           n, m, first, ahead,
                           D: tl.constexpr, E: tl.constexpr, GUIDE: tl.constexpr, STATS: tl.constexpr,
@@ -123,6 +137,10 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             store_tile(x_desc, tile_row * R, tile_col * C, x)
             store_tile(y_desc, tile_row * R, tile_col * C, y)
         ok, at, step = rows < n, row_part + tile_col * n + rows, col_tiles * n
+        if KL == GUIDE:
+            infinite = uncovered(y, x)
+        if REVERSE_KL == GUIDE:
+            infinite = uncovered(x, y)
         high = finite(tl.max(x, 1))
         x_below = x - high[:, None]
         e = tl.exp2(x_below)
@@ -145,17 +163,19 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                 at += step
             if KL == GUIDE:
                 gap = tl.sum(times(f, y_below - x_below), 1) / guide_total
-                tl.store(at, tl.where(guide_total == 0.0, 0.0, gap + apart) * LN2, mask=ok)
+                gap += tl.where(infinite, float("inf"), apart)
+                tl.store(at, tl.where(guide_total == 0.0, 0.0, gap) * LN2, mask=ok)
             if REVERSE_KL == GUIDE:
                 gap = tl.sum(times(e, x_below - y_below), 1) / total
-                tl.store(at, tl.where(total == 0.0, 0.0, gap - apart) * LN2, mask=ok)
+                gap += tl.where(infinite, float("inf"), -apart)
+                tl.store(at, tl.where(total == 0.0, 0.0, gap) * LN2, mask=ok)
             if (JSD == GUIDE) and (row_norm is not None):
                 log_p = log_shares(x, row_shift, row_norm, rows, ok)
                 log_q = log_shares(y, None, guide_norm, rows, ok)
-                over_p, over_q = over_mixture(log_p, log_q, beta)
+                over_p, over_q = over_mixture(log_p, log_q, beta, rest)
                 mix = tl.sum(times(tl.exp2(log_p), over_p), 1)
                 other = tl.sum(times(tl.exp2(log_q), over_q), 1)
-                tl.store(at, (beta * other + (1.0 - beta) * mix) * LN2, mask=ok)
+                tl.store(at, (beta * other + rest * mix) * LN2, mask=ok)
                 at += step
                 tl.store(at, mix * LN2, mask=ok)
         if ENTROPY & STATS:
@@ -171,8 +191,9 @@ def guided_forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(at, tl.log2(hot_total) * LN2, mask=ok)
 
 
-@kernel(optional=("row_shift",), dynamic=("m", "stride", "beta"))
-def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_mix_kl, m, stride, BLOCK: tl.constexpr):
+@kernel(optional=("row_shift",), dynamic=("m", "stride", "beta", "rest"))
+def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, rest, row_jsd, row_mix_kl, m, stride,
+                      BLOCK: tl.constexpr):  # fmt: skip
     """The Jensen-Shannon divergence and sum_j p_j log(p_j / m_j) of one row, whose scores x and y are stored."""
     row = tl.program_id(0)
     one = row + tl.arange(0, 1)
@@ -185,11 +206,11 @@ def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_
         log_q = tl.load(y + start + cols, mask=inside, other=float("-inf"))[None, :]
         log_p = log_shares(log_p, row_shift, row_norm, one, one >= 0)
         log_q = log_shares(log_q, None, guide_norm, one, one >= 0)
-        over_p, over_q = over_mixture(log_p, log_q, beta)
+        over_p, over_q = over_mixture(log_p, log_q, beta, rest)
         mix += tl.sum(times(tl.exp2(log_p), over_p), 0)
         other += tl.sum(times(tl.exp2(log_q), over_q), 0)
     own = tl.sum(mix, 0)
-    tl.store(row_jsd + row, (beta * tl.sum(other, 0) + (1.0 - beta) * own) * LN2)
+    tl.store(row_jsd + row, (beta * tl.sum(other, 0) + rest * own) * LN2)
     tl.store(row_mix_kl + row, own * LN2)
 
 
@@ -201,7 +222,7 @@ def stored_jsd_kernel(x, y, row_shift, row_norm, guide_norm, beta, row_jsd, row_
 def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
                            ga_desc, gb_desc, guide_scale, guide_bias, guide_softcap,  # scores of the guide
                            row_key, col_key, row_skip, col_skip, row_shift,  # keys and shifts
-                           row_limit, hot, beta,  # settings of the guide
+                           row_limit, hot, beta, rest,  # settings of the guide
                            x, y, stored_stride,  # saved scores
                            row_lse, guide_lse, row_level, row_hot_lse,  # statistics
                            grad_row, grad_pos, grad_entropy, grad_guide, grad_hot, factor,  # their gradients
@@ -255,8 +276,8 @@ def guided_gradient_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             else:
                 level = (tl.load(row_level + rows, mask=ok_rows, other=0.0) * LOG2E)[:, None]
                 if JSD == GUIDE:
-                    apart, _ = over_mixture(log_p, log_q, beta)
-                    k = k * (1.0 - beta)
+                    apart, _ = over_mixture(log_p, log_q, beta, rest)
+                    k = k * rest
                 else:
                     apart = log_p - log_q
                 g += (k * LN2) * times(p, apart - level)
