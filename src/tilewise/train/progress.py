@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tilewise.train.memory import MIB
+from tilewise.train.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +41,7 @@ def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int],
             nonlocal said
             if time.monotonic() - said > LINE_EVERY_S:
                 said = time.monotonic()
-                console.print(f"{what}: {done:,} of {total:,}", highlight=False)
+                say(console, f"{what}: {done:,} of {total:,}")
 
         yield watch
 
@@ -78,7 +79,7 @@ class RunProgress:
             self._bar.update(self._task, completed=step, facts=facts)
         elif time.monotonic() - self._said > LINE_EVERY_S or step == self.steps:
             self._said = time.monotonic()
-            self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
+            say(self.console, f"step {step}/{self.steps}  {facts}")
 
     def evaluating(self, done: int, total: int) -> None:
         """Show how many held-out images are encoded. No steps are done meanwhile."""
@@ -87,7 +88,7 @@ class RunProgress:
             self._bar.update(self._task, facts=facts)
         elif self.console is not None and time.monotonic() - self._said > LINE_EVERY_S:
             self._said = time.monotonic()
-            self.console.print(facts, highlight=False)
+            say(self.console, facts)
 
     def evaluated(self, k: int, recall: float) -> None:
         """Show the result of an evaluation: text-to-image recall at k."""
