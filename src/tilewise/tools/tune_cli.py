@@ -22,7 +22,7 @@ def run_tune(
     table: bool,
     device: str | None = None,
 ) -> int:
-    """Tune a device. Returns the exit code: 1 if nothing could be measured, 2 without a GPU to tune."""
+    """Tune a device. Returns the exit code: 1 if nothing could be measured or saved, 2 without a GPU to tune."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     unknown = set(types or ()) - TYPES.keys()
@@ -45,9 +45,9 @@ def run_tune(
             bar.update(tasks[phase], completed=done, total=total, job=job)
 
         found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show, device)
-    for line in report(found, table):
+    for line in report(found, table or bool(found.unsaved)):
         console.print(line, highlight=False, soft_wrap=True)
-    return 0 if found.rates else 1
+    return 0 if found.rates and not found.unsaved else 1
 
 
 def report(found: Tuning, table: bool) -> list[str]:
@@ -63,7 +63,10 @@ def report(found: Tuning, table: bool) -> list[str]:
                 lines.append(f"{item}-byte types, {field.name}: {short(old)} -> {short(new)}")
     if found.rates:
         lines += [] if len(lines) > 1 else ["the sizes in use are the fastest of those measured"]
-        lines.append(f"saved in {found.path}; every later process uses them")
+        saved = f"saved in {found.path}; every later process uses them"
+        if found.unsaved:
+            saved = f"cannot write {found.path}: {found.unsaved}. Free some space or repair its folder, and tune again"
+        lines.append(saved)
     lines += [f"not taken, {reason}" for reason in found.refused]
     if table:
         rates = sorted(found.rates.items(), key=lambda each: (each[0].field, each[0].case, -each[1]))
