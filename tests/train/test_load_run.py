@@ -106,7 +106,9 @@ def test_an_automatic_choice_says_why_it_is_not_the_best(run, command):
 def test_an_automatic_choice_names_damaged_checkpoints(run, command):
     damage(run, 4)
     said = start(command, run)
-    assert f"ignored a damaged checkpoint: {run / 'checkpoints' / step_name(4) / 'model.safetensors'} is missing" in said
+    assert (
+        f"ignored a damaged checkpoint: {run / 'checkpoints' / step_name(4) / 'model.safetensors'} is missing" in said
+    )
     assert f"{step_name(2)}, step 2: the best by held-out recall, as far as the last whole one knows\n" in said
 
 
@@ -128,7 +130,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run):
     for which in ("best", "last", "2"):
         with pytest.raises(CheckpointError, match=r"There is no whole one\. Continue or repeat the training"):
             choose_checkpoint(RunFolder(run), which)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used"):
         choose_checkpoint(RunFolder(run))
 
 
@@ -136,7 +138,7 @@ def test_a_report_needs_no_checkpoint_unless_one_is_named(run):
     damage(run, 2), damage(run, 4)
     assert "No searches: no checkpoint in" in start("report", run)
     (run / "report.html").unlink()
-    with pytest.raises(CheckpointError, match="'last' of .* cannot be used"):
+    with pytest.raises(CheckpointError, match=r"'last' of .* cannot be used"):
         start("report", run, "--checkpoint", "last")
     assert not (run / "report.html").exists()
 
@@ -147,7 +149,7 @@ def test_a_model_in_python_warns_and_an_explicit_choice_raises(run, recwarn):
     remove(run, 2)
     with pytest.warns(UserWarning, match=r"step-00000002, is missing\. checkpoint: .*step-00000004, step 4: the last"):
         assert load_model(run, device="cpu").origin == f"{run}, step 4"
-    with pytest.raises(CheckpointError, match="'best' of .* cannot be used"):
+    with pytest.raises(CheckpointError, match=r"'best' of .* cannot be used"):
         load_model(run, device="cpu", checkpoint="best")
 
 

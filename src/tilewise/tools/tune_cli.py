@@ -34,7 +34,7 @@ def run_tune(
         print(f"tilewise: {error}", file=sys.stderr)
         return 2
     columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.fields[job]}"), console=console) as bar:
+    with Progress(*columns, TextColumn("{task.fields[job]}", markup=False), console=console) as bar:
         tasks: dict[str, Any] = {}
 
         def show(phase: str, done: int, total: int, job: str) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.errors import CheckpointError
 from tilewise.train.saved_state import CHECKSUM, FORMAT, check_state, state_checksum
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
-from tilewise.train.writing import one_sentence, sync
+from tilewise.train.writing import make_folder, one_sentence, sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,7 +82,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
     with one_sentence(f"the checkpoint of step {step} to {folder}", "Earlier checkpoints are untouched"):
         old = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             files = {}
@@ -224,7 +224,7 @@ def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
     New checkpoints replace those that the run already has. The first new one is written before an old one is removed.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / f".writing-probe-{os.getpid()}"
         probe.write_bytes(b"tilewise")
         probe.unlink()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -314,6 +315,7 @@ def main() -> None:
 
     end_on_signals()
     accept_any_text()
+    threading.excepthook = _end_of_thread
     warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged images are skipped and counted, not reported twice
     code = 1
     try:
@@ -334,6 +336,12 @@ def main() -> None:
     except Exception:  # a fault of this program; the message may quote data
         print(visible(traceback.format_exc()), file=sys.stderr, end="")
     sys.exit(code)
+
+
+def _end_of_thread(end: threading.ExceptHookArgs) -> None:
+    """Print the error of a thread, except what TensorBoard could not write. The run gets that error, too."""
+    if not isinstance(end.exc_value, OSError):
+        threading.__excepthook__(end)
 
 
 def _refusal(error: OSError) -> str:

@@ -13,7 +13,7 @@ from tilewise.train.evaluate_run import open_pairs
 from tilewise.train.load_run import load_run
 from tilewise.train.progress import counted
 from tilewise.train.terminal import say
-from tilewise.train.writing import one_sentence, replacing, sync
+from tilewise.train.writing import make_folder, one_sentence, replacing, sync
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,11 +52,12 @@ def embed_pairs(
     beside = target.with_suffix(".json")
     about = {"model": plain_text(str(run)), "step": str(checkpoint.step)}
     with one_sentence(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as features, replacing(beside) as lists:  # both are on the disk before one is replaced
+        make_folder(target.parent)
+    with replacing(beside) as lists, replacing(target) as features:
+        with one_sentence(beside):  # on the disk, too, before one of the two files is replaced
+            lists.write_text(json.dumps({**about, **names}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            sync(lists)
         save_file({"image": image.contiguous(), "text": text.contiguous(), "text_image": rows}, features, about)
-        sync(features)
-        lists.write_text(json.dumps({**about, **names}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if skips.total:
         say(console, f"{skips.summary()}. First: {skips.examples[0]}")
     return target, beside

@@ -30,7 +30,8 @@ def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int],
     elif console.is_terminal:
         from rich import progress as rich
 
-        columns = (rich.TextColumn(what), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
+        name = rich.TextColumn("{task.description}", markup=False)
+        columns = (name, rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
         with rich.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -110,6 +111,7 @@ def _make_bar(console: Console) -> Progress:
     return rich.Progress(
         rich.TextColumn("[bold]training"), rich.BarColumn(bar_width=8 if console.width < 120 else None),
         rich.MofNCompleteColumn(table_column=whole()),
-        rich.TextColumn("{task.fields[facts]}", table_column=Column()), rich.TimeElapsedColumn(table_column=whole()),
+        rich.TextColumn("{task.fields[facts]}", markup=False, table_column=Column()),
+        rich.TimeElapsedColumn(table_column=whole()),
         rich.TextColumn("left"), rich.TimeRemainingColumn(table_column=whole()), console=console, refresh_per_second=4,
     )  # fmt: skip

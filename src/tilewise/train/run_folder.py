@@ -18,7 +18,7 @@ from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
 from tilewise.train.trackers import Tracker
 from tilewise.train.untrusted import is_same_file, parse_json
-from tilewise.train.writing import UNTOUCHED, one_sentence, write_atomically
+from tilewise.train.writing import UNTOUCHED, make_folder, one_sentence, write_atomically
 
 
 def why_no_run(path: Path) -> str:
@@ -95,7 +95,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Lock the folder for one process. The operating system releases the lock when the process ends."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(

@@ -62,7 +62,7 @@ def replacing(path: Path, kept: str = "") -> Iterator[Path]:
             yield final
             return
         # The name of a file has at most 255 bytes, and that of the temporary one is not longer.
-        aside = final.with_name(f".writing-{final.name[:40]}-{os.getpid()}")
+        aside = final.with_name(f".writing-{final.name[-40:]}-{os.getpid()}")
         try:
             yield aside
             sync(aside)
@@ -77,6 +77,14 @@ def write_atomically(path: Path, text: str, kept: str = "") -> None:
     """Replace a text file, as `replacing` does."""
     with replacing(path, kept) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. It may exist."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except RecursionError:
+        raise OSError(errno.ENAMETOOLONG, "there are too many folders inside one another", str(path)) from None
 
 
 def sync(path: Path) -> None:
