@@ -102,7 +102,7 @@ def test_links_devices_and_long_names_are_written(tmp_path):
 
 
 def test_errors_without_a_number_and_sentences_of_others_stay_whole():
-    with pytest.raises(CheckpointError, match=rf"cannot write x: KeyError\. Free some space, or .*{AGAIN}"):  # noqa: SIM117
+    with pytest.raises(CheckpointError, match=rf"cannot write x: KeyError\. Free some space or .*{AGAIN}"):  # noqa: SIM117
         with one_sentence("x"):
             raise KeyError
     with pytest.raises(CheckpointError, match=r"^already one$"):  # noqa: SIM117
@@ -158,7 +158,7 @@ def config_of(run, data, *more):
         ("config.toml", "Rename or remove the folder of that name"),
         ("metrics.jsonl", "Rename or remove the folder of that name"),
         ("status.json", "Rename or remove the folder of that name"),
-        ("tensorboard", "Free some space, or choose another place"),
+        ("tensorboard", "Rename the file in the place of the folder"),
     ],
 )
 def test_something_else_in_the_place_of_a_file_of_a_run_loses_nothing(run, data, name, advice):

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -319,8 +320,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged images are skipped and counted, not reported twice
     code = 1
     try:
-        code = app(standalone_mode=False)
-        sys.stdout.flush()
+        result = app(prog_name="tilewise", standalone_mode=False)
+        print(end="", flush=True)  # here, so that a full disk is noticed; without an output nothing happens
+        code = result
     except UsageError as error:
         if message := error.format_message():  # empty where the help was shown instead
             command = error.ctx.command_path if error.ctx else "tilewise"
@@ -332,7 +334,10 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):  # the reader of the output has seen enough
             say_error(_refusal(error))
         if not error.filename:  # what could not be printed would be printed again at the end of Python
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with suppress(OSError, AttributeError):  # a standard output without a number, or none
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemoryError:
+        say_error("there is not enough memory. Lower loop.batch_size, loop.chunk_size or data.workers")
     except Exception:  # a fault of this program; the message may quote data
         print(visible(traceback.format_exc()), file=sys.stderr, end="")
     sys.exit(code)

@@ -107,7 +107,8 @@ def join_world(device_name: str) -> World:
 
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"cannot join the process group of {size} ranks: {error}. Start with torchrun") from error
+        why = str(error).rstrip(".")
+        raise GroupError(f"cannot join the process group of {size} ranks: {why}. Start with torchrun") from error
     return World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
 

@@ -18,6 +18,7 @@ REMEDIES = {
     errno.EDQUOT: "Free some space",
     errno.ENOENT: "Choose a folder that exists",
     errno.ENOTDIR: "Rename the file in the place of the folder",
+    errno.EEXIST: "Rename the file in the place of the folder",
     errno.ENAMETOOLONG: "Choose a shorter name",
     errno.EACCES: "Allow writing to its folder",
     errno.EROFS: "Allow writing to its folder",
@@ -39,7 +40,7 @@ def one_sentence(what: str | Path, kept: str = "") -> Iterator[None]:
     except Exception as error:  # safetensors wraps a full disk in its own type
         number = error.errno if isinstance(error, OSError) else None
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        remedy = REMEDIES.get(number or 0, "Free some space, or choose another place")
+        remedy = REMEDIES.get(number or 0, "Free some space or repair the folder")
         kept = f"{kept.rstrip('.')}. " if kept else ""
         raise CheckpointError(
             f"cannot write {what}: {reason.rstrip('.')}. {kept}{remedy}, then start again with the same command"
