@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 from tests.train.small_pictures import picture
 
-from tilewise.tools import doctor
+from tilewise.tools import doctor, tune, tune_cli
 from tilewise.train import cli, terminal
 from tilewise.train.charts import bar_chart
 from tilewise.train.config import RunConfig
@@ -216,6 +216,16 @@ def test_the_error_of_a_run_and_the_name_of_a_card_are_printed_harmlessly(tmp_pa
         _, out, _ = run_main("doctor", *more)
         assert harmless(out)
         assert "OWNED" in out
+
+
+def test_a_card_that_is_not_there_is_quoted_harmlessly(refusal, monkeypatch):
+    def untunable(name):
+        raise tune.Untunable(f"--device is one of cuda:0, got {name}")
+
+    monkeypatch.setattr(tune_cli, "check_tunable", untunable)
+    said = refusal("tune", "--device", HOSTILE)
+    assert harmless(said)
+    assert "OWNED" in said
 
 
 def test_settings_are_printed_harmlessly_and_can_be_read_again(tmp_path, run_main):

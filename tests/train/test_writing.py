@@ -8,7 +8,6 @@ import threading
 import types
 
 import pytest
-from rich.console import Console
 from tests.train.test_train_portable import invoke, settings, write_colours
 
 from tilewise.errors import CheckpointError
@@ -309,14 +308,3 @@ def test_an_export_on_a_full_disk_leaves_no_folder(run, monkeypatch):
     assert disk.hits
     assert not (run.parent / "out").exists()
     assert not leftovers(run.parent)
-
-
-def test_a_report_that_cannot_be_written_does_not_fail_a_finished_run(run, data):
-    import io
-
-    (run / "report.html").mkdir()
-    console = Console(file=io.StringIO())
-    assert train(config_of(run, data, "output.report=true"), console).finished
-    said = " ".join(console.file.getvalue().split())
-    assert f"no report: cannot write {run / 'report.html'}: Is a directory" in said
-    assert "To write the report later: tilewise report" in said

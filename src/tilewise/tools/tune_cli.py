@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import ConfigError
-from tilewise.tools.tune import WIDTHS, Tuning, Untunable, check_tunable, tune
+from tilewise.tools.tune import WIDTHS, Tuning, check_tunable, tune
 from tilewise.tools.tune_check import TYPES
 
 if TYPE_CHECKING:
@@ -22,17 +21,13 @@ def run_tune(
     table: bool,
     device: str | None = None,
 ) -> int:
-    """Tune a device. Returns the exit code: 1 if nothing could be measured or saved, 2 without a GPU to tune."""
+    """Tune a device. Returns the exit code: 1 if nothing could be measured or saved."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     unknown = set(types or ()) - TYPES.keys()
     if unknown:
         raise ConfigError(f"--dtype is one of {', '.join(TYPES)}, got {', '.join(sorted(unknown))}")
-    try:
-        check_tunable(device)
-    except Untunable as error:
-        print(f"tilewise: {error}", file=sys.stderr)
-        return 2
+    check_tunable(device)
     columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("{task.fields[job]}", markup=False), console=console) as bar:
         tasks: dict[str, Any] = {}

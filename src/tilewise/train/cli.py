@@ -291,9 +291,16 @@ def tune(
     device: Annotated[str | None, typer.Option(help="such as cuda:1. Default: the first")] = None,
 ) -> None:
     """Measure tile sizes of the kernels on this GPU, and use the best ones from now on. Takes some minutes."""
+    from tilewise.tools.tune import Untunable
     from tilewise.tools.tune_cli import run_tune
+    from tilewise.train.terminal import say_error
 
-    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table, device))
+    try:
+        code = run_tune(_console(), dtype, width, jobs, table, device)
+    except Untunable as error:
+        say_error(error)
+        code = 2
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -85,9 +85,9 @@ def choose_device(name: str, local_rank: int = 0, local_size: int = 1) -> torch.
     count, wanted = torch.cuda.device_count(), max(local_size, local_rank + 1)
     if wanted > count:
         raise ConfigError(
-            f"{wanted} ranks on this machine need {wanted} GPUs, one for each, and torch sees {count}. Start with "
-            f"--nproc-per-node {count}, set loop.device=cpu, or check CUDA_VISIBLE_DEVICES: every rank must see all "
-            "GPUs of its machine"
+            f"{wanted} ranks on this machine need {wanted} GPUs, one for each, and torch sees {count}. Start "
+            f"fewer ranks (--nproc-per-node {count} of torchrun), set loop.device=cpu, or check CUDA_VISIBLE_DEVICES: "
+            "every rank must see all GPUs of its machine"
         )
     return torch.device("cuda", local_rank)
 
