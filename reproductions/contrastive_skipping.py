@@ -202,7 +202,7 @@ def features_of(folder: Path, rows: int) -> tuple[Tensor, Tensor, float, Tensor,
     from tilewise.train.data import BatchStream, Position, SkipLog, open_source
     from tilewise.train.load_run import load_run
 
-    config, encoders, checkpoint = load_run(folder, "cpu")
+    config, encoders, choice = load_run(folder, "cpu", "best")
     skips = SkipLog()
     stream = BatchStream(
         open_source(config.data, encoders.model.pixels.size, skips),
@@ -222,7 +222,7 @@ def features_of(folder: Path, rows: int) -> tuple[Tensor, Tensor, float, Tensor,
             for start in range(0, rows, 512)
         ]
     )
-    about = {"step": checkpoint.step, "features": image.shape[1], "trained_with": config.loop.batch_size}
+    about = {"step": choice.step, "features": image.shape[1], "trained_with": config.loop.batch_size}
     return image, text, float(encoders.model.scale()), batch.ids, about
 
 

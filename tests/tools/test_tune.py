@@ -309,6 +309,19 @@ def test_a_tuning_in_which_everything_fails_is_no_success(monkeypatch, tmp_path)
     assert "RuntimeError: no" in CliRunner().invoke(app, ["tune", "--table"]).stdout
 
 
+def test_sizes_that_cannot_be_saved_are_shown_and_are_no_success(monkeypatch):
+    rates, failed = tune.measure_all(todo(), CPU, Timer(), Shown(), SMALL)
+    tuned_file.path_for(CARD).mkdir(parents=True)  # a folder in the place of the file
+    found = tune.keep_best(CPU, CARD, rates, failed, [WIDTH], Shown())
+    monkeypatch.setattr(tune_cli, "check_tunable", lambda device: CPU)
+    monkeypatch.setattr(tune_cli, "tune", lambda *_: found)
+    done = CliRunner().invoke(app, ["tune"])
+    assert done.exit_code == 1
+    assert f"cannot write {found.path}: Is a directory. Free some space" in done.stdout
+    assert all(row in done.stdout for row in found.rows)
+    assert "saved" not in done.stdout
+
+
 def test_an_unknown_type_is_an_error():
     done = CliRunner().invoke(app, ["tune", "--dtype", "int8"])
     assert "one of bfloat16, float32, got int8" in str(done.exception)

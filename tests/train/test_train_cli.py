@@ -90,7 +90,7 @@ def test_evaluate_and_search_take_a_checkpoint(run):
         assert f"checkpoints/{kept[-1]}" in invoke("evaluate", run, "--checkpoint", which).output.replace("\n", "")
     assert invoke("search", run, "heart", "--checkpoint", "last").exit_code == 0
     for command in (("evaluate", run), ("search", run, "heart")):
-        with pytest.raises(CheckpointError, match="keeps no checkpoint '999'; there are best, last"):
+        with pytest.raises(CheckpointError, match="keeps no checkpoint '999'; there are auto, best, last"):
             invoke(*command, "--checkpoint", "999")
 
 

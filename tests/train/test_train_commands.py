@@ -166,7 +166,8 @@ def test_results_per_class(place):
 
 def test_captions_of_an_image(place):
     words = said(place, "search runs/shapes --image")
-    assert words.startswith("pictures/00.png\n")
+    assert words.startswith("checkpoint: ")
+    assert words.splitlines()[1] == "pictures/00.png"
     assert (
         len(re.findall(r"^[ *] -?\d\.\d{3}  a large \w+ \w+ on a white background, moved by \d pixels$", words, re.M))
         == 10
@@ -419,7 +420,9 @@ def test_the_demo_shows_its_result_on_the_first_rank_and_only_a_report_that_exis
     result = demo.RunResult(tmp_path, 1, True, 0, {})
     monkeypatch.setattr(demo, "train", lambda config, console: result)
     monkeypatch.setattr(demo, "recall_table", lambda metrics: "recalls")
-    monkeypatch.setattr(demo, "open_gallery", lambda folder: types.SimpleNamespace(search=lambda q, top: [[]] * len(q)))
+    monkeypatch.setattr(
+        demo, "open_gallery", lambda folder, console: types.SimpleNamespace(search=lambda q, top: [[]] * len(q))
+    )
     monkeypatch.setattr(demo, "save_sheet", lambda *unused: "sheet.png")
 
     def shown():

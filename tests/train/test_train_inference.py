@@ -112,7 +112,7 @@ def test_pictures_of_a_generator_are_not_all_held(run):
 def test_checkpoints_are_chosen(run):
     assert "step 4" in load_model(run, checkpoint="last").origin
     assert "step 2" in load_model(run, checkpoint=2).origin
-    with pytest.raises(CheckpointError, match=r"no checkpoint 3; there are best, last, 2, 4"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 3; there are auto, best, last, 2, 4"):
         load_model(run, checkpoint=3)
 
 

@@ -159,7 +159,7 @@ def test_a_signal_before_the_first_step_ends_in_a_sentence(tmp_path, number):
 def test_a_full_disk_does_not_hide_what_a_run_failed_with(tmp_path, monkeypatch):
     def fail():
         with status_kept(tmp_path, lambda: (1, 4), lambda: 0):
-            monkeypatch.setattr(status, "write_atomically", full)
+            monkeypatch.setattr(os, "fsync", full)
             raise DivergedError("the loss is nan")
 
     with pytest.raises(DivergedError, match="the loss is nan"):
@@ -168,7 +168,7 @@ def test_a_full_disk_does_not_hide_what_a_run_failed_with(tmp_path, monkeypatch)
         write_status(tmp_path, Status("running", 3, 9))
 
 
-def full(path, text):
+def full(handle):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

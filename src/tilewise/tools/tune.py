@@ -39,6 +39,7 @@ class Tuning:
     after: dict[int, Any]
     rows: list[str]  # the new rows, as Python
     refused: list[str] = dataclasses.field(default_factory=list)  # fast sizes that were not taken, with the reasons
+    unsaved: str = ""  # why the file could not be written
 
 
 def check_tunable(name: str | None = None) -> torch.device:
@@ -142,11 +143,15 @@ def keep_best(
     lists = {
         str(item): {name: list(dataclasses.astuple(best)) for name, best in row.items()} for item, row in found.items()
     }
-    path = tuned_file.write(card, lists)
+    unsaved = ""
+    try:
+        tuned_file.write(card, lists)
+    except OSError as error:  # the measurements are shown nevertheless
+        unsaved = error.strerror or str(error)
     sizes.forget_tuned()
     name = sizes.architecture(torch.cuda.get_device_capability(device)) if device.type == "cuda" else "other"
     rows = [module.table_row(name, item, row) for item, row in after.items()]
-    return Tuning(card, path, rates, failed, before, after, rows, refused)
+    return Tuning(card, tuned_file.path_for(card), rates, failed, before, after, rows, refused, unsaved)
 
 
 def best_fields(

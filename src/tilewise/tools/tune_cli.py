@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import ConfigError
-from tilewise.tools.tune import WIDTHS, Tuning, Untunable, check_tunable, tune
+from tilewise.tools.tune import WIDTHS, Tuning, check_tunable, tune
 from tilewise.tools.tune_check import TYPES
 
 if TYPE_CHECKING:
@@ -22,19 +21,15 @@ def run_tune(
     table: bool,
     device: str | None = None,
 ) -> int:
-    """Tune a device. Returns the exit code: 1 if nothing could be measured, 2 without a GPU to tune."""
+    """Tune a device. Returns the exit code: 1 if nothing could be measured or saved."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     unknown = set(types or ()) - TYPES.keys()
     if unknown:
         raise ConfigError(f"--dtype is one of {', '.join(TYPES)}, got {', '.join(sorted(unknown))}")
-    try:
-        check_tunable(device)
-    except Untunable as error:
-        print(f"tilewise: {error}", file=sys.stderr)
-        return 2
+    check_tunable(device)
     columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.fields[job]}"), console=console) as bar:
+    with Progress(*columns, TextColumn("{task.fields[job]}", markup=False), console=console) as bar:
         tasks: dict[str, Any] = {}
 
         def show(phase: str, done: int, total: int, job: str) -> None:
@@ -45,9 +40,9 @@ def run_tune(
             bar.update(tasks[phase], completed=done, total=total, job=job)
 
         found = tune(types or list(TYPES), widths or list(WIDTHS), processes, show, device)
-    for line in report(found, table):
+    for line in report(found, table or bool(found.unsaved)):
         console.print(line, highlight=False, soft_wrap=True)
-    return 0 if found.rates else 1
+    return 0 if found.rates and not found.unsaved else 1
 
 
 def report(found: Tuning, table: bool) -> list[str]:
@@ -63,7 +58,10 @@ def report(found: Tuning, table: bool) -> list[str]:
                 lines.append(f"{item}-byte types, {field.name}: {short(old)} -> {short(new)}")
     if found.rates:
         lines += [] if len(lines) > 1 else ["the sizes in use are the fastest of those measured"]
-        lines.append(f"saved in {found.path}; every later process uses them")
+        saved = f"saved in {found.path}; every later process uses them"
+        if found.unsaved:
+            saved = f"cannot write {found.path}: {found.unsaved}. Free some space or repair its folder, and tune again"
+        lines.append(saved)
     lines += [f"not taken, {reason}" for reason in found.refused]
     if table:
         rates = sorted(found.rates.items(), key=lambda each: (each[0].field, each[0].case, -each[1]))

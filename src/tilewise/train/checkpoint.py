@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.errors import CheckpointError
 from tilewise.train.saved_state import CHECKSUM, FORMAT, check_state, state_checksum
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
+from tilewise.train.writing import make_folder, one_sentence, sync
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -78,56 +79,35 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensors], sta
     from safetensors.torch import save_file
 
     final, aside = folder / step_name(step), folder / f".writing-{step_name(step)}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        files = {}
-        for name, content in tensors.items():
-            file = aside / f"{name}.safetensors"
-            save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
-            _sync(file)
-            files[file.name] = _size_and_checksum(file)
-        document = {**state, "format": FORMAT, "step": step, "files": files}
-        document[CHECKSUM] = state_checksum(document)
-        write_atomically(aside / "state.json", json.dumps(document, indent=1))
-        _sync(aside)
-        # An existing checkpoint of the same step is damaged or has no evaluation.
-        old = _set_aside(final) if final.exists() else None
-        aside.rename(final)
-        _sync(folder)
+    with one_sentence(f"the checkpoint of step {step} to {folder}", "Earlier checkpoints are untouched"):
+        old = None
+        try:
+            make_folder(folder)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            files = {}
+            for name, content in tensors.items():
+                file = aside / f"{name}.safetensors"
+                save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, file)
+                sync(file)
+                files[file.name] = _size_and_checksum(file)
+            document = {**state, "format": FORMAT, "step": step, "files": files}
+            document[CHECKSUM] = state_checksum(document)
+            (aside / "state.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+            sync(aside / "state.json")
+            sync(aside)
+            # An existing checkpoint of the same step is damaged or has no evaluation.
+            old = _set_aside(final) if final.exists() else None
+            aside.rename(final)
+            sync(folder)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)
+            if old is not None and not final.exists():
+                old.rename(final)
+            raise
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # safetensors wraps a full disk in its own type
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the checkpoint of step {step} to {folder}: {error}. Earlier checkpoints are untouched. "
-            "Free some space or repair the folder, then start again with the same command"
-        ) from error
     return final
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically. An error leaves the old file unchanged."""
-    aside = path.with_name(f".writing-{path.name}-{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _size_and_checksum(file: Path) -> dict[str, int]:
@@ -244,7 +224,7 @@ def check_room(folder: Path, bytes_per_checkpoint: int, count: int) -> None:
     New checkpoints replace those that the run already has. The first new one is written before an old one is removed.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / f".writing-probe-{os.getpid()}"
         probe.write_bytes(b"tilewise")
         probe.unlink()

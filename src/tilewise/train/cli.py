@@ -5,10 +5,12 @@ Heavy imports are inside the commands that need them, so that ``tilewise --help`
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
+import threading
+import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,23 +21,31 @@ except ModuleNotFoundError as error:  # without the extra `train`, the command i
 
 from tilewise.train.plan_cli import plan_app
 
+UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of click in typer
 app = typer.Typer(name="tilewise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(plan_app, name="plan")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings that override the file: section.key=value")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Which = Annotated[str, typer.Option(help="checkpoint to use: best, last, or a step that was kept")]
+Which = Annotated[
+    str,
+    typer.Option(
+        help="checkpoint to use: best, last, or a step that was kept; an error if it is missing or damaged. "
+        "auto: the best one, or another one if that is not possible"
+    ),
+]
 
 
 def _console() -> Any:
-    from rich.console import Console
+    from tilewise.train.terminal import Terminal
 
-    return Console(markup=False)  # paths and captions may hold brackets
+    return Terminal()
 
 
 def _say(console: Any, line: str) -> None:
-    """Print a line without wrapping, so that long paths stay in one piece."""
-    console.print(line, highlight=False, soft_wrap=True)
+    from tilewise.train.terminal import say
+
+    say(console, line)
 
 
 def _show_version(wanted: bool) -> None:
@@ -152,7 +162,7 @@ def evaluate(
     ] = "",
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
     template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; may be repeated")] = None,
-    checkpoint: Which = "best",
+    checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
     """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
@@ -177,7 +187,7 @@ def search(
     sheet: Annotated[Path | None, typer.Option(help="PNG file to write; default: search.png in the run folder")] = None,
     pairs: Annotated[str, typer.Option(help="search in other pairs: a folder, table or shards")] = "",
     images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
-    checkpoint: Which = "best",
+    checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
     """Find images by words, or captions by an image, among the held-out pairs of a run or other pairs.
@@ -210,7 +220,7 @@ def embed(
     file: Annotated[Path, typer.Argument(help="file to write, with the ending .safetensors")],
     pairs: Annotated[str, typer.Option(help="encode other pairs: a folder, table or shards")] = "",
     images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
-    checkpoint: Which = "best",
+    checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
     """Write the features of images and captions as safetensors, and their names to a JSON file of the same name."""
@@ -225,7 +235,7 @@ def embed(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
-    checkpoint: Which = "best",
+    checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
     """Write report.html for a run in any state: finished, running, stopped, killed or failed."""
@@ -249,13 +259,13 @@ def status(run: Annotated[Path, typer.Argument(help="the folder of a run")]) -> 
 def export(
     run: Annotated[Path, typer.Argument(help="the folder of a run")],
     folder: Annotated[Path, typer.Argument(help="folder to write; it must not exist, or must be empty")],
-    checkpoint: Which = "best",
+    checkpoint: Which = "auto",
 ) -> None:
     """Write the model of a run as safetensors and JSON. transformers can load towers of its own architectures."""
-    from tilewise.train.inference import load_model
+    from tilewise.train.inference import open_model
 
     console = _console()
-    model = load_model(run, device="cpu", checkpoint=checkpoint)
+    model = open_model(run, device="cpu", checkpoint=checkpoint, console=console)
     target = model.export(folder)
     _say(console, f"exported {model.origin} to {target}")
     _say(console, f"in Python:  tilewise.train.load_model({str(target)!r})")
@@ -269,7 +279,7 @@ def show_config(overrides: Overrides = None) -> None:
     from tilewise.train.config import RunConfig
     from tilewise.train.settings import apply_overrides, build, to_toml
 
-    print(to_toml(build(RunConfig, apply_overrides({}, overrides or [])), help=True))
+    print(to_toml(build(RunConfig, apply_overrides({}, overrides or [])), help=True))  # which has no control characters
 
 
 @app.command()
@@ -281,43 +291,76 @@ def tune(
     device: Annotated[str | None, typer.Option(help="such as cuda:1. Default: the first")] = None,
 ) -> None:
     """Measure tile sizes of the kernels on this GPU, and use the best ones from now on. Takes some minutes."""
+    from tilewise.tools.tune import Untunable
     from tilewise.tools.tune_cli import run_tune
+    from tilewise.train.terminal import say_error
 
-    raise typer.Exit(run_tune(_console(), dtype, width, jobs, table, device))
+    try:
+        code = run_tune(_console(), dtype, width, jobs, table, device)
+    except Untunable as error:
+        say_error(error)
+        code = 2
+    raise typer.Exit(code)
 
 
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Show versions, devices and how losses are computed here. Exit code 1 if something is wrong."""
     from tilewise.tools.doctor import check_up
+    from tilewise.train.untrusted import visible
 
     found = check_up()
-    print(found.as_json() if json else found)
+    print(found.as_json() if json else visible(str(found)))
     raise typer.Exit(found.exit_code)
 
 
 def main() -> None:
-    """Entry point. Known errors are shown as one message, without a traceback."""
+    """Entry point. Known errors are shown as one sentence, without a traceback. It is safe to print any text."""
     from tilewise.errors import TilewiseError
     from tilewise.train.signals import end_on_signals
+    from tilewise.train.terminal import accept_any_text, say_error
+    from tilewise.train.untrusted import visible
 
     end_on_signals()
+    accept_any_text()
+    threading.excepthook = _end_of_thread
     warnings.filterwarnings("ignore", module=r"PIL\.")  # damaged images are skipped and counted, not reported twice
+    code = 1
     try:
-        app()
+        result = app(prog_name="tilewise", standalone_mode=False)
+        print(end="", flush=True)  # here, so that a full disk is noticed; without an output nothing happens
+        code = result
+    except UsageError as error:
+        if message := error.format_message():  # empty where the help was shown instead
+            command = error.ctx.command_path if error.ctx else "tilewise"
+            say_error(f"{message.rstrip('.')}. `{command} --help` shows what it takes")
+        code = error.exit_code
     except TilewiseError as error:
-        print(f"tilewise: {error}", file=sys.stderr)
-        sys.exit(1)
+        say_error(error)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        name = str(error.filename)
-        print(
-            f"tilewise: there is no file or folder {name[:60]}...: a name of {len(name)} characters is too long. Give "
-            "a shorter one",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        if not isinstance(error, BrokenPipeError):  # the reader of the output has seen enough
+            say_error(_refusal(error))
+        if not error.filename:  # what could not be printed would be printed again at the end of Python
+            with suppress(OSError, AttributeError):  # a standard output without a number, or none
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemoryError:
+        say_error("there is not enough memory. Lower loop.batch_size, loop.chunk_size or data.workers")
+    except Exception:  # a fault of this program; the message may quote data
+        print(visible(traceback.format_exc()), file=sys.stderr, end="")
+    sys.exit(code)
+
+
+def _end_of_thread(end: threading.ExceptHookArgs) -> None:
+    """Print the error of a thread, except what TensorBoard could not write. The run gets that error, too."""
+    if not isinstance(end.exc_value, OSError):
+        threading.__excepthook__(end)
+
+
+def _refusal(error: OSError) -> str:
+    """Return what the operating system refused, as a sentence."""
+    name = str(error.filename or "the output")
+    name = f"{name[:60]}... ({len(name)} characters)" if len(name) > 200 else name
+    return f"cannot read or write {name}: {error.strerror or error}. Check the path, its permissions and its disk"
 
 
 if __name__ == "__main__":

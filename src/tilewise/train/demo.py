@@ -17,6 +17,7 @@ from tilewise.train.loop import RunResult, train
 from tilewise.train.run_folder import RunFolder
 from tilewise.train.search import open_gallery, save_sheet, show_hits
 from tilewise.train.settings import apply_overrides, build
+from tilewise.train.terminal import say
 
 QUERIES = ("shopping cart", "calendar", "arrow left", "music")
 
@@ -54,10 +55,10 @@ def run_demo(console: Console, overrides: list[str]) -> RunResult:
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     if first:
-        console.print(
+        say(
+            console,
             f"Training an image-text model on icons: batches of {config.loop.batch_size:,} pairs in chunks of "
             f"{config.loop.chunk_size:,}, on {where}.",
-            highlight=False,
         )
     result = train(config, console)
     if result.finished and first:
@@ -68,23 +69,21 @@ def run_demo(console: Console, overrides: list[str]) -> RunResult:
 def show_result(console: Console, result: RunResult) -> None:
     """Show the results of a finished run."""
     console.print(recall_table(result.metrics))
-    gallery = open_gallery(result.folder)
+    gallery = open_gallery(result.folder, console=console)
     found = gallery.search(QUERIES, top=10)
     for query, hits in zip(QUERIES, found, strict=True):
         show_hits(console, query, hits[:5])
     sheet = save_sheet(result.folder / "searches.png", QUERIES, found)
-    console.print(f"sheet:   {sheet}", highlight=False, soft_wrap=True)
+    say(console, f"sheet:   {sheet}")
     report = RunFolder(result.folder).report
     if report.is_file():  # output.report=false writes none
-        console.print(f"report:  {report.resolve()}", highlight=False, soft_wrap=True)
+        say(console, f"report:  {report.resolve()}")
     command = own_command()
-    console.print(f"search:  {command} search {result.folder} 'shopping cart'", highlight=False, soft_wrap=True)
-    console.print(f"your own images:  {command} train data.path=FOLDER", highlight=False, soft_wrap=True)
+    say(console, f"search:  {command} search {result.folder} 'shopping cart'")
+    say(console, f"your own images:  {command} train data.path=FOLDER")
     activate = Path(sys.prefix) / "bin" / "activate"
     if command != "tilewise" and activate.is_file():
-        console.print(
-            f"To type only tilewise, first run:  source {shown_path(activate)}", highlight=False, soft_wrap=True
-        )
+        say(console, f"To type only tilewise, first run:  source {shown_path(activate)}")
 
 
 def own_command() -> str:

@@ -68,23 +68,36 @@ class World:
             dist.destroy_process_group()
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device that the setting names. "auto" is CUDA if it is available, otherwise the CPU."""
+def choose_device(name: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
+    """Return the device that the setting names. "auto" is CUDA if it is available, otherwise the CPU.
+
+    Args:
+        name: auto, cpu or cuda.
+        local_rank: rank of this process among those of this machine. Each rank has a GPU of its own.
+        local_size: number of ranks on this machine.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"the device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("the device is 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    count, wanted = torch.cuda.device_count(), max(local_size, local_rank + 1)
+    if wanted > count:
+        raise ConfigError(
+            f"{wanted} ranks on this machine need {wanted} GPUs, one for each, and torch sees {count}. Start "
+            f"fewer ranks (--nproc-per-node {count} of torchrun), set loop.device=cpu, or check CUDA_VISIBLE_DEVICES: "
+            "every rank must see all GPUs of its machine"
+        )
     return torch.device("cuda", local_rank)
 
 
 def join_world(device_name: str) -> World:
     """Join the ranks that ``torchrun`` describes in the environment. Without it, or with one rank, no group is made."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _count("WORLD_SIZE", 1)
     if size == 1:
         return World(0, 1, choose_device(device_name))
-    device = choose_device(device_name, int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(device_name, _count("LOCAL_RANK", 0), _count("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -94,5 +107,14 @@ def join_world(device_name: str) -> World:
 
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"cannot join the process group of {size} ranks: {error}. Start with torchrun") from error
+        why = str(error).rstrip(".")
+        raise GroupError(f"cannot join the process group of {size} ranks: {why}. Start with torchrun") from error
     return World(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
+
+
+def _count(name: str, default: int) -> int:
+    """Return a number that ``torchrun`` puts into the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or len(text) > 9 or int(text) < min(default, 1):
+        raise GroupError(f"the environment has {name}={text!r}, which is no number of ranks. Unset it, or use torchrun")
+    return int(text)

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewise.errors import DataError
-from tilewise.train.checkpoint import write_atomically
 from tilewise.train.data import SkipLog
 from tilewise.train.data.records import plain_text
 from tilewise.train.evaluate_run import open_pairs
 from tilewise.train.load_run import load_run
 from tilewise.train.progress import counted
+from tilewise.train.terminal import say
+from tilewise.train.writing import make_folder, one_sentence, replacing, sync
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def embed_pairs(
-    console: Console | None, run: Path, target: Path, path: str = "", image_root: str = "", which: str = "best",
+    console: Console | None, run: Path, target: Path, path: str = "", image_root: str = "", which: str = "auto",
     device: str = "auto",
 ) -> tuple[Path, Path]:  # fmt: skip
     """Encode the held-out pairs of a run, or those at a path, and write two files.
@@ -33,7 +34,8 @@ def embed_pairs(
     import torch
     from safetensors.torch import save_file
 
-    config, encoders, checkpoint = load_run(run, device, which)
+    config, encoders, choice = load_run(run, device, which, console)
+    checkpoint = choice.checkpoint
     skips = SkipLog()
     with counted(console, "reading images") as watch:
         pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, path, image_root, skips, watch)
@@ -49,12 +51,13 @@ def embed_pairs(
     names = {"images": [plain_text(pairs.images.name(n)) for n in range(len(pairs.images))], "texts": pairs.texts}
     beside = target.with_suffix(".json")
     about = {"model": plain_text(str(run)), "step": str(checkpoint.step)}
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"image": image.contiguous(), "text": text.contiguous(), "text_image": rows}, target, about)
-        write_atomically(beside, json.dumps({**about, **names}, ensure_ascii=False, indent=1) + "\n")
-    except Exception as error:  # safetensors has an error type of its own for a full disk
-        raise DataError(f"cannot write the features to {target}: {error}. Choose another file") from error
-    if skips.total and console is not None:
-        console.print(f"{skips.summary()}. First: {skips.examples[0]}", highlight=False, markup=False)
+    with one_sentence(target):
+        make_folder(target.parent)
+    with replacing(beside) as lists, replacing(target) as features:
+        with one_sentence(beside):  # on the disk, too, before one of the two files is replaced
+            lists.write_text(json.dumps({**about, **names}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            sync(lists)
+        save_file({"image": image.contiguous(), "text": text.contiguous(), "text_image": rows}, features, about)
+    if skips.total:
+        say(console, f"{skips.summary()}. First: {skips.examples[0]}")
     return target, beside

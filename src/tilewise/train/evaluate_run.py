@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from tilewise.errors import DataError
-from tilewise.train.checkpoint import Checkpoint, write_atomically
+from tilewise.train.checkpoint import Checkpoint
 from tilewise.train.config import DataConfig, source_of
 from tilewise.train.data import EvalPairs, SkipLog, Watch, open_eval_pairs
 from tilewise.train.data.files import Preparation
@@ -24,17 +23,19 @@ from tilewise.train.evaluate import KS, Encoders, check_templates, evaluate_retr
 from tilewise.train.load_run import load_run
 from tilewise.train.models.towers import Pixels
 from tilewise.train.progress import counted
+from tilewise.train.terminal import one_cell, say
+from tilewise.train.writing import write_atomically
 
 
 def evaluate_run(
     console: Console, run: Path, pairs: str, images: str, zero_shot: Path | None, templates: list[str], device: str,
-    columns: tuple[str, str] = ("", ""), which: str = "best",
+    columns: tuple[str, str] = ("", ""), which: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """Evaluate a run, show the result, and write it to evaluation.json."""
     import json
 
-    config, encoders, checkpoint = load_run(run, device, which)
-    console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
+    config, encoders, choice = load_run(run, device, which, console)
+    checkpoint = choice.checkpoint
     result: dict[str, Any] = {"step": checkpoint.step}
     skips = SkipLog()
     data = dataclasses.replace(
@@ -53,7 +54,7 @@ def evaluate_run(
     except DataError as error:
         if classes is None or pairs:  # zero-shot needs none of the run's own pairs, which may have moved
             raise
-        console.print(f"no recall: {error}", highlight=False, soft_wrap=True)
+        say(console, f"no recall: {error}")
     if held_out is not None:
         with counted(console, "encoding held-out images") as watch:
             result["retrieval"] = evaluate_retrieval(encoders, held_out, watch=watch)
@@ -65,23 +66,20 @@ def evaluate_run(
         count = found["classes"]
         five = f", top-5 {100 * found['top5']:.1f} % (chance {500 / count:.1f} %)" if count > 5 else ""
         one = f"top-1 {100 * found['top1']:.1f} % (chance {100 / count:.1f} %)"
-        console.print(f"zero-shot over {count:.0f} classes: {one}{five}", highlight=False)
+        say(console, f"zero-shot over {count:.0f} classes: {one}{five}")
         console.print(class_table(found["per_class"]))
     if len(result) == 1:
         raise DataError("nothing to evaluate on: the run has no held-out pairs. Give --pairs or --zero-shot")
     if skips.total:
-        console.print(f"{skips.summary()}. First: {skips.examples[0]}", highlight=False, markup=False)
-    try:
-        write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
-    except OSError as error:  # for example the run of another user; the numbers are on the screen
-        raise DataError(f"cannot write the numbers to {run / 'evaluation.json'}: {error.strerror or error}") from error
-    console.print(f"written to {run / 'evaluation.json'}", highlight=False, soft_wrap=True)
+        say(console, f"{skips.summary()}. First: {skips.examples[0]}")
+    write_atomically(run / "evaluation.json", json.dumps(result, indent=1))
+    say(console, f"written to {run / 'evaluation.json'}")
     return result
 
 
 def recall_table(metrics: dict[str, float], title: str = "held-out recall") -> Table:
     """Return a table of recalls in both directions, compared with chance."""
-    table = Table(title=Text(f"{title}, and how many times chance", style="table.title"))  # a path may have brackets
+    table = Table(title=one_cell(f"{title}, and how many times chance", "table.title"))
     table.add_column("direction")
     for k in KS:
         table.add_column(f"recall at {k}", justify="right")
@@ -103,7 +101,8 @@ def class_table(per_class: dict[str, dict[str, Any]], most: int = 30) -> Table:
     table.add_column("top-1", justify="right")
     table.add_column("most often taken for", overflow="fold")
     for name, found in sorted(per_class.items(), key=lambda item: item[1]["top1"])[:most]:
-        table.add_row(Text(name), f"{found['images']:,}", f"{100 * found['top1']:.1f} %", Text(found["taken_for"]))
+        share = f"{100 * found['top1']:.1f} %"
+        table.add_row(one_cell(name), f"{found['images']:,}", share, one_cell(found["taken_for"]))
     return table
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, export_model, load_exported
 from tilewise.train.models.saved import ABOUT
 from tilewise.train.untrusted import IMAGE_LIMIT, read_regular
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ImageTextModel:
@@ -136,7 +140,7 @@ class ImageTextModel:
 
 
 def load_model(
-    folder: str | Path, *, device: str = "auto", checkpoint: str | int = "best", chunk_size: int = 256
+    folder: str | Path, *, device: str = "auto", checkpoint: str | int = "auto", chunk_size: int = 256
 ) -> ImageTextModel:
     """Load the model of a run, or an exported model, for inference.
 
@@ -145,20 +149,37 @@ def load_model(
     Args:
         folder: the folder of a run (`output.folder`), or one that `ImageTextModel.export` or ``tilewise export`` wrote.
         device: "auto" (CUDA if it is available), "cpu" or "cuda".
-        checkpoint: for a run: "best" (by held-out recall; the last one if nothing was evaluated), "last", or a step
-            that was kept. Averaged weights are used if the run has them.
+        checkpoint: for a run: "best" (by held-out recall), "last", or a step that was kept. If that one is missing or
+            damaged, an error is raised. "auto" takes the best one, or the last one if nothing was evaluated. If the
+            best one is missing or damaged, it warns and takes the last whole one. Averaged weights are used if the run
+            has them.
         chunk_size: images or captions that a tower processes at once.
     """
+    return open_model(folder, device, checkpoint, chunk_size)
+
+
+def open_model(
+    folder: str | Path, device: str = "auto", checkpoint: str | int = "auto", chunk_size: int = 256,
+    console: Console | None = None,
+) -> ImageTextModel:  # fmt: skip
+    """`load_model`, with a console that shows which checkpoint is used, and why."""
     if chunk_size < 1:
         raise RangeError(f"chunk_size must be at least 1, got {chunk_size}. It only limits memory; the default is 256")
     path = Path(folder)
     if (path / ABOUT).is_file():
+        if checkpoint != "auto":
+            raise CheckpointError(
+                f"{path} is an exported model, which has no checkpoints, got checkpoint {checkpoint!r}. Leave it out, "
+                "or give the folder of the run"
+            )
         place = choose_device(device)
         return ImageTextModel(
             Encoders(load_exported(path).to(place), place, chunk_size=chunk_size), f"{path}, an exported model,"
         )
     from tilewise.train.load_run import load_run
 
-    _, encoders, kept = load_run(path, device, checkpoint)
+    _, encoders, choice = load_run(path, device, checkpoint, console)
+    if choice.problems and console is None:
+        warnings.warn(". ".join([*choice.problems, choice.sentence()]), stacklevel=3)
     encoders = Encoders(encoders.model, encoders.device, chunk_size=chunk_size)
-    return ImageTextModel(encoders, f"{path}, step {kept.step}")
+    return ImageTextModel(encoders, f"{path}, step {choice.step}")

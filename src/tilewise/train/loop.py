@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,8 +303,11 @@ class Trainer:
             )
         try:
             yield log
-        finally:
-            log.close()
+        except BaseException:
+            with suppress(TilewiseError):  # a full disk, for example; the error of the run is more important
+                log.close()
+            raise
+        log.close()
 
     @contextmanager
     def _bar(self) -> Iterator[RunProgress]:
@@ -336,10 +339,11 @@ def _train(config: RunConfig, world: World, console: Console | None) -> RunResul
         try:
             average = trainer.state.average
             with average.used() if average is not None else nullcontext():
-                write_report(config.output.folder, trainer.held_out.encoders(), trainer.held_out.pairs)
+                weights = f"step {trainer.step}, the last one"
+                write_report(config.output.folder, trainer.held_out.encoders(), trainer.held_out.pairs, weights)
         except (OSError, TilewiseError) as error:  # the run itself is finished and saved
             trainer.messages.say(
-                f"the report {trainer.folder.report} cannot be written: {error}. The run is finished and saved. "
+                f"no report: {error}. The run is finished and saved. "
                 f"To write the report later: tilewise report {trainer.folder.path}"
             )
     return result

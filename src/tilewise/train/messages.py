@@ -8,6 +8,7 @@ from tilewise.train.config import DataConfig, RunConfig
 from tilewise.train.data import SkipLog
 from tilewise.train.distributed import World
 from tilewise.train.models import TwoTowers
+from tilewise.train.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +26,7 @@ class Messages:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if self.console is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # paths stay whole
+        say(self.console, text)
 
     def sizes(
         self, model: TwoTowers, world: World, pairs: int, held_out: int | None, steps: int, steps_per_epoch: int

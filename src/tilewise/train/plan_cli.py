@@ -64,10 +64,9 @@ def lm(
     The numbers are computed as in table A3 of the Cut Cross-Entropy paper. On a machine without a GPU, the default is
     16 devices of 80 GiB, as in that table.
     """
-    from rich.console import Console
-
     from tilewise.errors import RangeError
     from tilewise.train.plan_lm import plan_lm
+    from tilewise.train.terminal import Terminal, say
 
     if sequence_length < 0:
         raise RangeError(
@@ -86,14 +85,13 @@ def lm(
             if len(shapes) == 1:
                 raise
             left_out.append(str(error))
-    console = Console()
-    console.print(plan_table(plans, sequence_length), highlight=False)
+    console = Terminal()
+    console.print(plan_table(plans, sequence_length))
     for line in left_out:
-        console.print(f"left out: {line}", highlight=False, markup=False)
+        say(console, f"left out: {line}")
     console.print(
         f"{described(cluster)}. Logits: float32, once. Activations: one 16-bit hidden state a layer (checkpointed). "
-        f"Weights: {parameter_bytes} bytes a parameter, with gradient and optimizer. Everything is sharded.",
-        highlight=False,
+        f"Weights: {parameter_bytes} bytes a parameter, with gradient and optimizer. Everything is sharded."
     )
 
 
@@ -115,23 +113,21 @@ def clip(
 
     The model is built with fake tensors, which have no data, and the activations of single rows are counted.
     """
-    from rich.console import Console
-
     from tilewise.errors import RangeError
     from tilewise.train.plan_clip import check_batch, measure_shape
+    from tilewise.train.terminal import Terminal
 
     check_batch(batch_size, chunk_size)
     if precision not in ("float32", "bf16", "fp16"):
         raise RangeError(f"--precision is one of float32, bf16, fp16, got {precision!r}")
     cluster = chosen_cluster(gpus, memory, reserve_gib, workspace_mib)
     shape = measure_shape(model, precision, image_size)
-    console = Console()
-    console.print(clip_table(shape, cluster, batch_size, chunk_size), highlight=False)
+    console = Terminal()
+    console.print(clip_table(shape, cluster, batch_size, chunk_size))
     console.print(
         f"{described(cluster)}. {shape.parameters:,} weights, 16 bytes each with gradient and AdamW. Activations: "
         f"{chunk_size} rows of {shape.row_bytes / 2**20:,.1f} MiB. With offload, the batch is in host memory: "
-        f"{shape.pair_bytes:,} bytes a pair. These are lower bounds.",
-        highlight=False,
+        f"{shape.pair_bytes:,} bytes a pair. These are lower bounds."
     )
 
 
@@ -243,6 +239,7 @@ def plan_table(plans: list[LmPlan], sequence_length: int = 0) -> Table:
     from rich.table import Table
 
     from tilewise.train.plan_lm import MIB, whole_sequences
+    from tilewise.train.terminal import one_cell
 
     title = f"memory of {plans[0].tokens:,} tokens in MiB; largest batch in tokens" if plans else None
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
@@ -258,5 +255,5 @@ def plan_table(plans: list[LmPlan], sequence_length: int = 0) -> Table:
             )
             batches = [f"{size}\n{count:,} seq." for size, count in zip(batches, counts, strict=True)]
         memory = (f"{size / MIB:,.0f}" for size in (plan.logits_bytes, plan.activations_bytes, plan.model_bytes))
-        table.add_row(plan.shape.name, *memory, *batches, f"{plan.gain:.1f} x")
+        table.add_row(one_cell(plan.shape.name), *memory, *batches, f"{plan.gain:.1f} x")
     return table

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tilewise.train.memory import MIB
+from tilewise.train.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,8 @@ def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int],
     elif console.is_terminal:
         from rich import progress as rich
 
-        columns = (rich.TextColumn(what), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
+        name = rich.TextColumn("{task.description}", markup=False)
+        columns = (name, rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
         with rich.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -40,7 +42,7 @@ def counted(console: Console | None, what: str) -> Iterator[Callable[[int, int],
             nonlocal said
             if time.monotonic() - said > LINE_EVERY_S:
                 said = time.monotonic()
-                console.print(f"{what}: {done:,} of {total:,}", highlight=False)
+                say(console, f"{what}: {done:,} of {total:,}")
 
         yield watch
 
@@ -78,7 +80,7 @@ class RunProgress:
             self._bar.update(self._task, completed=step, facts=facts)
         elif time.monotonic() - self._said > LINE_EVERY_S or step == self.steps:
             self._said = time.monotonic()
-            self.console.print(f"step {step}/{self.steps}  {facts}", highlight=False)
+            say(self.console, f"step {step}/{self.steps}  {facts}")
 
     def evaluating(self, done: int, total: int) -> None:
         """Show how many held-out images are encoded. No steps are done meanwhile."""
@@ -87,7 +89,7 @@ class RunProgress:
             self._bar.update(self._task, facts=facts)
         elif self.console is not None and time.monotonic() - self._said > LINE_EVERY_S:
             self._said = time.monotonic()
-            self.console.print(facts, highlight=False)
+            say(self.console, facts)
 
     def evaluated(self, k: int, recall: float) -> None:
         """Show the result of an evaluation: text-to-image recall at k."""
@@ -109,6 +111,7 @@ def _make_bar(console: Console) -> Progress:
     return rich.Progress(
         rich.TextColumn("[bold]training"), rich.BarColumn(bar_width=8 if console.width < 120 else None),
         rich.MofNCompleteColumn(table_column=whole()),
-        rich.TextColumn("{task.fields[facts]}", table_column=Column()), rich.TimeElapsedColumn(table_column=whole()),
+        rich.TextColumn("{task.fields[facts]}", markup=False, table_column=Column()),
+        rich.TimeElapsedColumn(table_column=whole()),
         rich.TextColumn("left"), rich.TimeRemainingColumn(table_column=whole()), console=console, refresh_per_second=4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise.errors import CheckpointError, ConfigError, DataError
 from tilewise.train.charts import Line, bar_chart, line_chart
-from tilewise.train.checkpoint import latest_checkpoint, write_atomically
+from tilewise.train.checkpoint import latest_checkpoint
 from tilewise.train.config import RunConfig
 from tilewise.train.data import EvalPairs, SkipLog
 from tilewise.train.evaluate import KS, Encoders, telling_k
@@ -22,6 +22,9 @@ from tilewise.train.run_folder import RunFolder
 from tilewise.train.search import Gallery, Hit
 from tilewise.train.settings import to_toml
 from tilewise.train.status import read_status
+from tilewise.train.terminal import say
+from tilewise.train.untrusted import visible
+from tilewise.train.writing import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,13 +61,16 @@ pre{overflow:auto;background:var(--card);border:1px solid var(--line);border-rad
 """
 
 
-def write_report(folder: str | Path, encoders: Encoders | None, pairs: EvalPairs | None, note: str = "") -> Path:
+def write_report(
+    folder: str | Path, encoders: Encoders | None, pairs: EvalPairs | None, weights: str = "", note: str = ""
+) -> Path:
     """Write report.html for a run in any state.
 
     Args:
         folder: folder of the run.
         encoders: its model, for the searches; None if there is no checkpoint.
         pairs: its held-out pairs, if there are any.
+        weights: the step of the model, and why it was chosen.
         note: the reason if there are no searches although there could be.
     """
     run = RunFolder(folder)
@@ -79,27 +85,27 @@ def write_report(folder: str | Path, encoders: Encoders | None, pairs: EvalPairs
     memory = checkpoint.state["memory"] if checkpoint is not None else {}
     skipped = checkpoint.state["skips"]["counts"] if checkpoint is not None else {}
     status = _status(run.path)
-    write_atomically(run.report, render(run.read_config(), run.read_metrics(), results, memory, skipped, status, note))
+    page = render(run.read_config(), run.read_metrics(), results, memory, skipped, status, weights, note)
+    write_atomically(run.report, page, "The run is not affected")
     return run.report
 
 
-def report_run(console: Console, folder: Path, device: str = "auto", which: str = "best") -> Path:
+def report_run(console: Console, folder: Path, device: str = "auto", which: str = "auto") -> Path:
     """Write the report of any run: finished, running, stopped, killed or failed, with or without a checkpoint."""
     run = RunFolder(folder)
     config = run.read_config()
-    encoders, pairs, note = None, None, ""
+    encoders, pairs, weights, note = None, None, "", ""
     try:
-        _, encoders, checkpoint = load_run(folder, device, which)
-        console.print(f"checkpoint: {checkpoint.path}", highlight=False, soft_wrap=True)
+        _, encoders, choice = load_run(folder, device, which, console)
+        weights = f"step {choice.step}: {choice.why}"
         with counted(console, "reading held-out images") as watch:
-            pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, "", "", SkipLog(), watch)
+            pairs = open_pairs(config.data, encoders.model.pixels, choice.checkpoint, "", "", SkipLog(), watch)
     except (CheckpointError, DataError) as error:  # no checkpoint yet, or data that has moved
+        if isinstance(error, CheckpointError) and which != "auto":
+            raise
         note = f"No searches: {error}"
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-    try:
-        return write_report(folder, encoders, pairs, note)
-    except OSError as error:
-        raise DataError(f"cannot write {run.report}: {error.strerror or error}. Is the run yours?") from error
+        say(console, note)
+    return write_report(folder, encoders, pairs, weights, note)
 
 
 def _status(folder: Path) -> str:
@@ -126,16 +132,17 @@ def render(
     memory: dict[str, Any],
     skipped: dict[str, int],
     status: str = "",
+    weights: str = "",
     note: str = "",
 ) -> str:
     """Return the page as text."""
     train = [line for line in metrics if line["kind"] == "train" and _has_numbers(line, TRAIN_NUMBERS)]
     evals = [line for line in metrics if line["kind"] == "eval" and _has_numbers(line, EVAL_NUMBERS)]
     sections = [
-        _headline(config, train, evals), _paragraph(status), _recalls(evals), _gallery(results), _paragraph(note),
-        _curves(train, evals), _memory(config, memory, train), _skipped(skipped), _settings(config),
+        _headline(config, train, evals), _paragraph(status), _recalls(evals), _gallery(results, weights),
+        _paragraph(note), _curves(train, evals), _memory(config, memory, train), _skipped(skipped), _settings(config),
     ]  # fmt: skip
-    name = html.escape(Path(config.output.folder).name)
+    name = escaped(Path(config.output.folder).name)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>tilewise: {name}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -145,12 +152,17 @@ def render(
     )
 
 
+def escaped(text: str) -> str:
+    """Return text of a user's data for the page, in which it is neither a tag nor changes the direction of text."""
+    return html.escape(visible(text), quote=True)
+
+
 def _has_numbers(line: dict[str, Any], names: Sequence[str]) -> bool:
     return all(isinstance(line.get(name), int | float) for name in names)
 
 
 def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> str:
-    name = html.escape(Path(config.output.folder).name)
+    name = escaped(Path(config.output.folder).name)
     cards = []
     if evals and evals[-1].get("t2i_chance10"):
         k = telling_k(evals[-1])
@@ -166,11 +178,11 @@ def _headline(config: RunConfig, train: Sequence[dict[str, Any]], evals: Sequenc
         f'<div class="card"><div class="big">{big}</div><div class="soft">{small}</div></div>' for big, small in cards
     )
     about = f"{config.model.name} on {config.data.source}, loss {config.loss.name} ({config.loss.kind})"
-    return f'<h1>{name}</h1><p class="soft">{html.escape(about)}</p><div class="row">{boxes}</div>'
+    return f'<h1>{name}</h1><p class="soft">{escaped(about)}</p><div class="row">{boxes}</div>'
 
 
 def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text[0].upper() + text[1:].rstrip('.'))}.</p>" if text else ""
+    return f"<p>{escaped(text[0].upper() + text[1:].rstrip('.'))}.</p>" if text else ""
 
 
 def _recalls(evals: Sequence[dict[str, Any]]) -> str:
@@ -185,23 +197,23 @@ def _recalls(evals: Sequence[dict[str, Any]]) -> str:
     return f"<h2>Held-out recall</h2><table><tr><th>direction</th>{head}</tr>{''.join(rows)}</table>"
 
 
-def _gallery(results: Sequence[tuple[str, Sequence[Hit]]]) -> str:
+def _gallery(results: Sequence[tuple[str, Sequence[Hit]]], weights: str) -> str:
     if not results:
         return ""
     blocks = []
     for query, hits in results:
         figures = "".join(_figure(hit) for hit in hits)
-        blocks.append(f'<div class="query"><b>{html.escape(query)}</b><div class="hits">{figures}</div></div>')
+        blocks.append(f'<div class="query"><b>{escaped(query)}</b><div class="hits">{figures}</div></div>')
     about = (
         "The best images for some queries, among held-out images that the model was not trained on. "
-        "Images whose caption is the query have a green frame."
+        f"Images whose caption is the query have a green frame. The weights are those of {escaped(weights)}."
     )
     return f'<h2>Searches</h2><p class="soft">{about}</p>{"".join(blocks)}'
 
 
 def _figure(hit: Hit) -> str:
     assert hit.image is not None
-    label, mark = html.escape(hit.label, quote=True), ' class="right"' if hit.right else ""
+    label, mark = escaped(hit.label), ' class="right"' if hit.right else ""
     picture = png_data_uri(to_pil(hit.image, 64))
     return f'<figure{mark}><img alt="{label}" src="{picture}"><figcaption>{label}</figcaption></figure>'
 
@@ -265,11 +277,9 @@ def _mib(size: float) -> str:
 def _skipped(skipped: dict[str, int]) -> str:
     if not skipped:
         return ""
-    items = "".join(f"<li>{count:,} x {html.escape(reason)}</li>" for reason, count in skipped.items())
+    items = "".join(f"<li>{count:,} x {escaped(reason)}</li>" for reason, count in skipped.items())
     return f"<h2>Skipped records</h2><ul>{items}</ul><p>Of several ranks: the records of rank 0.</p>"
 
 
 def _settings(config: RunConfig) -> str:
-    return (
-        f"<h2>Settings</h2><details><summary>config.toml</summary><pre>{html.escape(to_toml(config))}</pre></details>"
-    )
+    return f"<h2>Settings</h2><details><summary>config.toml</summary><pre>{escaped(to_toml(config))}</pre></details>"

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.errors import CheckpointError, ConfigError
-from tilewise.train.checkpoint import clear_leftovers, list_checkpoints, write_atomically
+from tilewise.train.checkpoint import clear_leftovers, list_checkpoints
 from tilewise.train.config import RunConfig, load_config
 from tilewise.train.models import TwoTowers, build_described, build_model
 from tilewise.train.settings import to_toml
 from tilewise.train.trackers import Tracker
 from tilewise.train.untrusted import is_same_file, parse_json
+from tilewise.train.writing import UNTOUCHED, make_folder, one_sentence, write_atomically
 
 
 def why_no_run(path: Path) -> str:
@@ -75,7 +76,7 @@ class RunFolder:
 
     def save_config(self, config: RunConfig) -> None:
         """Write the configuration to the run folder."""
-        write_atomically(self.config_file, to_toml(config))
+        write_atomically(self.config_file, to_toml(config), UNTOUCHED)
 
     def build_model(self, config: RunConfig, *, for_training: bool = True) -> TwoTowers:
         """Build the model of the run, on the CPU. A model that is not trained further starts faster.
@@ -94,7 +95,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Lock the folder for one process. The operating system releases the lock when the process ends."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(
@@ -175,23 +176,13 @@ class MetricsLog:
         kept = [line for line in lines if line["step"] <= step]
         self.evaluated = any(line["step"] == step and line["kind"] == "eval" for line in kept)
         self._path, self._trackers = folder.metrics_file, trackers
-        with self._writing():
-            write_atomically(folder.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = folder.metrics_file.open("a", encoding="utf-8")
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write to {self._path}: {error.strerror or error}. The checkpoints are untouched. Free some "
-                "space or repair the folder, then start again with the same command"
-            ) from error
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept), UNTOUCHED)
+        with one_sentence(self._path, UNTOUCHED):
+            self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Write one line. Trackers get the numbers as ``kind/name``."""
-        with self._writing():
+        with one_sentence(self._path, UNTOUCHED):
             self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
             self._file.flush()
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}

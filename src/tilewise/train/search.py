@@ -16,6 +16,9 @@ from tilewise.train.evaluate_run import open_pairs
 from tilewise.train.load_run import load_run
 from tilewise.train.pictures import contact_sheet, terminal_picture
 from tilewise.train.progress import counted
+from tilewise.train.terminal import one_cell, say
+from tilewise.train.untrusted import one_line
+from tilewise.train.writing import replacing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,12 +113,13 @@ def _check_top(top: int) -> None:
 
 def open_gallery(
     folder: str | Path, device: str = "auto", console: Console | None = None, path: str = "", image_root: str = "",
-    which: str = "best",
+    which: str = "auto",
 ) -> Gallery:  # fmt: skip
     """Encode the held-out images of a run, or the images at a path, for searching."""
-    config, encoders, checkpoint = load_run(folder, device, which)
+    config, encoders, choice = load_run(folder, device, which, console)
     with counted(console, "reading images") as watch:
-        pairs = open_pairs(config.data, encoders.model.pixels, checkpoint, path, image_root, SkipLog(), watch)
+        pixels = encoders.model.pixels
+        pairs = open_pairs(config.data, pixels, choice.checkpoint, path, image_root, SkipLog(), watch)
     if pairs is None:
         raise DataError("this run has no held-out images to search in. Give other images with --pairs")
     with counted(console, "encoding images") as watch:
@@ -127,12 +131,12 @@ def show_hits(console: Console, query: str, hits: Sequence[Hit], columns: int = 
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(query, style="bold"), soft_wrap=True)  # brackets in a query are markup to rich
+    console.print(one_cell(query, "bold"), soft_wrap=True)
     pictures = [hit.image for hit in hits if hit.image is not None]
     if not console.is_terminal or not pictures:
         for hit in hits:
             mark = RIGHT if hit.right else " "
-            console.print(f"{mark} {hit.score:.3f}  {hit.label}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{mark} {hit.score:.3f}  {hit.label}")
         return
     count = max(1, min(columns, console.width // 18))
     table = Table.grid(padding=(0, 2))
@@ -147,15 +151,13 @@ def _under(hit: Hit) -> Text:
     from rich.text import Text
 
     mark = f" {RIGHT}" if hit.right else ""
-    return Text(f"{hit.score:.3f}{mark}\n{hit.label}", style="bold green" if hit.right else "dim")
+    return Text(f"{hit.score:.3f}{mark}\n{one_line(hit.label)}", style="bold green" if hit.right else "dim")
 
 
 def save_sheet(path: str | Path, queries: Sequence[str], results: Sequence[Sequence[Hit]]) -> Path:
     """Write queries and their best images as one PNG. Right answers have a green frame."""
     rows = [[(hit.image, hit.label, hit.right) for hit in hits if hit.image is not None] for hits in results]
     target = Path(path)
-    try:
-        contact_sheet(queries, rows).save(target, "PNG")
-    except OSError as error:
-        raise DataError(f"cannot write the sheet {target}: {error.strerror or error}") from error
+    with replacing(target) as aside:
+        contact_sheet(queries, rows).save(aside, "PNG")
     return target

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tilewise.errors import ConfigError
+from tilewise.train.untrusted import OBEYED, TEXT_LIMIT
 
 Section = TypeVar("Section")
 
@@ -134,11 +135,20 @@ def _did_you_mean(given: Any, known: Iterable[Any], cutoff: float = 0.6) -> str:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file as a nested dictionary."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:  # a pipe is fine; a device such as /dev/zero never ends
+            text = file.read(TEXT_LIMIT + 1)
+        if len(text) > TEXT_LIMIT:
+            raise ConfigError(
+                f"{path} has more than {TEXT_LIMIT // 2**20} MiB, which no settings have. Give a TOML file; "
+                "`tilewise config` prints one"
+            )
+        return tomllib.loads(text.decode("utf-8"))
     except OSError as error:
         inside = Path(path) / "config.toml"
         advice = f"Give {inside}" if os.path.isfile(inside) else "Give a TOML file; `tilewise config` prints one"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}. {advice}") from None
+    except ConfigError:
+        raise
     except ValueError as error:  # of TOML, of UTF-8, or a path with a zero byte
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
@@ -221,7 +231,8 @@ def _toml_value(value: Any) -> str:
         raise AssertionError("settings are never None")
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML forbids this character
+    # TOML forbids DEL. The other characters would be obeyed by the terminal that shows the settings.
+    return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tilewise.errors import CheckpointError, ConfigError
-from tilewise.train.checkpoint import list_checkpoints, write_atomically
+from tilewise.train.checkpoint import list_checkpoints
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
+from tilewise.train.writing import UNTOUCHED, write_atomically
 
 FILE = "status.json"
 # sysexits.h calls 75 a temporary failure: try again later.
@@ -72,10 +73,7 @@ class Status:
 
 def write_status(folder: Path, status: Status) -> None:
     """Write the status to the run folder."""
-    try:
-        write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder / FILE}: {error.strerror or error}. Free some space") from error
+    write_atomically(folder / FILE, json.dumps(asdict(status), indent=1) + "\n", UNTOUCHED)
 
 
 def read_status(folder: Path) -> Status:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from tilewise.errors import ConfigError
 from tilewise.train.config import RunConfig
 from tilewise.train.settings import to_dict
+from tilewise.train.writing import UNTOUCHED, one_sentence, write_atomically
 
 ID_FILE = "wandb_id.txt"
 
@@ -61,16 +63,23 @@ class TensorBoard:
     def __init__(self, path: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(path), purge_step=step + 1)
+        self._path = path
+        with self._writing():
+            self._writer = SummaryWriter(str(path), purge_step=step + 1)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return one_sentence(f"the TensorBoard events to {self._path}", UNTOUCHED)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Write named numbers."""
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+        with self._writing():
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush the events."""
-        self._writer.close()
+        with self._writing():
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -87,7 +96,7 @@ class WeightsAndBiases:
 
         file = folder / ID_FILE
         if step == 0 or not file.is_file():
-            file.write_text(secrets.token_hex(8), encoding="utf-8")
+            write_atomically(file, secrets.token_hex(8), UNTOUCHED)
         self._run: Any = wandb.init(
             project=config.output.wandb, name=folder.resolve().name, dir=str(folder), config=to_dict(config),
             id=file.read_text(encoding="utf-8").strip(), resume="allow",

@@ -1,13 +1,14 @@
-"""Read files and JSON that may be damaged or hostile.
+"""Read files, JSON and text that may be damaged or hostile.
 
 `read_regular` never blocks on a special file and never reads without a limit. `parse_json` never raises anything but
-``ValueError``.
+``ValueError``. `visible` and `one_line` return text that a terminal only shows.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 IMAGE_LIMIT = 256 * 2**20  # bytes of one image file, or of one image in a shard
 TEXT_LIMIT = 16 * 2**20  # bytes of one file of captions, or of one .txt or .json in a shard
 STATE_LIMIT = 256 * 2**20  # bytes of one JSON file of a run
+BREAKS = re.compile(r"[\t\v\f\r\x85\u2028\u2029]+")  # all white space that moves the cursor, but "\n"
+# Control characters (C0 without "\n", DEL and C1), marks that change the direction of text, halves of characters.
+OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class NotRegularError(OSError):
@@ -73,3 +77,32 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def visible(text: str) -> str:
+    r"""Return text with escapes in the place of characters that a terminal obeys or cannot print.
+
+    Line breaks stay. Tabs and other white space that moves the cursor become a space.
+
+    >>> print(visible("red car \x1b]0;title\x07\tand\rmore"))
+    red car \x1b]0;title\x07 and more
+    """
+    return OBEYED.sub(lambda found: escape(found[0]), BREAKS.sub(" ", text))
+
+
+def one_line(text: str) -> str:
+    r"""Return text as `visible` does, in one line.
+
+    >>> one_line("two\nlines")
+    'two lines'
+    """
+    return visible(re.sub(r"\s*\n\s*", " ", text.strip("\n")))
+
+
+def escape(character: str) -> str:
+    r"""Return the escape of a character.
+
+    >>> print(escape("\x1b"), escape("\u202e"))
+    \x1b \u202e
+    """
+    return f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"

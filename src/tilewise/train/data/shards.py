@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from tilewise.train.data.tar import Member, TarDamage, TarEndedEarly, scan_tar
 from tilewise.train.data.workers import Workers
 from tilewise.train.untrusted import IMAGE_LIMIT, TEXT_LIMIT, parse_json
 
+MOST_SHARDS = 10**6  # that one pattern names
 RECORDS_PER_SHARD = 2**32  # at most; the key of a pair is shard * RECORDS_PER_SHARD + record
 
 
@@ -64,12 +65,16 @@ def _braces(text: str) -> list[str]:
     if not found:
         return [text]
     span = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
+    options: Sequence[str] | range = found[1].split(",")
     if span:
         width = len(span[1])
-        options = [str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1)]
-    else:
-        options = found[1].split(",")
-    return [text[: found.start()] + option + rest for option in options for rest in _braces(text[found.end() :])]
+        first, last = (int(end) if len(end) <= 9 else 10**9 for end in span.groups())
+        options = range(first, last + 1)
+    rests = _braces(text[found.end() :])
+    if len(options) * len(rests) > MOST_SHARDS:
+        raise DataError(f"the braces in data.path name more than {MOST_SHARDS:,} shards, got {text}. Name fewer")
+    names = (str(option).zfill(width) for option in options) if span else options
+    return [f"{text[: found.start()]}{name}{rest}" for name in names for rest in rests]
 
 
 def index_shard(path: str, skips: SkipLog) -> list[Entry]:

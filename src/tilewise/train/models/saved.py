@@ -26,6 +26,7 @@ from tilewise.train.models.plain_clip import PlainCLIP, read_config
 from tilewise.train.models.pretrained import Body, Towers
 from tilewise.train.models.towers import CLIP_PIXELS, ImageTower, Pixels, Scale, TextTower, TwoTowers
 from tilewise.train.untrusted import STATE_LIMIT, parse_json, read_regular
+from tilewise.train.writing import make_folder, one_sentence, sync
 
 FORMAT = 1
 ABOUT = "tilewise.json"
@@ -61,21 +62,24 @@ def _write_whole(folder: Path, write: Callable[[Path], None], clear: Callable[[P
         clear: removes an existing final folder. None: an existing folder must be empty, and the files are moved into
             it, since it may be the current folder of a shell.
     """
-    folder = folder.resolve()  # "." has no name from which a temporary name can be made
+    folder = Path(os.path.realpath(folder))  # "." has no name from which a temporary name can be made
     aside = folder.with_name(f".writing-{folder.name}-{os.getpid()}")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        if clear is None and folder.is_dir():
-            _move_into(folder, aside)
-            return
-        if clear is not None and folder.is_dir():
-            clear(folder)
-        aside.rename(folder)
-    except Exception as error:  # safetensors wraps a full disk in its own type
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"cannot write the model to {folder}: {error}. Choose another folder") from error
+    with one_sentence(f"the model to {folder}"):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            make_folder(aside)
+            write(aside)
+            for path in aside.rglob("*"):
+                sync(path)
+            if clear is None and folder.is_dir():
+                _move_into(folder, aside)
+                return
+            if clear is not None and folder.is_dir():
+                clear(folder)
+            aside.rename(folder)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
 
 def _move_into(folder: Path, aside: Path) -> None:

@@ -1,0 +1,89 @@
+"""The device of a rank, and numbers of ranks that do not fit the machine."""
+
+import pytest
+import torch
+
+from tilewise.errors import ConfigError, GroupError
+from tilewise.train.config import load_config
+from tilewise.train.distributed import choose_device, join_world
+from tilewise.train.loop import train
+
+
+class Joined(Exception):
+    """The process group would be made now."""
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    def join(backend):
+        raise Joined(backend)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+
+
+def set_ranks(monkeypatch, rank, local_size, size=None):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", local_size)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("WORLD_SIZE", str(size or local_size))
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_refuses_more_ranks_than_gpus(two_gpus, monkeypatch, name, rank):
+    """Those with a GPU, too: they would wait for the others."""
+    set_ranks(monkeypatch, rank, 4)
+    with pytest.raises(ConfigError) as caught:
+        join_world(name)
+    assert str(caught.value).startswith("4 ranks on this machine need 4 GPUs, one for each, and torch sees 2. ")
+    for advice in ("--nproc-per-node 2", "loop.device=cpu", "CUDA_VISIBLE_DEVICES"):
+        assert advice in str(caught.value)
+
+
+def test_the_trainer_refuses_them_before_it_reads_data(two_gpus, monkeypatch, tmp_path):
+    set_ranks(monkeypatch, 3, 4)
+    with pytest.raises(ConfigError, match="4 ranks on this machine need 4 GPUs"):
+        train(load_config(None, [f"output.folder={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_that_does_not_say_how_many_ranks_a_machine_has(two_gpus, monkeypatch):
+    set_ranks(monkeypatch, 2, 3)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(ConfigError, match="3 ranks on this machine need 3 GPUs"):
+        join_world("auto")
+
+
+@pytest.mark.parametrize(
+    "name, rank, local_size, size, backend",
+    [("auto", 1, 2, 2, "nccl"), ("auto", 0, 2, 8, "nccl"), ("cuda", 1, 2, 4, "nccl"), ("cpu", 3, 4, 4, "gloo")],
+)
+def test_as_many_ranks_as_gpus_join(two_gpus, monkeypatch, name, rank, local_size, size, backend):
+    """Over several machines, the number of all ranks may be larger."""
+    set_ranks(monkeypatch, rank, local_size, size)
+    with pytest.raises(Joined, match=backend):
+        join_world(name)
+
+
+def test_each_rank_has_its_own_device(two_gpus):
+    assert [choose_device("auto", rank, 2) for rank in range(2)] == [torch.device("cuda", rank) for rank in range(2)]
+    assert choose_device("cpu", 5, 6) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["x", "", "-1", "1.5", "9" * 5000, "\u00b2"])
+def test_an_environment_without_numbers_is_refused(two_gpus, monkeypatch, name, value):
+    set_ranks(monkeypatch, 0, 2)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=rf"the environment has {name}="):
+        join_world("auto")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_there_is_at_least_one_rank(two_gpus, monkeypatch, name):
+    set_ranks(monkeypatch, 0, 2)
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(GroupError, match=rf"the environment has {name}='0'"):
+        join_world("auto")
