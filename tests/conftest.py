@@ -1,5 +1,6 @@
 """What all tests share: one thread each, no hidden deadlines, and memory that shows when it is read unwritten."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -41,6 +42,15 @@ def pytest_make_collect_report(collector):
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 1, "Skipped: triton is not installed on this platform")
     return report
+
+
+@pytest.fixture
+def set_limits():
+    """Change thresholds of `tilewise.ops.limits` until the end of the test: set_limits(small=0)."""
+    from tilewise.ops import limits
+
+    with contextlib.ExitStack() as stack:
+        yield lambda **values: stack.enter_context(limits.changed(**values))
 
 
 @pytest.hookimpl(wrapper=True)

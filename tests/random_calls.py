@@ -48,7 +48,7 @@ NEARBY = 64
 AWAY = 2.0**-5  # relative to each entry: 4 steps of bfloat16
 TIMES = 3
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
-LARGE = {"tilewise.ops.rows": {"WORTH_WAITING": 0}, "tilewise.ops.route": {"WORTH_FILTERING": 0}}
+LARGE = {"small": 0, "small_cpu": 0, "worth_waiting": 0, "worth_filtering": 0}  # of `tilewise.ops.limits`
 LARGE_ON_GPU = {"tilewise.kernels.triton_impl.two_pass.saved": {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}}
 
 
@@ -272,7 +272,8 @@ def ask(place: Place, seeds: range, seconds: float, largest: int = 3000) -> int:
 
 def compute_as_if_large(device: str) -> None:
     """Lower the thresholds, until this process ends."""
-    for name, values in (LARGE | (LARGE_ON_GPU if device == "cuda" else {})).items():
+    limits.changed(**LARGE).__enter__()
+    for name, values in (LARGE_ON_GPU if device == "cuda" else {}).items():
         for threshold, value in values.items():
             module = importlib.import_module(name)
             assert hasattr(module, threshold)

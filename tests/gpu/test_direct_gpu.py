@@ -22,11 +22,10 @@ SERVED = [
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch):
+def always(monkeypatch, set_limits):
     """One pass however small a call or a block is. Compiled graphs know the strategy, so none is taken from a cache."""
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    monkeypatch.setattr("tilewise.ops.route.WORTH_ONE_PASS", 0)
-    monkeypatch.setattr("tilewise.ops.route.SMALLEST_GPU_BLOCK", 0)
+    set_limits(small=0, worth_one_pass=0, smallest_gpu_block=0)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -17,9 +17,9 @@ TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 
 
 @pytest.fixture(autouse=True)
-def small_calls_too(request, monkeypatch):
+def small_calls_too(request, set_limits):
     if "small_calls_as_they_are" not in request.fixturenames:
-        monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
+        set_limits(worth_filtering=0)
 
 
 @pytest.fixture
@@ -207,9 +207,9 @@ def test_a_captured_graph_computes_everything(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_picked_classes(dtype, seed, monkeypatch):
+def test_picked_classes(dtype, seed, set_limits):
     """Gradients of picked classes that sum to 0 in every row leave none to the softmax: nothing is lost."""
-    monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
+    set_limits(worth_filtering=0)
     n, d, m, k = 1024, 256, 40_000, 6
     head = filtering.make_head(GPU, dtype, n, d, m, seed)
     leaves = [head.leaves["input"], head.leaves["weight"]]

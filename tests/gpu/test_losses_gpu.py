@@ -84,10 +84,9 @@ def test_ignored_rows_are_taken_out_where_that_pays(dtype, seed, monkeypatch):
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize("tolerance", [0.0, 1e-2])
 @pytest.mark.parametrize("want", [None, ("log_prob", "entropy", "argmax")], ids=["loss", "tokens"])
-def test_a_guess_that_no_row_is_dropped_changes_no_number(want, tolerance, monkeypatch, seed):
+def test_a_guess_that_no_row_is_dropped_changes_no_number(want, tolerance, monkeypatch, set_limits, seed):
     """The first guess is right, the second is wrong: some rows are ignored then."""
-    monkeypatch.setattr(drop_rows, "WORTH_WAITING", 0)
-    monkeypatch.setattr("tilewise.ops.route.WORTH_FILTERING", 0)
+    set_limits(worth_waiting=0, worth_filtering=0)
     monkeypatch.setattr("tilewise.kernels.triton_impl.filtered.forward.WORTH_PROBING", 0)
     for name, value in {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}.items():
         monkeypatch.setattr(f"tilewise.kernels.triton_impl.two_pass.saved.{name}", value)
@@ -117,13 +116,13 @@ def test_a_guess_that_no_row_is_dropped_changes_no_number(want, tolerance, monke
         assert all(torch.equal(one, other) for one, other in zip(some, right, strict=True))
 
 
-def test_ignored_rows_stay_in_a_captured_graph(seed, monkeypatch):
-    monkeypatch.setattr("tilewise.ops.rows.WORTH_WAITING", 0)
+def test_ignored_rows_stay_in_a_captured_graph(seed, set_limits):
+    set_limits(worth_waiting=0)
     checks.check_captured("cross_entropy_bias", torch.bfloat16, n=1003, d=72, seed=seed)
 
 
-def test_all_rows_ignored(monkeypatch):
-    monkeypatch.setattr("tilewise.ops.rows.WORTH_WAITING", 0)
+def test_all_rows_ignored(set_limits):
+    set_limits(worth_waiting=0)
     hidden = torch.randn(50, 16, device="cuda", requires_grad=True)
     target = torch.full((50,), -100, device="cuda")
     loss = tw.linear_cross_entropy(hidden, torch.randn(70, 16, device="cuda"), target, reduction="sum")

@@ -16,18 +16,18 @@ from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl import one_pass as kernels
 from tilewise.kernels.torch_impl.backend import TorchBackend
-from tilewise.ops.route import MANY, route
+from tilewise.ops.limits import Limits
+from tilewise.ops.route import route
 
 MIB = 2**20
 NOT_SERVED = ["clip", "info_nce_symmetric", "info_nce_shared_negatives", "cross_entropy_smoothed", "nt_xent", "supcon"]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch, small_tiles):
+def small_blocks(monkeypatch, set_limits, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
-    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
-    forget_choices()
+    set_limits(smallest_block=1, small_cpu=0)
 
 
 @pytest.fixture
@@ -225,9 +225,9 @@ def early(n, m, d, dtype=torch.float32, device="cpu", spec=SOFTMAX, group="", **
     return way.strategy == "one_pass"
 
 
-def test_auto_goes_by_the_workspace(monkeypatch):
+def test_auto_goes_by_the_workspace(monkeypatch, set_limits):
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 1024)
-    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 64)
+    set_limits(smallest_block=64)
     assert early(8192, 8192, 256)
     assert early(2048, 128_256, 64)
     assert not early(2048, 4_000_000, 64)  # 64 rows of scores take more than the workspace
@@ -246,7 +246,7 @@ def test_auto_on_a_gpu(monkeypatch):
     from tilewise.kernels.triton_impl.backend import TritonBackend
     from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 
-    assert MANY == ONE_MACRO  # beyond it two passes have a float32 sum of the column gradients
+    assert Limits().many == ONE_MACRO  # beyond it two passes have a float32 sum of the column gradients
     gpu = functools.lru_cache(lambda shape, spec, options: TritonBackend())  # there is none here, and none is needed
     monkeypatch.setattr("tilewise.ops.route.choose_backend", gpu)
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}

@@ -18,11 +18,10 @@ from tilewise.kernels.torch_impl import one_pass as kernels
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch, small_tiles):
+def small_blocks(monkeypatch, set_limits, small_tiles):
     """Several blocks of rows, the last one ragged."""
     monkeypatch.setattr(kernels, "LARGEST_BLOCK", 48)
-    monkeypatch.setattr("tilewise.ops.route.SMALLEST_BLOCK", 1)
-    forget_choices()
+    set_limits(smallest_block=1, small_cpu=0)
 
 
 @pytest.fixture

@@ -25,13 +25,11 @@ def float32_precision() -> str:
         return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
-def matmul_precision(precision: str) -> MatmulPrecision:
-    """A context in which float32 products have the precision of `TileOptions.precision`."""
-    return MatmulPrecision(precision)
-
-
 class MatmulPrecision:
-    """One call, from its first product to its last. Inside of another call of the same thread, that one pauses."""
+    """A context in which float32 products have the precision of `TileOptions.precision`.
+
+    It is one call, from its first product to its last. Inside of another call of the same thread, that one pauses.
+    """
 
     __slots__ = ("changes", "inside", "outer", "precision")
 
@@ -40,6 +38,13 @@ class MatmulPrecision:
 
     def __enter__(self) -> None:
         self.outer: MatmulPrecision | None = getattr(_thread, "call", None)
+        if self.outer is None and self.precision == "torch":  # nearly all calls
+            self.inside = False
+            _turns.plain.add(self)
+            if _turns.changed_to is None:
+                _thread.call = self
+                return
+            _turns.leave(self)
         # "torch" is the precision of the call around it.
         self.inside = self.outer is not None and self.precision in ("torch", self.outer.precision)
         if self.inside:
@@ -167,5 +172,6 @@ def _changed(precision: str, setting: Setting) -> Callable[[], None]:
     return restore
 
 
+matmul_precision = MatmulPrecision
 _thread = threading.local()
 _turns = _Turns()

@@ -18,7 +18,7 @@ from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import positive_shift
-from tilewise.options import TileOptions, check_flag
+from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
 NAMES = ("input", "linear_weight")
 IN_RANGE = PairSpec(row_lse=True, positive="one", in_range=True)
@@ -124,11 +124,15 @@ def linear_cross_entropy(
     0.5514
     """
     _check.check_reduction(reduction)
-    options, name = _check.check_row_options(options, group)
-    ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
+    options, name = (DEFAULT_OPTIONS, "") if options is group is None else _check.check_row_options(options, group)
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        ignore_index = check_ignore_index(ignore_index)
+    if type(shift) is not int or shift != 0:
+        shift = check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
     scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the states in input by it")
-    check_flag("return_lse", return_lse)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     if not (type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0):
         label_smoothing = _check.check_number("label_smoothing", label_smoothing)
         if not 0.0 <= label_smoothing <= 1.0:
@@ -288,7 +292,7 @@ def check_head(
     if not shift and getattr(input, "ndim", 0) == getattr(linear_weight, "ndim", 0) == 2:
         a, c = _check.check_sides(NAMES, input, linear_weight)
         bias = None if linear_bias is None else check_bias("linear_bias", linear_bias, c)
-        return a, c, bias, check_softcap(softcap), input.shape[:-1]
+        return a, c, bias, 0.0 if softcap is None else check_softcap(softcap), input.shape[:-1]
     a, shape = _rows(input, shift)
     if isinstance(linear_weight, Tensor) and not linear_weight.is_nested and linear_weight.dim() > 2:
         raise ShapeError(
@@ -331,10 +335,11 @@ def _check_target(
 def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int | Tensor) -> tuple[Tensor, bool]:
     """See `_check_target`, which has checked everything but the numbers."""
     y = target[..., shift:] if shift else target
-    if y.dim() != 1:
+    if y.ndim != 1:
         y = y.reshape(-1)
-    if y.numel() and _check.can_read(y):
-        least, most = (end.item() for end in torch.aminmax(y))
+    if y.shape[0] > 0 and _check.can_read(y):
+        low, high = torch.aminmax(y)
+        least, most = low.item(), high.item()
         if least >= 0 and most < classes and not least <= ignore_index <= most:
             return y, True
         wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]

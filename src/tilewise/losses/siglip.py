@@ -14,6 +14,7 @@ from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
 
 NAMES = ("image_features", "text_features")
+SPEC = PairSpec(softplus=True, positive="one")
 
 
 def siglip_loss(
@@ -54,11 +55,10 @@ def siglip_loss(
     scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the rows of image_features by it")
     # Not a half type: the gradient of the bias is the sum of the columns' gradients, which must not be rounded first.
     bias = _check.check_scalar("logit_bias", logit_bias, a).to(stat_dtype(a.dtype)).expand(b.shape[0])
-    spec = PairSpec(softplus=True, positive="one")
     if reduction != "none" and not name:
-        return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=spec, options=options)
+        return pair_loss(a, b, scale, bias, weights=row_weights(a, reduction), spec=SPEC, options=options)
     must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale, logit_bias=logit_bias)
-    stats = pair_stats(a, b, scale, bias, spec=spec, options=options, group_name=name, must_match=must_match)
+    stats = pair_stats(a, b, scale, bias, spec=SPEC, options=options, group_name=name, must_match=must_match)
     return reduce_rows(stats.row_softplus, reduction, name)
 
 

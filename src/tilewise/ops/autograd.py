@@ -74,7 +74,8 @@ def pair_loss(
     Args:
         full_keys: makes the keys with the shifts of rows and columns, which small calls do not need.
     """
-    options = with_budget(options, a.device, "")
+    if options.workspace_mib == "auto":
+        options = with_budget(options, a.device, "")
     if holds_numbers(a):
         job = find_job(a, b, scale, bias, weights, keys, spec, options)
         if job is not None:

@@ -42,6 +42,8 @@ from tilewise.kernels.torch_impl.one_pass import multiplied
 from tilewise.kernels.torch_impl.tile_scores import product_types
 from tilewise.options import TileOptions
 
+NOTHING = Needs(a=False, b=False)
+
 
 class TorchSmall:
     """The capability `small` of the torch backend."""
@@ -80,8 +82,6 @@ class TorchJob:
     ) -> tuple[Tensor, Sequence[Any]]:
         """The loss, and its gradients."""
         key, (row_key, col_key, row_skip, col_skip, each, square) = self.key, facts
-        if isinstance(scale, Tensor) and a.device.type == "cpu":
-            scale = scale.item()
         keys = {"row_key": row_key, "col_key": col_key, "row_skip": row_skip, "col_skip": col_skip}
         pair = Pair(a=a, b=a if b is None else b, scale=scale, bias=bias, **keys)
         weights = RowWeights(share=share, kept=key.kept, each=each, square=square)
@@ -141,8 +141,10 @@ def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: Pair
         loss, g_nm = sigmoid(x_nm, weights, positives)
     else:
         loss, g_nm = softmax(x_nm, weights, spec, positives)
-    loss = loss.mul_(share).to(pair.stat_dtype)  # a mean over no rows is NaN: 0 times inf
-    if not any(needs):
+    loss = loss.mul_(share)  # a mean over no rows is NaN: 0 times inf
+    if loss.dtype is not kind:
+        loss = loss.to(kind)
+    if needs == NOTHING:
         return loss, Grads()
     if weights.kept or isinstance(share, Tensor):
         share = torch.where(share < torch.inf, share, 0.0) if isinstance(share, Tensor) else min(share, 1.0)
@@ -209,10 +211,10 @@ class Positives:
             g_nm.sub_(each[:, None].to(g_nm.dtype) * self.mask)
         elif self.place is None:
             g_nm.diagonal().sub_(weight)
-        elif isinstance(weight, float):
-            g_nm.scatter_(1, self.place, g_nm.gather(1, self.place).sub_(weight))
         else:
-            g_nm.scatter_add_(1, self.place, weight[:, None].neg())
+            number = isinstance(weight, float)
+            values = g_nm.new_full(self.place.shape, -weight) if number else weight[:, None].neg()
+            g_nm.scatter_add_(1, self.place, values)
 
     def allow_(self, mask_nm: Tensor) -> None:
         """Set a mask to False at the positives."""
