@@ -31,6 +31,7 @@ from tests.random_settings import FAMILIES
 from torch import Tensor
 
 from tilewise.kernels.spec import stat_dtype
+from tilewise.ops import limits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # An error may be the largest of three, as docs/concepts/numerics.md says. First, so much of the answer, or for the

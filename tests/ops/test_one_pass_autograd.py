@@ -13,7 +13,6 @@ from torch._dynamo import compiled_autograd
 
 import tilewise as tw
 from tilewise.errors import GradientError
-from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.torch_impl import one_pass as kernels
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.kernels.backend import SmallJob
 from tilewise.kernels.registry import forget_with_backends
-from tilewise.kernels.spec import PairSpec, RowWeights
+from tilewise.kernels.spec import Needs, PairSpec, RowWeights
 from tilewise.ops import limits
 from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, needs_of
 from tilewise.ops.operators import PAIR_LOSS
@@ -119,7 +119,7 @@ class SmallLoss(torch.autograd.Function):
         else:  # a second backward, or one that may be differentiated: forward runs again, as a registered operator
             scale = leaves[2] if rest.number is None else rest.number
             weights, (a, b, _, bias) = rest.weights, leaves
-            needs = needs_of(a, b, scale, bias)
+            needs = Needs(*ctx.needs_input_grad[:4])  # gradients are switched off here
             settings = Settings(rest.spec, rest.options, "", needs, weights.share, weights.kept)
             call = Call((a, b, scale, bias), (*rest.keys, weights.each, weights.square), settings)
             found = registered_backward(PAIR_LOSS, call, [], grads, needs)

@@ -212,8 +212,7 @@ class Positives:
         elif self.place is None:
             g_nm.diagonal().sub_(weight)
         else:
-            number = isinstance(weight, float)
-            values = g_nm.new_full(self.place.shape, -weight) if number else weight[:, None].neg()
+            values = -weight[:, None] if isinstance(weight, Tensor) else g_nm.new_full(self.place.shape, -weight)
             g_nm.scatter_add_(1, self.place, values)
 
     def allow_(self, mask_nm: Tensor) -> None:

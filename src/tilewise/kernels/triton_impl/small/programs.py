@@ -26,14 +26,19 @@ FACTS = ("row_key", "col_key", "row_skip", "col_skip", "weight", "square")
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
 
-def saved_type(features: torch.dtype, needs: Needs) -> torch.dtype:
-    """The type in which the gradients of features are saved between forward and backward.
+def is_whole(features: torch.dtype, needs: Needs) -> bool:
+    """Whether G has the factor of the features' gradients, scale times weight, before it is rounded.
 
-    It is that of the features, and G has the factor of all gradients already: grad_output is mostly 1 or a power of 2, so
-    nothing is rounded twice. In float16 that factor would leave the range. With a bias, whose gradient is the sum of
-    G, G must not have it either. Then gradients are float32 without the factor, until backward.
+    Then gradients are saved in the type of the features: grad_output is mostly 1 or a power of 2, so nothing is rounded
+    twice. In float16 the factor would leave the range. With a bias, whose gradient is the sum of G, G must not have
+    it either. Then gradients are saved in float32, and backward multiplies them by the factor.
     """
-    return torch.float32 if features == torch.float16 or needs.bias else features
+    return features != torch.float16 and not needs.bias
+
+
+def saved_type(features: torch.dtype, needs: Needs) -> torch.dtype:
+    """The type in which the gradients of features are saved between forward and backward."""
+    return features if is_whole(features, needs) else torch.float32
 
 
 def loss_program(key: SmallKey) -> Program:
@@ -81,7 +86,7 @@ def loss_program(key: SmallKey) -> Program:
     p.product(x, a, b.t)
     saved = saved_type(shape.dtype, needs)
     g = p.scratch("G", (n, m), shape.dtype) if any(needs) else None
-    whole = saved == shape.dtype
+    whole = is_whole(shape.dtype, needs)
     row_loss, col_loss, two = vector("row_loss", n), None, spec.col_lse or spec.symmetric
     tile_rows, tile_cols = tile_of(n, m)
     both_rows = 32 if n * m <= FEW else 64
@@ -160,17 +165,16 @@ def tile_of(n: int, m: int) -> tuple[int, int]:
 def gradient_program(
     sizes: tuple[tuple[int, int] | None, ...],
     features: torch.dtype,
-    saved: torch.dtype,
-    scale: bool,
+    needs: Needs,
     *,
     overwrite: bool,
 ) -> Program:
     """Gradients of features of these sizes, and of the scale, times ``grad_output``; outputs: those not in place."""
     p = Program()
     given = [p.given(name) for name in ("a", "b", "scale", "factor", "grad_output")]
-    in_place = overwrite and saved == features
+    in_place = overwrite and saved_type(features, needs) == features
     named: dict[str, Any] = {"grad_output": given[4], "IN_PLACE": in_place, "BLOCK": BLOCK}
-    if saved != features:
+    if not is_whole(features, needs):
         named["factor"] = given[3]
     blocks = 1
     for name, buffer, size in zip(("a", "b"), given, sizes, strict=False):
@@ -179,7 +183,7 @@ def gradient_program(
             out = buffer if in_place else p.output(f"{name}_out", size, features)
             named |= {name: buffer, f"{name}_out": out, f"{name}_size": count}
             blocks = max(blocks, cdiv(count, BLOCK))
-    if scale:
+    if needs.scale:
         named |= {"scale": given[2], "scale_out": p.output("scale_out", (), torch.float32)}
     p.launch(kernels.gradient_kernel, blocks, **named)
     return p.done()

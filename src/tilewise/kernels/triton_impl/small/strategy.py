@@ -23,7 +23,7 @@ from tilewise.kernels.scalar_loss import SMALL_STATISTICS
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype, wanted_names
 from tilewise.kernels.triton_impl.launch.call import vector
 from tilewise.kernels.triton_impl.program import Program
-from tilewise.kernels.triton_impl.small.programs import gradient_program, loss_program, saved_type
+from tilewise.kernels.triton_impl.small.programs import gradient_program, is_whole, loss_program, saved_type
 from tilewise.options import TileOptions
 
 
@@ -54,7 +54,7 @@ class TritonSmall:
             ((shape.cols,), stat),
         )
         found = [like if need else ((0,), stat) for need, like in zip(needs, sizes, strict=True)]
-        return [*found, ((0,) if saved == shape.dtype else (), stat)]
+        return [*found, ((0,) if is_whole(shape.dtype, needs) else (), stat)]
 
     def job(self, key: SmallKey) -> TritonJob:
         """The work for calls of one kind."""
@@ -68,14 +68,12 @@ class TritonJob:
         self.key, shape, needs = key, key.shape, key.needs
         self.program = loss_program(key)
         self.device, self.cols = shape.device, shape.cols
-        self.saved = saved_type(shape.dtype, needs)
         sizes = (shape.rows, shape.width) if needs.a else None, (shape.cols, shape.width) if needs.b else None
         # Of a first backward, which may overwrite the saved gradients, and of any other one
         self.gradients = {
-            overwrite: gradient_program(sizes, shape.dtype, self.saved, needs.scale, overwrite=overwrite)
-            for overwrite in (True, False)
+            overwrite: gradient_program(sizes, shape.dtype, needs, overwrite=overwrite) for overwrite in (True, False)
         }
-        self.in_place = self.saved == shape.dtype
+        self.in_place = saved_type(shape.dtype, needs) == shape.dtype
 
     def forward(
         self, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any], share: float

@@ -1,0 +1,239 @@
+"""The strategy `small`: scalar losses of small batches from one block of scores, on the CPU."""
+
+import threading
+
+import pytest
+import torch
+from tests.compare import assert_close, relative_error
+from tests.losses.loss_cases import converted, problem, solve
+from torch.utils.checkpoint import checkpoint
+
+import tilewise as tw
+from tilewise.errors import GradientError
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.ops import limits, small
+from tilewise.ops.route import route
+
+SERVED = [
+    *("clip", "clip_with_bias", "siglip", "nt_xent", "supcon", "supcon_lonely_rows"),
+    *("info_nce", "info_nce_symmetric", "info_nce_ids", "info_nce_ids_one_way"),
+    *("cross_entropy", "cross_entropy_bias", "cross_entropy_ignoring_a_class", "cross_entropy_weighted"),
+    *("cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),
+]
+TILES = {"small": 0, "small_cpu": 0}
+
+
+@pytest.fixture
+def no_tiles(monkeypatch):
+    """The tile loops of the other strategies fail."""
+    for name in ("two_pass", "one_pass"):
+        monkeypatch.setattr(f"tilewise.kernels.torch_impl.{name}.Tiles", None)
+
+
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", SERVED)
+def test_equals_the_oracle(name, reduction):
+    made = problem(name, torch.float64)
+    loss, grads = solve(made.ours, made.leaves, reduction=reduction)
+    want, want_grads = solve(made.dense, made.leaves, reduction=reduction)
+    assert_close(loss, want, 1e-12, "loss")
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 1e-10, leaf)
+
+
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SERVED)
+def test_half_types_round_the_gradients_once(name, dtype):
+    made = problem(name, dtype)
+    loss, grads = solve(made.ours, made.leaves)
+    want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+    assert_close(loss, want, 3e-6, "loss")
+    for leaf, values in grads.items():
+        assert_close(values, want_grads[leaf], 1.2 * torch.finfo(dtype).eps, leaf)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_float32_is_as_close_as_the_tiles(name, set_limits):
+    """Over several problems, at most 1.1 times the error of the other strategies, and 1e-7."""
+    worst = {"small": 0.0, "tiles": 0.0}
+    for seed in range(6):
+        made = problem(name, torch.float32, seed=seed)
+        want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+        for way, values in (("small", {}), ("tiles", TILES)):
+            with limits.changed(**values):
+                loss, grads = solve(made.ours, made.leaves)
+            errors = [relative_error(loss, want), *(relative_error(grads[leaf], want_grads[leaf]) for leaf in grads)]
+            worst[way] = max(worst[way], *errors)
+    assert worst["small"] <= 1.1 * worst["tiles"] + 2e-7
+
+
+def strategy(n, m=None, d=64, dtype=torch.float32, device="cpu", spec=None, **settings):
+    spec = spec or PairSpec(row_lse=True, positive="one")
+    shape = PairShape(n, m or n, d, dtype, torch.device(device))
+    return route(shape, spec, tw.TileOptions(**settings), Needs(), scalar=True).strategy
+
+
+def test_which_calls_are_small():
+    assert strategy(64) == strategy(4096) == "small"
+    assert strategy(4097) != "small"  # tiles are faster
+    assert strategy(4096, workspace_mib=64) != "small"  # a number limits it
+    assert strategy(64, gradients="backward") == "two_pass"
+    assert strategy(64, filter_tolerance=1e-3) != "small"
+    assert strategy(64, batch_invariant=True) == "two_pass"
+    assert strategy(64, spec=PairSpec(row_lse=True, row_sum=True, positive="one")) != "small"
+    assert strategy(0) != "small"
+
+
+def test_a_known_call_is_one_lookup(monkeypatch):
+    x, y = (torch.randn(6, 3, requires_grad=True) for _ in range(2))
+    tw.info_nce(x, y).backward()
+    monkeypatch.setattr(small, "route_of", None)
+    tw.info_nce(x, y).backward()
+    tw.info_nce(x, y, temperature=0.2).backward()  # a number is no part of the kind of a call
+    with pytest.raises(TypeError):
+        tw.info_nce(x[:5], y[:5])
+
+
+def test_other_limits_hold_for_known_calls():
+    x = torch.randn(6, 3, requires_grad=True)
+    tw.clip_loss(x, x, 1.0).backward()
+    with limits.changed(**TILES):
+        (call,) = tw.explain(tw.clip_loss, x, x, 1.0).calls
+        assert call.strategy != "small"
+    (call,) = tw.explain(tw.clip_loss, x, x, 1.0).calls
+    assert call.strategy == "small"
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "cross_entropy_z_loss"])
+def test_backward_twice_and_by_parts(name):
+    made = problem(name, torch.float64)
+    leaves = {leaf: values.clone().requires_grad_() for leaf, values in made.leaves.items()}
+    loss = made.ours(type("Leaves", (), leaves))
+    inputs = list(leaves.values())
+    first = torch.autograd.grad(loss, inputs, torch.tensor(3.0, dtype=torch.float64), retain_graph=True)
+    second = torch.autograd.grad(loss, inputs, torch.tensor(-0.5, dtype=torch.float64))
+    _, want = solve(made.dense, made.leaves)
+    assert any(values.abs().max() > 0 for values in first)
+    ones = solve(made.ours, made.leaves)[1]
+    for leaf, one, other in zip(leaves, first, second, strict=True):
+        assert_close(one, 3.0 * ones[leaf], 1e-12, leaf)
+        assert_close(other, -0.5 * ones[leaf], 1e-10, leaf)
+    assert want.keys() == ones.keys()
+
+
+def test_a_frozen_side_has_no_gradient():
+    x, y = torch.randn(6, 3, requires_grad=True), torch.randn(6, 3)
+    scale = torch.tensor(2.0, requires_grad=True)
+    for image, factor in ((x, 2.0), (x, scale), (x.detach(), scale)):
+        needed = [leaf for leaf in (image, factor) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        got = torch.autograd.grad(tw.clip_loss(image, y, factor), needed)
+        want = torch.autograd.grad(clip_dense(image, y, factor), needed)
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, 2e-6)
+    with torch.no_grad():
+        assert not tw.clip_loss(x, y, scale).requires_grad
+
+
+def clip_dense(x, y, scale):
+    logits = scale * x @ y.T
+    target = torch.arange(len(x))
+    cross = torch.nn.functional.cross_entropy
+    return (cross(logits, target) + cross(logits.T, target)) / 2
+
+
+def test_inputs_changed_in_place_raise():
+    x, y = torch.randn(6, 3, requires_grad=True), torch.randn(6, 3)
+    moved = x * 1.0
+    loss = tw.info_nce(moved, y)
+    moved.data_ptr()
+    with torch.no_grad():
+        moved.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_loss_may_be_changed_in_place():
+    x = torch.randn(6, 3, requires_grad=True)
+    want = torch.autograd.grad(tw.nt_xent(x) / 4, x)[0]
+    loss = tw.nt_xent(x)
+    loss /= 4
+    assert_close(torch.autograd.grad(loss, x)[0], want, 1e-6)
+
+
+def test_checkpointing_and_autocast():
+    x, y = (torch.randn(6, 3, requires_grad=True) for _ in range(2))
+    want = torch.autograd.grad(tw.info_nce(x, y), (x, y))
+    got = torch.autograd.grad(checkpoint(tw.info_nce, x, y, use_reentrant=False), (x, y))
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tw.info_nce(x, y)
+    assert loss.dtype == torch.float32
+    assert_close(loss, tw.info_nce(x.bfloat16(), y.bfloat16()), 1e-6)
+    loss.backward()
+    assert x.grad.dtype == torch.float32
+
+
+def test_a_second_derivative_raises():
+    x = torch.randn(6, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(tw.nt_xent(x), x, create_graph=True)
+    with pytest.raises(GradientError):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+def test_ignored_rows_take_no_part(share):
+    """Whatever lies in them: NaN as well. A mean over no rows is NaN, and its gradient 0, as in PyTorch."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, head = (torch.randn(rows, 5, generator=generator, dtype=torch.float64) for rows in (10, 7))
+    target = torch.randint(7, (10,), generator=generator)
+    ignored = torch.arange(10) < round(10 * share)
+    target[ignored], hidden[ignored] = -100, torch.nan
+    hidden.requires_grad_()
+    loss = tw.linear_cross_entropy(hidden, head.requires_grad_(), target)
+    grads = torch.autograd.grad(loss, (hidden, head))
+    if share == 1:
+        assert loss.isnan()
+        assert all((grad == 0).all() for grad in grads)
+        return
+    kept = hidden.detach()[~ignored].requires_grad_()
+    want = torch.nn.functional.cross_entropy(kept @ head.T, target[~ignored])
+    want_grads = torch.autograd.grad(want, (kept, head))
+    assert_close(loss, want, 1e-12)
+    assert_close(grads[0][~ignored], want_grads[0], 1e-12)
+    assert (grads[0][ignored] == 0).all()
+    assert_close(grads[1], want_grads[1], 1e-12)
+
+
+def test_threads_share_the_jobs():
+    """Calls of four kinds from four threads at once give what each gives alone."""
+    made = [problem(name, torch.float64) for name in ("clip", "nt_xent", "info_nce_ids", "siglip")]
+    want = [solve(one.ours, one.leaves) for one in made]
+    wrong = []
+
+    def work(first):
+        for turn in range(40):
+            place = (first + turn) % 4
+            loss, grads = solve(made[place].ours, made[place].leaves)
+            same = torch.equal(loss, want[place][0])
+            same &= all(torch.equal(grads[leaf], want[place][1][leaf]) for leaf in grads)
+            if not same:
+                wrong.append(place)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "supcon", "siglip", "cross_entropy", "info_nce_ids"])
+def test_compiled_in_one_graph(name):
+    made = problem(name, torch.float32)
+    loss, grads = solve(torch.compile(made.ours, fullgraph=True, backend="aot_eager"), made.leaves)
+    want, want_grads = solve(made.ours, made.leaves)
+    assert_close(loss, want, 1e-6)
+    for leaf in want_grads:
+        assert_close(grads[leaf], want_grads[leaf], 3e-6, leaf)
