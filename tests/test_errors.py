@@ -62,10 +62,10 @@ NO_CHANGE = (
     "Skip empty batches",
     "use the loss of pytorch-metric-learning",
 )
-# Advice that cannot be executed in one process on a CPU, and the test that does so.
+# Advice that cannot be executed in one process on a CPU.
 ELSEWHERE = {
     "Move one of them": "needs a second device",
-    r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU: tests/test_macos.py",
+    r"Pass \.cpu\(\) of all tensors; .*": "needs an Apple GPU",
     r"For all ranks, pass torch\.distributed\.group\.WORLD": "needs a group: tests/ring/test_ring_losses.py",
     "Call torch.distributed.init_process_group before the loss, .*": "tests/integrations/test_drop_ins_group.py",
 }
