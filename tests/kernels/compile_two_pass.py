@@ -4,7 +4,6 @@ from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_ti
 
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
-from tilewise.kernels.triton_impl.one_pass import small_batch
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive
@@ -160,9 +159,6 @@ def main() -> None:
                 made = compiled(kernel, constants, present | more, dtype, capability)
                 show(capability, kernel.__name__, made, loss=loss, dtype=dtype)
         if every:
-            constants = {"BLOCK": small_batch.SUM_BLOCK}
-            made = compiled(small_batch.loss_kernel, constants, {"inside", "outside"}, "fp32", capability)
-            show(capability, "loss_kernel", made)
             row = row_for(capability, dtype)
             for sizes in {row.gradient, row.gradient_wide or row.gradient}:
                 constants = {

@@ -52,7 +52,7 @@ def job(spec, n, m, d, *, has_row_key=False, kept=False):
 
 @pytest.mark.parametrize("target", ["some", "out", "none"])
 def test_ignored_rows_and_targets_out_of_range(target):
-    """The host of a GPU cannot look: a target out of range gives NaN, an ignored one nothing. No row: NaN, gradient 0."""
+    """A GPU's host cannot look: a target out of range gives NaN, an ignored one nothing. No row: NaN, gradient 0."""
     spec = PairSpec(row_lse=True, positive="one", ignored=-100, drop_rows=True)
     generator = torch.Generator().manual_seed(1)
     a, b = torch.randn(5, 8, generator=generator), torch.randn(9, 8, generator=generator)

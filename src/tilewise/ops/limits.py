@@ -26,8 +26,6 @@ class Limits:
         narrowest_in_blocks: with fewer features a block's products are so short that nothing is gained. With 16,384 to
             65,536 rows and columns: 0.96 to 1.08 of the time of two passes at width 256 and below, 0.92 to 0.95 at 384,
             0.89 at 512.
-        largest_both: both directions in one pass: at width 512, 8,192 rows take 0.77 ms instead of 1.24; from 16,384
-            rows on the device is the limit, and nothing is gained.
         worth_filtering: the filter on a GPU: below so many multiply-adds its launches cost more than it saves.
         worth_waiting: dropping ignored rows on a GPU: multiply-adds of one product from which the host waits for their
             number; forward and backward then take 3 ms.
@@ -41,7 +39,6 @@ class Limits:
     smallest_of_many: int = 768
     many: int = 16384
     narrowest_in_blocks: int = 384
-    largest_both: int = 16384
     worth_filtering: int = 2**40
     worth_waiting: int = 2**38
 

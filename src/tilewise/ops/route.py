@@ -18,7 +18,7 @@ import torch
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, Like, OnePass
 from tilewise.kernels.registry import choose_backend, forget_with_backends
-from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, PairSpec, wanted_names
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, wanted_names
 from tilewise.ops.limits import Limits, current
 from tilewise.ops.row_blocks import in_blocks
 from tilewise.options import TileOptions
@@ -73,7 +73,6 @@ def _route(
     limits: Limits,
     *,
     scalar: bool = False,
-    uniform: bool = True,
     over_group: bool = False,
     capturing: bool = False,
 ) -> Route:
@@ -83,7 +82,6 @@ def _route(
         shape, spec, options, needs: of the call.
         limits: the thresholds.
         scalar: whether the loss is a scalar with known weights (`RowWeights`).
-        uniform: whether all rows have the same weight, known to the host.
         over_group: whether the columns are sharded over a process group.
         capturing: whether a CUDA graph is being captured, in which the host may not read numbers.
     """
@@ -106,7 +104,7 @@ def _route(
         return Route("two_pass", f"nothing is dropped: {why_exact}", backend, too_small=why_exact == TOO_SMALL)
     if not scalar:
         return Route("two_pass", "the loss needs the statistics of each row", backend)
-    why_two = _why_not_one_pass(shape, spec, options, backend, limits, uniform)
+    why_two = _why_not_one_pass(shape, spec, options, backend, limits)
     if why_two is None:
         return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
     return Route("two_pass", why_two, backend)
@@ -170,7 +168,7 @@ def _why_not_small(
 
 
 def _why_not_one_pass(
-    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits, uniform: bool
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits
 ) -> str | None:
     """Why a scalar loss takes two passes, or None."""
     if options.gradients == "backward":
@@ -183,17 +181,7 @@ def _why_not_one_pass(
         return "one pass has the same scale for all rows"
     if reason := backend.one_pass.why_not(shape, spec, options):
         return reason
-    if spec.col_lse:
-        if not uniform:
-            return "one pass over both directions needs one weight for all rows"
-        if shape.rows > limits.largest_both:
-            return "one pass over both directions saves host time only, and this batch is limited by the device"
-        if 8 * shape.rows * shape.width > options.workspace_bytes / 2:
-            return "float32 gradients of both sides would take more than half the workspace"
     gpu, forward = shape.device.type == "cuda", options.gradients == "forward"
-    if spec.col_lse:
-        pays = forward or (gpu and shape.dtype in HALF_TYPES)
-        return None if pays else "one pass over both directions pays for half types on a GPU"
     rows = backend.one_pass.rows_that_fit(shape, spec, options.workspace_bytes)
     if gpu and not forward and shape.products < limits.worth_one_pass and not spec.softplus:
         return "the call is so small that the host would take longer than the device"

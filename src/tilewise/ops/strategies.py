@@ -68,7 +68,6 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
         settings.options,
         settings.needs,
         scalar=scalar,
-        uniform=call.row_weight is None,
         over_group=bool(settings.group_name),
         capturing=capturing,
     )

@@ -74,7 +74,7 @@ def saves_exponentials(shape: PairShape, needs: Needs, spec: PairSpec, options: 
     quarter of the workspace.
     """
     memory, gradients = options.workspace_bytes, 4 * (shape.rows + shape.cols) * shape.width
-    if not needs.b or spec.softplus or spec.col_lse or shape.dtype != torch.bfloat16:
+    if not needs.b or spec.softplus or shape.dtype != torch.bfloat16:
         return False
     smaller = shape.rows * shape.cols * shape.dtype.itemsize < gradients
     return (smaller or 4 * shape.cols * shape.width > memory // 4) and one_block(shape, memory)

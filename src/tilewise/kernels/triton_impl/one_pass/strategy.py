@@ -2,7 +2,7 @@
 
 What a call allocates above inputs and gradients, with w the workspace. Softmax: E of a block of rows, a copy of those
 rows and their partial sums (at most w together, one row of tiles at the least). Sigmoid: as the backward of two passes.
-Both directions (`small_batch`): as the backward of two passes. Gradients are saved in float32; for a large bfloat16
+Gradients are saved in float32; for a large bfloat16
 classifier whose rows are one block, E is saved in their place (`products`).
 """
 
@@ -21,7 +21,6 @@ from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, Pair
 from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of, without_graph
 from tilewise.kernels.triton_impl.launch.prepared import Prepared
 from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
-from tilewise.kernels.triton_impl.one_pass import small_batch
 from tilewise.kernels.triton_impl.one_pass.product_kernels import times_kernel
 from tilewise.kernels.triton_impl.one_pass.products import (
     Exponentials,
@@ -38,16 +37,13 @@ from tilewise.kernels.triton_impl.two_pass.backward import factors_of, spread
 from tilewise.options import TileOptions
 
 TIMES_BLOCK, PROGRAMS_EACH = 4096, 8  # programs of each multiprocessor
-BOTH_DIRECTIONS = PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
 class TritonOnePass:
     """The capability `one_pass` of the Triton backend."""
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this call cannot take one pass, or None: losses of rows with one positive, or of both directions, can."""
-        if spec == BOTH_DIRECTIONS and not shape.has_skips:
-            return None if shape.rows == shape.cols else "both directions need as many rows as columns"
+        """Why this call cannot take one pass, or None: losses of rows with one positive can."""
         if not is_one_sided(spec):
             return NOT_ONE_SIDED
         if not spec.softplus and shape.dtype == torch.float16:
@@ -55,8 +51,8 @@ class TritonOnePass:
         return None
 
     def rows_that_fit(self, shape: PairShape, spec: PairSpec, memory: int) -> int:
-        """How many rows of E fit the memory. Only a softmax of rows needs E; the other losses fit always."""
-        return shape.rows if spec.softplus or spec.col_lse else block_rows(shape, memory)
+        """How many rows of E fit the memory. Only a softmax needs E; a sigmoid fits always."""
+        return shape.rows if spec.softplus else block_rows(shape, memory)
 
     def saved_like(
         self, shape: PairShape, needs: Needs, spec: PairSpec, options: TileOptions
@@ -70,15 +66,9 @@ class TritonOnePass:
         self, pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions, rows: int
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and exponentials or gradients."""
-        if spec.col_lse:
-            assert weights.each is None
-            assert weights.square is None
-            with on_device(pair.a), without_graph(), matmul_precision(options.precision):
-                loss, grads = small_batch.loss_and_gradients(pair, weights.share, needs, spec, options)
-        elif saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
+        if saves_exponentials(pair.shape._replace(rows=rows), needs, spec, options):
             return exponentials(pair, weights, spec, options, rows)
-        else:
-            loss, grads = loss_and_gradients(pair, weights, needs, spec, options)
+        loss, grads = loss_and_gradients(pair, weights, needs, spec, options)
         return loss, saved_gradients(grads, rows)
 
     def backward(
