@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "compile_two_pass": {
         *("forward_kernel", "repair_kernel", "merge_kernel", "gradient_kernel", "positive_kernel"),
+        *("positive_gradient_kernel", "factor_kernel", "check_kernel", "row_product_kernel"),
         "saved_gradient_kernel",
     },
     "compile_filtered": {
