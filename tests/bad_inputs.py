@@ -1136,7 +1136,7 @@ BAD = {
     "a second derivative": (
         lambda: second_derivative(detach=False),
         GradientError,
-        ("first derivatives only", "second backward", "Detach the gradient"),
+        ("first derivatives only", "second backward", "Otherwise detach the gradient"),
         lambda: (second_derivative(detach=True), gradient_norm()),
     ),
     "an explanation of another function": (

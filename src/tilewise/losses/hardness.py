@@ -40,7 +40,7 @@ def check_hardness(
     hardness: float, mode: str, *, in_batch: bool, negatives: bool, dtype: torch.dtype = torch.float32
 ) -> Hardness:
     """Check the settings. ``in_batch`` and ``negatives``: which kinds of negatives the call has."""
-    if type(hardness) is float and hardness == 0.0 and mode == "all_negatives":
+    if type(hardness) is float and hardness == 0.0 and type(mode) is str and mode == "all_negatives":
         return NONE
     check_choice("hardness_mode", mode, MODES)
     value = _check.check_number("hardness", hardness, dtype=dtype)

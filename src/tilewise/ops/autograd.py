@@ -79,7 +79,7 @@ def pair_loss(
     if holds_numbers(a):
         job = find_job(a, b, scale, bias, weights, keys, spec, options)
         if job is not None:
-            tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+            tensor, number = (None, scale) if type(scale) is float else (scale, None)
             loss: Tensor = SmallLoss.apply(a, b, tensor, bias, Rest(job, number, keys, weights, spec, options))
             return loss
     if full_keys is not None:

@@ -17,7 +17,7 @@ from tilewise.kernels.backend import SmallJob
 from tilewise.kernels.registry import forget_with_backends
 from tilewise.kernels.spec import Needs, PairSpec, RowWeights
 from tilewise.ops import limits
-from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, needs_of
+from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, holds_numbers, needs_of
 from tilewise.ops.operators import PAIR_LOSS
 from tilewise.ops.registered import registered_backward
 from tilewise.ops.strategies import NOTHING, route_of, small_facts, small_job
@@ -44,7 +44,7 @@ def find_job(
     On a CPU, rows that may be ignored are counted and dropped first, which `strategies` does.
     """
     row_key, col_key, row_skip, col_skip = keys[:4]
-    learned = isinstance(scale, Tensor) and scale.requires_grad
+    learned = type(scale) is not float and isinstance(scale, Tensor) and scale.requires_grad
     key = (
         spec,
         options,
@@ -114,7 +114,7 @@ class SmallLoss(torch.autograd.Function):
         leaves: Sequence[Any] = ctx.saved_tensors  # also checks that none was changed in place
         once, ctx.once = ctx.once, None
         rest: Rest = ctx.rest
-        if once is not None and not torch.is_grad_enabled():
+        if once is not None and not torch.is_grad_enabled() and holds_numbers(leaves[0]):
             found = rest.job.backward(once, grads[0], overwrite=True)
         else:  # a second backward, or one that may be differentiated: forward runs again, as a registered operator
             scale = leaves[2] if rest.number is None else rest.number

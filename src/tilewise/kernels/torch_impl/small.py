@@ -104,12 +104,13 @@ class TorchJob:
 
 
 def block_bytes(shape: PairShape, spec: PairSpec) -> int:
-    """Scratch memory: scores, their logarithmic softmax, masks, and G as operands of a product."""
-    item = 8 if shape.dtype == torch.float64 else 4
-    converted = shape.dtype in HALF_TYPES and shape.device.type != "cuda"  # features as float32
-    copies = 2 + spec.col_lse + bool(spec.softcap) + spec.symmetric + (spec.positive == "many")
-    score = copies * item + (2 if shape.dtype in HALF_TYPES else 0) + 2 * (shape.has_skips or spec.positive == "many")
-    return shape.rows * shape.cols * score + converted * (shape.rows + shape.cols) * shape.width * 4
+    """Scratch memory: scores, their logarithmic softmax, masks, and G as an operand of a product."""
+    item, half = 8 if shape.dtype == torch.float64 else 4, shape.dtype in HALF_TYPES
+    on_cuda, many = shape.device.type == "cuda", spec.positive == "many"
+    copies = 2 + spec.col_lse + bool(spec.softcap) + spec.symmetric + many
+    score = copies * item + (2 if half and on_cuda else 0) + 2 * (shape.has_skips or many)
+    features = (shape.rows + shape.cols) * shape.width * 4 if half and not on_cuda else 0  # as float32
+    return shape.rows * shape.cols * score + features
 
 
 def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec) -> tuple[Tensor, Grads]:
@@ -118,7 +119,7 @@ def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: Pair
     a = pair.a if pair.a.dtype == operand else pair.a.to(operand)
     b = a if spec.symmetric else pair.b if pair.b.dtype == operand else pair.b.to(operand)
     scale = pair.scale
-    if isinstance(scale, Tensor) and scale.device.type == "cpu":
+    if type(scale) is not float and isinstance(scale, Tensor) and scale.device.type == "cpu":
         scale = scale.item()
     x_nm = product(a, b.t(), kind, scale)
     if pair.bias is not None:
@@ -156,7 +157,7 @@ def loss_and_gradients(pair: Pair, weights: RowWeights, needs: Needs, spec: Pair
 
 def product(left: Tensor, right: Tensor, kind: torch.dtype, factor: float | Tensor) -> Tensor:
     """factor * left @ right, in the type ``kind``."""
-    if isinstance(factor, float) and left.dtype == kind:
+    if type(factor) is float and left.dtype == kind:
         out = left.new_empty((left.shape[0], right.shape[1]))
         return out.addmm_(left, right, beta=0.0, alpha=factor)
     out = torch.mm(left, right) if left.dtype == kind else torch.mm(left, right, out_dtype=kind)
@@ -244,7 +245,7 @@ def softmax(x_nm: Tensor, weights: RowWeights, spec: PairSpec, positives: Positi
     if spec.col_lse:
         other_nm = torch.log_softmax(x_nm, 0)
         value = torch.lerp(value, positives.values(other_nm), 0.5)
-        g_nm = torch.lerp(l_nm.exp_(), other_nm.exp_(), 0.5)
+        g_nm = l_nm.exp_().lerp_(other_nm.exp_(), 0.5)
     else:
         g_nm = l_nm
     if known is not None:
