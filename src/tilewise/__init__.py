@@ -1,4 +1,4 @@
-"""Exact losses over a pair-score matrix that is never stored.
+"""Exact losses over a pair-score matrix that is never stored, except for a small batch.
 
     import tilewise as tw
     loss = tw.clip_loss(image_features, text_features, logit_scale)

@@ -41,10 +41,10 @@ class TileOptions:
             serve the call, an error is raised.
         workspace_mib: upper limit of the scratch memory of one call, in MiB. Gradients and statistics, which grow with
             the number of rows plus columns, are not included. With more of it, some losses are faster: they keep
-            scores instead of computing them twice. None, the default, is 256, and 768 for a batch whose scores all fit
-            that. "auto" is a quarter of the memory that is free on the device at
-            each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside of
-            ``torch.compile`` and for retrieval it is 256.
+            scores instead of computing them twice. None, the default, is 256, and 768 for a small batch, whose scores
+            are computed all at once. "auto" is a quarter of the memory that is free on the device at each call, rounded
+            down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside of ``torch.compile`` and for
+            retrieval it is 256.
         precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss

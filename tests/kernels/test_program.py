@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,13 @@ def test_the_text_names_every_step_and_the_peak():
     assert "rows_kernel x 64: x" in text
     assert "dB = G' @ a" in text
     assert "peak: " in text
+
+
+def test_the_documentation_shows_this_program():
+    shape = PairShape(1024, 1024, 512, torch.bfloat16, torch.device("cuda"))
+    program = programs.loss_program(SmallKey(shape, SPECS["info_nce"], Needs(), "torch", False, False, False))
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "gpu.md").read_text()
+    assert page.split("<!-- program: info_nce -->\n\n```\n")[1].split("\n```")[0] == str(program)
 
 
 def test_the_peak_is_that_of_the_allocations(monkeypatch):

@@ -44,7 +44,7 @@ def clip_loss(
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: one product in forward, three in
-    backward.
+    backward; for a small batch, three in all.
 
     >>> x = torch.eye(4)
     >>> round(clip_loss(x, x, 1.0).item(), 4)

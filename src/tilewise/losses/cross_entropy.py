@@ -86,7 +86,7 @@ def linear_cross_entropy(
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`torch.nn.functional.cross_entropy` of the logits of a linear layer. The logits are never stored.
+    """`torch.nn.functional.cross_entropy` of the logits of a linear layer. The logits of a large call are never stored.
 
     Equals::
 

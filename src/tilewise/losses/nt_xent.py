@@ -44,7 +44,7 @@ def nt_xent(
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradient, O(B) statistics, and a workspace. Cost: half a product in
-    forward and 1.5 in backward, because the scores are symmetric.
+    forward and 1.5 in backward, because the scores are symmetric; for a small batch, both products in forward.
 
     >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
     0.2395

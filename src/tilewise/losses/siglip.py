@@ -43,7 +43,7 @@ def siglip_loss(
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradients, O(n) statistics, and a workspace. Cost: three products with the one-pass
-    strategy, otherwise four; see `TileOptions`.
+    strategy or for a small batch, otherwise four; see `TileOptions`.
 
     >>> x = torch.eye(2)
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 4)

@@ -46,7 +46,7 @@ def supcon_loss(
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
     Memory: the features, their gradient, O(n) statistics, and a workspace. Cost: half a product in
-    forward and 1.5 in backward, because the scores are symmetric.
+    forward and 1.5 in backward, because the scores are symmetric; for a small batch, both products in forward.
 
     >>> x = torch.eye(4)
     >>> round(supcon_loss(x, torch.tensor([0, 0, 1, 1]), temperature=1.0).item(), 4)

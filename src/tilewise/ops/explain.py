@@ -184,8 +184,8 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             would be taken for tensors on the meta device, so pass real ones, for instance ``torch.empty(...)``.
 
     >>> import tilewise as tw
-    >>> x = torch.empty(4096, 64, requires_grad=True)
-    >>> found = tw.explain(tw.clip_loss, x, torch.empty(4096, 64), 20.0)
+    >>> x = torch.empty(8192, 64, requires_grad=True)
+    >>> found = tw.explain(tw.clip_loss, x, torch.empty(8192, 64), 20.0)
     >>> found.calls[0].backend, found.calls[0].strategy
     ('torch', 'two_pass')
     """
