@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+import torch
 import triton
 from tests.kernels.resources import resources
 from triton.backends.compiler import GPUTarget
@@ -43,6 +44,7 @@ POINTERS |= dict.fromkeys(
     ("row_key", "pick", "picked", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64"
 )
 STORED = ("x_desc", "y_desc")  # float32, whatever the features are
+NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 FEATURES = {"a", "b", "e", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
 
 
@@ -103,6 +105,29 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compiled_step(program, step, given, capability):
+    """The compiled kernel of a step of a `Program`, from the arguments that it has in a run.
+
+    Args:
+        given: the types of what the program is given, such as "*bf16" or "fp32", by name. What is missing is None.
+    """
+    signature, values, attributes = {}, {}, {}
+    for place, (name, buffer) in enumerate(step.arguments.items()):
+        value = program.template[buffer.place]
+        kind = NAMES[buffer.dtype] if buffer.dtype is not None else given.get(buffer.name)
+        if buffer.constant:
+            # As at run time, 1 and None are part of the compiled kernel, and so is whether 16 divides a number.
+            fixed = step.kernel.params[place].is_constexpr or value is None or value == 1
+            kind = None if fixed else {int: "i32", float: "fp32"}[type(value)]
+        signature[name] = kind or "constexpr"
+        if kind is None:
+            values[(place,)] = value
+        elif kind[0] == "*" or (kind == "i32" and value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=step.kernel, signature=signature, constexprs=values, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": step.warps})
 
 
 def compiled_tiles(kernel, constants, present, dtype, capability, sizes, **more):

@@ -33,6 +33,9 @@ SCRIPTS = {
         *("exponents of cross entropy", "sigmoid", "rows", "finish", "finish, only scaled rows", "positives", "runs"),
         "times",
     },
+    "compile_small": {
+        *("rows_kernel", "both_kernel", "share_kernel", "finish_kernel", "columns_kernel", "gradient_kernel"),
+    },
 }
 FEW = {
     "compile_two_pass": {"forward_kernel", "gradient_kernel"},
@@ -40,6 +43,7 @@ FEW = {
     "compile_ranks": {"count_kernel"},
     "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},
     "compile_one_pass": {"sigmoid"},
+    "compile_small": {"rows_kernel", "both_kernel"},
 }
 MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that no inner loop needs
 # Kernels and losses that may spill more: the most of Triton 3.6, 3.7.1 and 3.9 on all cards, rounded up. Newer versions

@@ -99,6 +99,9 @@ class Small(Protocol):
     def job(self, key: SmallKey) -> SmallJob:
         """The work for calls of one kind. It is made once for each kind."""
 
+    def describe(self, key: SmallKey) -> tuple[str, int]:
+        """For `explain`: the steps of `job` as text, if they are data, and what they allocate besides their results."""
+
 
 class Filtered(Protocol):
     """A capability: gradients without the (row, tile) entries of almost no probability; see `filter_plan`."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise._version import __version__
+from tilewise.kernels.backend import SmallKey
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
 from tilewise.options import TileOptions
 
@@ -122,6 +123,12 @@ class Call(NamedTuple):
         guide_width, picks = (0 if part is None else part.shape[1] for part in (guide_a, pick))
         kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width
         return PairShape(*kind, picks=picks, has_row_scale=row_scale is not None)
+
+    def small_key(self, shape: PairShape) -> SmallKey:
+        """What the work of a small call depends on; ``shape`` is that of the rows that count."""
+        (spec, options, _, needs), bias = self.settings[:4], self.leaves[3]
+        one_bias = bias is not None and bias.stride(0) == 0 and spec.softplus
+        return SmallKey(shape, spec, needs, options.precision, bias is not None, one_bias, self.settings.kept)
 
 
 def operator_schema(more: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Decision:
             travel and the sums over them, for shards of equal size.
         workspace_bytes: what a call of these sizes uses of ``TileOptions.workspace_mib``.
         copy_bytes: if some tokens are ignored, a copy of the others, and their gradient before it is put back.
+        program: with "small" on the Triton backend, the steps of forward, their buffers, and the exact peak of their
+            memory; otherwise "".
     """
 
     operator: str
@@ -54,6 +57,7 @@ class Decision:
     workspace_bytes: int
     refused: tuple[tuple[str, str], ...] = ()
     copy_bytes: int = 0
+    program: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -69,12 +73,13 @@ class Decision:
             "workspace": self.workspace_bytes,
         }
         memory = ", ".join(f"{name} {-(-size // MIB):,}" for name, size in parts.items() if size)
+        program = f"\n  program\n{textwrap.indent(self.program, '    ')}" if self.program else ""
         refused = "".join(f"; {name} not chosen: {reason}" for name, reason in self.refused)
         return (
             f"{self.operator}: {self.rows:,} x {self.cols:,} scores of width {self.width:,}, {kind} on {self.device}\n"
             f"  backend   {self.backend}{refused}\n"
             f"  strategy  {self.strategy}: {self.reason}\n"
-            f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory})"
+            f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory}){program}"
         )
 
 
@@ -102,6 +107,7 @@ def note(operator: str, call: Call, way: Route) -> None:
     """Add the decision of one operator call to every explanation that is being recorded."""
     shape, settings = call.shape, call.settings
     needs = settings.needs
+    program, workspace_bytes = _work(call, way)
     decision = Decision(
         operator=operator,
         backend=way.backend.name,
@@ -114,9 +120,10 @@ def note(operator: str, call: Call, way: Route) -> None:
         device=shape.device,
         gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
         accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
-        workspace_bytes=_workspace_bytes(call, way),
+        workspace_bytes=workspace_bytes,
         refused=tuple(refusals(shape, settings.spec, settings.options).items()),
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
+        program=program,
     )
     for found in _listeners:
         found.append(decision)
@@ -138,11 +145,16 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
 
 
+def _work(call: Call, way: Route) -> tuple[str, int]:
+    """`Decision.program` and `Decision.workspace_bytes`."""
+    if way.strategy != "small":
+        return "", _workspace_bytes(call, way)
+    assert way.backend.small is not None
+    return way.backend.small.describe(call.small_key(call.shape))
+
+
 def _workspace_bytes(call: Call, way: Route) -> int:
     shape, options = call.shape, call.settings.options
-    if way.strategy == "small":
-        assert way.backend.small is not None
-        return way.backend.small.block_bytes(shape, call.settings.spec)
     used = way.backend.workspace_bytes(shape, call.settings.spec, options, way.strategy)
     if shape.dtype in HALF_TYPES:
         return used

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey
-from tilewise.kernels.registry import choose_backend, directional_derivatives
+from tilewise.kernels.backend import Backend, OnePass, Small, SmallJob, SmallKey
+from tilewise.kernels.registry import choose_backend, directional_derivatives, forget_with_backends
 from tilewise.kernels.scalar_loss import padded
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, RowWeights, Stats
 from tilewise.ops.call import Call
@@ -248,11 +249,17 @@ def small_facts(keys: Sequence[Any], weights: RowWeights) -> tuple[Any, ...]:
 
 def small_job(way: Route, pair: Pair, call: Call) -> SmallJob:
     """The backend's job for a small call of this pair."""
-    (spec, options, _, needs), bias, small = call.settings[:4], pair.bias, way.backend.small
-    assert small is not None
-    one_bias = bias is not None and bias.stride(0) == 0 and spec.softplus
-    kept = call.settings.kept
-    return small.job(SmallKey(pair.shape, spec, needs, options.precision, bias is not None, one_bias, kept))
+    assert way.backend.small is not None
+    return _job(way.backend.small, call.small_key(pair.shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _job(small: Small, key: SmallKey) -> SmallJob:
+    """Eager and registered calls share a job: kernels that an eager call has loaded are there in a captured one."""
+    return small.job(key)
+
+
+forget_with_backends(_job.cache_clear)
 
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:

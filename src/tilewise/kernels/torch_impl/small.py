@@ -70,6 +70,10 @@ class TorchSmall:
         """The work for calls of one kind."""
         return TorchJob(key)
 
+    def describe(self, key: SmallKey) -> tuple[str, int]:
+        """No text: the steps are calls of torch."""
+        return "", block_bytes(key.shape, key.spec)
+
 
 class TorchJob:
     """See `SmallJob`."""

@@ -225,6 +225,11 @@ class Program:
             self.turns.append((sizes, step, [buffer.place for buffer in freed]))
         return self
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The peak less the outputs."""
+        return self.peak_bytes - sum(buffer.bytes for buffer in self.outputs)
+
     def run(self, device: torch.device, *given: Any) -> list[Tensor]:
         """The outputs, for these tensors and numbers."""
         values, count = self.template.copy(), self.count

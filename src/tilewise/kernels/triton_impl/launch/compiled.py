@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tilewise.errors import BackendError
+
 _compiling = threading.Lock()  # threads mostly need the same kernels: one compiles, the others find the result
 
 
@@ -21,6 +23,11 @@ def compiled_launch(
     """
     if device.type != "cuda":  # the interpreter
         return functools.partial(kernel[(programs,)], num_warps=warps)
+    if torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            "kernels cannot be loaded while a CUDA graph is captured. Call the loss once with tensors of these shapes "
+            "before capturing"
+        )
     with _compiling:
         made = kernel.warmup(*arguments, grid=(programs,), num_warps=warps)
     start: Callable[..., Any] = made[(programs, 1, 1)]

@@ -60,6 +60,11 @@ class TritonSmall:
         """The work for calls of one kind."""
         return TritonJob(key)
 
+    def describe(self, key: SmallKey) -> tuple[str, int]:
+        """The program of forward, and its memory."""
+        program = loss_program(key)
+        return str(program), program.scratch_bytes
+
 
 class TritonJob:
     """Programs for calls of one kind: see `SmallJob`."""
