@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python -m tests.random_calls --minutes 10 [--device cuda] [--processes 14] [--first SEED]
 
+Among them are steps through the gradient cache, and drop-ins of other libraries.
 Every call is made three times with other numbers of the same shapes, because a GPU's launches are recorded the first
 time and replayed after it. In between, the memory that the allocator hands out next is filled with NaN. Calls are
 small, so that many can be made. With `--as-if-large` they are computed as large ones are; of several processes, every
@@ -48,6 +49,7 @@ UNDERFLOW = {torch.float16: 2.0**-25}  # half of the smallest number
 NEARBY = 64
 AWAY = 2.0**-5  # relative to each entry: 4 steps of bfloat16
 TIMES = 3
+REDUCTIONS = ("mean", "mean", "sum", "none")
 # Size thresholds, and the values with which small calls drop rows, filter and save columns for backward.
 LARGE = {"small": 0, "small_cpu": 0, "worth_waiting": 0, "worth_filtering": 0}  # of `tilewise.ops.limits`
 LARGE_ON_GPU = {"tilewise.kernels.triton_impl.two_pass.saved": {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}}
@@ -99,7 +101,7 @@ def draw(seed: int, largest: int = 3000, dtypes: tuple[torch.dtype, ...] = DTYPE
         dtype=chance.choice(dtypes),
         n=size(chance, largest),
         d=size(chance, 700),
-        reduction=chance.choice(["mean", "mean", "sum", "none"]),
+        reduction=chance.choice(REDUCTIONS if family is None else family.reductions),
         frozen=chance.choice([0.0, 0.0, 0.3]),
         options=options,
         settings={} if family is None else family.draw(chance),

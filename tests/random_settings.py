@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests import oracles
+from tests import oracles, random_programs
 from tests.losses import loss_cases
 from tests.losses.loss_cases import Maker, Problem
 from tests.oracles import reduced
@@ -33,6 +33,7 @@ class Family:
     draw: Callable[[random.Random], Settings]
     make: Callable[..., Problem]  # (maker, **settings)
     largest: int = 1 << 62  # rows
+    reductions: tuple[str, ...] = ("mean", "mean", "sum", "none")
 
 
 def some(chance: random.Random, settings: Settings, share: float = 0.4) -> Settings:
@@ -346,4 +347,6 @@ FAMILIES = {
     "any token statistics": Family(token_settings, make_tokens),
     "any distillation": Family(distillation_settings, make_distillation),
     "any sparse distillation": Family(sparse_settings, make_sparse, largest=300),  # its oracle visits each token
+    "a cached step": Family(random_programs.cache_settings, random_programs.make_cached),
+    "a drop-in": Family(random_programs.drop_in_settings, random_programs.make_drop_in, reductions=("mean",)),
 }

@@ -13,7 +13,10 @@ from tests import random_calls
 from tests.gpu import checks, parallel, sanitize
 from tests.gpu.checks import Place
 from tests.losses.loss_cases import Problem
+from tests.random_programs import DROP_INS
 from tests.random_settings import FAMILIES
+
+from tilewise.cache.randomness import RandomState
 
 CPU = Place("cpu", "torch")
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -188,6 +191,21 @@ def test_losses_with_random_settings(name):
         assert random_calls.wrong(call, CPU, seed) == []
 
 
+@pytest.mark.parametrize("name", sorted(DROP_INS))
+def test_every_drop_in_with_random_settings(name):
+    settings = {"name": name, "temperature": 0.5}
+    call = random_calls.Call("a drop-in", torch.float64, 21, 6, "mean", 0.0, {}, settings)
+    assert random_calls.wrong(call, CPU, 3) == []
+
+
+def test_a_cached_step_with_other_dropout_in_backward_is_told(monkeypatch):
+    settings = {"loss": "clip", "dropout": 0.3, "chunks": (2, 1), "shared": False, "function": False}
+    call = random_calls.Call("a cached step", torch.float64, 21, 6, "mean", 0.0, {}, settings)
+    assert random_calls.wrong(call, CPU, 3) == []
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    assert {line.split(":")[0] for line in random_calls.wrong(call, CPU, 3)} >= {"x", "a_in", "a_out"}
+
+
 def test_dense_errors_of_random_calls_are_finite_and_of_leaves_nearby():
     def dense(p, reduction):
         return p.x.square().sum()  # infinite in float16
@@ -201,7 +219,13 @@ def test_dense_errors_of_random_calls_are_finite_and_of_leaves_nearby():
 
 @pytest.mark.parametrize("spoil", ["value", "failure", 1.1, -1.0, 0.0])
 @pytest.mark.parametrize(
-    "seed, leaves", [(47, {"hidden", "classifier", "scale", "bias"}), (24, {"query", "key", "temperature"})]
+    "seed, leaves",
+    [
+        (47, {"hidden", "classifier", "scale", "bias"}),
+        (24, {"query", "key", "temperature"}),
+        (128, {"x", "y", "scale", "a_in", "a_out", "b_in", "b_out"}),  # a cached step
+        (209, {"a", "b", "t"}),  # a drop-in
+    ],
 )
 def test_a_random_call_that_is_wrong_is_told(seed, leaves, spoil, monkeypatch, capsys):
     def spoiled(loss, arguments, upstream=None, **how):

@@ -73,6 +73,10 @@ LOSSES = {
         | {"row_key", "row_entropy", "row_sum_sq", "grad_entropy", "grad_square", "row_top", "row_top_col"}
         | {"e_desc", "reference"},
     ),
+    "tokens, by default": (
+        *(of("ROWS", "ENTROPY", "TOP"), of("ROWS", "ENTROPY"), 0, ONE, True),
+        ROWS | {"row_key", "row_entropy", "grad_entropy", "row_top", "row_top_col", "e_desc", "reference"},
+    ),
     "log-probability and entropy": (  # of a head in reinforcement learning
         *(of("ROWS", "ENTROPY"), of("ROWS", "ENTROPY"), 0, ONE, True),
         ROWS | {"row_key", "row_entropy", "grad_entropy", "e_desc", "reference"},
@@ -90,13 +94,13 @@ LOSSES = {
         BOTH | {"row_skip", "col_skip"},
     ),
 }
-TOKENS = "tokens, saved", "log-probability and entropy"
+TOKENS = "tokens, saved", "tokens, by default", "log-probability and entropy"
 SAVING = "cross entropy, saved", "cross entropy, if not filtered", *TOKENS  # of wide features
 WIDE = "cross entropy", "cross entropy, bias", *SAVING, "tokens", "tokens, picked", "supcon", "info_nce with ids"
 WIDE += ("all but the picked",)
 QUICK = "clip", "cross entropy, saved"
 ON_HOPPER = "clip, wide", "cross entropy, bias", "cross entropy, if not filtered", "tokens, picked"  # as others
-ON_HOPPER += ("all but the picked",)
+ON_HOPPER += ("all but the picked", "tokens, by default")
 FEW = {"forward_kernel", "gradient_kernel"}  # those of `QUICK`
 
 

@@ -33,6 +33,7 @@ import triton.language as tl
 from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, SUM_SQ, TOP
 from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
+    LARGEST_SCORE,
     LARGEST_SUM,
     LN2,
     LOG2E,
@@ -184,15 +185,10 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             tl.store(at + rows, weighted * LN2, mask=ok_rows)
             at += col_tiles * n
         if (ENTROPY + SUM_SQ + TOP) & STATS:
-            y = x
+            high = tl.max(x, 1)
             if TOP & STATS:
-                y = with_rank(x)
-            high = tl.max(y, 1)
-            if TOP & STATS:
-                place = tl.min(tl.where(y == high[:, None], cols[None, :].to(tl.float32), NO_COLUMN), 1)
-                tl.store(at + rows, high, mask=ok_rows)
-                tl.store(at + col_tiles * n + rows, place, mask=ok_rows)
-                at += 2 * col_tiles * n
+                # Relative to a finite number inf stays inf, and NaN is found again: see below.
+                high = tl.where(high < LARGEST_SCORE, high, LARGEST_SCORE)
             safe = finite(high)
             below = x - safe[:, None]
             e = tl.exp2(below)
@@ -209,6 +205,14 @@ def forward_kernel(a_desc, b_desc, scale, bias, softcap,  # scores
             if SUM_SQ & STATS:
                 square = tl.log2(tl.sum(e * e, 1)) - 2.0 * tl.log2(total)
                 tl.store(at + rows, tl.where(total == 0.0, 0.0, square), mask=ok_rows)
+                at += col_tiles * n
+            if TOP & STATS:
+                # Last, and from `below`, which the other statistics need too: fewer tiles are live at once.
+                high = tl.where(total == total, high, float("inf"))  # the rank of NaN
+                hit = with_rank(below) >= (high - safe)[:, None]
+                place = tl.min(tl.where(hit, cols[None, :].to(tl.float32), NO_COLUMN), 1)
+                tl.store(at + rows, high, mask=ok_rows)
+                tl.store(at + col_tiles * n + rows, place, mask=ok_rows)
             tl.store(tops + tile_row * col_tiles + tile_col, float("inf"), mask=tile_row * R < n)
         elif (ROWS + COLS) & STATS:
             if peaks is None:
@@ -409,9 +413,6 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
         if ROW_SUM & STATS:
             fold_sum(part, row_sum, at, ok, n, row_parts, ROW_FIRST)
             part += size
-        if TOP & STATS:
-            fold_top(part, row_shift, row_top, row_top_col, at, ok, n, row_parts, first, ROW_FIRST, LAST)
-            part += 2 * size
         if ROWS & STATS:
             mine, shift = tops + (program * BLOCK // R) * row_parts, row_shift
             square_part = part
@@ -421,6 +422,11 @@ def merge_kernel(row_shift, col_shift, row_part, col_part, tops, only_if,  # in
                 square_part += size
             fold_log(row_part, mine, 1, shift, row_lse, part, row_entropy, square_part, row_sum_sq, at, ok, n, row_parts,
                      ROW_FIRST)  # fmt: skip
+            if TOP & STATS:
+                part = square_part
+                if SUM_SQ & STATS:
+                    part += size
+                fold_top(part, row_shift, row_top, row_top_col, at, ok, n, row_parts, first, ROW_FIRST, LAST)
     elif col_part is not None:
         begin = (program - row_blocks) * BLOCK
         at, mine, step = begin + tl.arange(0, BLOCK), tops + begin // C, row_parts * STRIP
