@@ -30,7 +30,7 @@ class Case:
     def key(self, dtype: torch.dtype) -> SmallKey:
         given = {"has_row_key": "row_key" in self.present, "has_skips": "row_skip" in self.present}
         shape = PairShape(*self.size, 512, dtype, torch.device("cuda"), **given)
-        return SmallKey(shape, self.spec, self.needs, "torch", "bias" in self.present, self.one_bias, self.kept)
+        return SmallKey(shape, self.spec, self.needs, "torch", frozenset(self.present), self.one_bias, self.kept)
 
 
 SOFTMAX = PairSpec(row_lse=True, positive="one")

@@ -25,7 +25,7 @@ SPECS = {
 def key(name, n=64, m=64, dtype=torch.bfloat16, needs=None, **more):
     has_key = name == "nt_xent"
     shape = PairShape(n, m, 32, dtype, torch.device("cuda"), has_row_key=has_key)
-    return SmallKey(shape, SPECS[name], needs or Needs(), "torch", False, False, more.get("kept", False))
+    return SmallKey(shape, SPECS[name], needs or Needs(), "torch", frozenset(), False, more.get("kept", False))
 
 
 def names(program):
@@ -57,7 +57,7 @@ def test_the_text_names_every_step_and_the_peak():
 
 def test_the_documentation_shows_this_program():
     shape = PairShape(1024, 1024, 512, torch.bfloat16, torch.device("cuda"))
-    program = programs.loss_program(SmallKey(shape, SPECS["info_nce"], Needs(), "torch", False, False, False))
+    program = programs.loss_program(SmallKey(shape, SPECS["info_nce"], Needs(), "torch", frozenset(), False, False))
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "gpu.md").read_text()
     assert page.split("<!-- program: info_nce -->\n\n```\n")[1].split("\n```")[0] == str(program)
 

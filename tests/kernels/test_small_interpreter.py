@@ -47,7 +47,7 @@ def test_equals_the_oracle(name, dtype):
 
 def job(spec, n, m, d, *, has_row_key=False, kept=False):
     shape = PairShape(n, m, d, torch.float32, torch.device("cpu"), has_row_key=has_row_key)
-    return TritonJob(SmallKey(shape, spec, Needs(), "torch", False, False, kept))
+    return TritonJob(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, kept))
 
 
 @pytest.mark.parametrize("target", ["some", "out", "none"])

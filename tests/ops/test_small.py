@@ -96,6 +96,33 @@ def test_a_known_call_is_one_lookup(monkeypatch):
         tw.info_nce(x[:5], y[:5])
 
 
+def test_calls_with_other_tensors_are_of_another_kind(monkeypatch):
+    """A compiled kernel takes a pointer or a number, never both."""
+    from tilewise.kernels.torch_impl.small import TorchSmall
+
+    kinds = []
+    job = TorchSmall.job
+    monkeypatch.setattr(TorchSmall, "job", lambda self, key: kinds.append(key) or job(self, key))
+    x, y = (torch.randn(11, 3, requires_grad=True) for _ in range(2))
+    ids, target, wide = torch.arange(11), torch.arange(11), torch.randn(13, 3)
+    one = torch.ones(13)
+    for call in (
+        lambda: tw.info_nce(x, y, temperature=0.1),
+        lambda: tw.info_nce(x, y, temperature=torch.tensor(0.1)),
+        lambda: tw.info_nce(x, y, temperature=torch.tensor(0.1, requires_grad=True)),
+        lambda: tw.info_nce(x, y, query_ids=ids),
+        lambda: tw.linear_cross_entropy(x, wide, target),
+        lambda: tw.linear_cross_entropy(x, wide, target, z_loss=0.1),
+        lambda: tw.linear_cross_entropy(x, wide, target, weight=one),
+        lambda: tw.linear_cross_entropy(x, wide, target, linear_bias=one),
+    ):
+        before = len(kinds)
+        call()
+        call()
+        assert len(kinds) == before + 1
+    assert len(set(kinds)) == len(kinds)
+
+
 def test_other_limits_hold_for_known_calls():
     x = torch.randn(6, 3, requires_grad=True)
     tw.clip_loss(x, x, 1.0).backward()

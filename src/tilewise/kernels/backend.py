@@ -53,6 +53,9 @@ class OnePass(Protocol):
         """
 
 
+SMALL_TENSORS = ("bias", "row_key", "col_key", "row_skip", "col_skip", "each", "square")
+
+
 class SmallKey(NamedTuple):
     """All that the work of a small call depends on, except for tensors and numbers."""
 
@@ -60,7 +63,7 @@ class SmallKey(NamedTuple):
     spec: PairSpec
     needs: Needs
     precision: Precision
-    has_bias: bool
+    present: frozenset[str]  # of `SMALL_TENSORS`; also "scale", if it is a tensor and no number
     one_bias: bool  # the bias is one number, expanded over all columns
     kept: bool  # see `RowWeights`
 

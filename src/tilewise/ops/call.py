@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise._version import __version__
-from tilewise.kernels.backend import SmallKey
+from tilewise.kernels.backend import SMALL_TENSORS, SmallKey
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
 from tilewise.options import TileOptions
 
@@ -126,9 +126,13 @@ class Call(NamedTuple):
 
     def small_key(self, shape: PairShape) -> SmallKey:
         """What the work of a small call depends on; ``shape`` is that of the rows that count."""
-        (spec, options, _, needs), bias = self.settings[:4], self.leaves[3]
+        (spec, options, _, needs), (_, _, scale, bias) = self.settings[:4], self.leaves
         one_bias = bias is not None and bias.stride(0) == 0 and spec.softplus
-        return SmallKey(shape, spec, needs, options.precision, bias is not None, one_bias, self.settings.kept)
+        tensors = dict(zip(SMALL_TENSORS, (bias, *self.others[:4], *self.others[len(KEYS) :]), strict=True))
+        present = {name for name, tensor in tensors.items() if tensor is not None}
+        if isinstance(scale, Tensor):
+            present.add("scale")
+        return SmallKey(shape, spec, needs, options.precision, frozenset(present), one_bias, self.settings.kept)
 
 
 def operator_schema(more: str = "") -> str:

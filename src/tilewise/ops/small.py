@@ -32,7 +32,7 @@ forget_with_backends(_jobs.clear)
 def find_job(
     a: Tensor,
     b: Tensor | None,
-    scale: Tensor | float,
+    scale: Any,
     bias: Tensor | None,
     weights: RowWeights,
     keys: PairKeys,
@@ -44,7 +44,7 @@ def find_job(
     On a CPU, rows that may be ignored are counted and dropped first, which `strategies` does.
     """
     row_key, col_key, row_skip, col_skip = keys[:4]
-    learned = type(scale) is not float and isinstance(scale, Tensor) and scale.requires_grad
+    number = type(scale) is float
     key = (
         spec,
         options,
@@ -53,7 +53,8 @@ def find_job(
         a.device,
         a.requires_grad,
         None if b is None else (b.shape, b.requires_grad),
-        learned,
+        number or scale.requires_grad,
+        number,
         None if bias is None else (bias.stride(0), bias.requires_grad),
         row_key is None,
         col_key is None,
@@ -61,6 +62,7 @@ def find_job(
         col_skip is None,
         keys.row_scale is None,
         weights.each is None,
+        weights.square is None,
         weights.kept,
         torch.is_grad_enabled(),
         limits.current(),

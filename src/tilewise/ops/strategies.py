@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, OnePass, Small, SmallJob, SmallKey
+from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey
 from tilewise.kernels.registry import choose_backend, directional_derivatives, forget_with_backends
 from tilewise.kernels.scalar_loss import padded
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, RowWeights, Stats
@@ -249,12 +249,12 @@ def small_facts(keys: Sequence[Any], weights: RowWeights) -> tuple[Any, ...]:
 
 def small_job(way: Route, pair: Pair, call: Call) -> SmallJob:
     """The backend's job for a small call of this pair."""
-    assert way.backend.small is not None
-    return _job(way.backend.small, call.small_key(pair.shape))
+    small: Any = way.backend.small
+    return _job(small, call.small_key(pair.shape))
 
 
 @functools.lru_cache(maxsize=1024)
-def _job(small: Small, key: SmallKey) -> SmallJob:
+def _job(small: Any, key: SmallKey) -> SmallJob:
     """Eager and registered calls share a job: kernels that an eager call has loaded are there in a captured one."""
     return small.job(key)
 

@@ -275,7 +275,7 @@ def softmax(x_nm: Tensor, weights: RowWeights, spec: PairSpec, positives: Positi
     if not spec.col_lse:
         g_nm.exp_()
     if factor is not None:
-        g_nm = torch.where((factor == 0.0)[:, None], 0.0, g_nm.mul_(factor[:, None].to(g_nm.dtype)))
+        g_nm.mul_(factor[:, None].to(g_nm.dtype)).masked_fill_((factor == 0.0)[:, None], 0.0)
     positives.subtract_(g_nm, 1.0 if weight is None else weight.to(g_nm.dtype))
     return loss, g_nm
 

@@ -54,7 +54,7 @@ def loss_program(key: SmallKey) -> Program:
     share = p.given("share")
     score = bit_sum(
         (bit.ONE_BIAS, key.one_bias),
-        (bit.BIAS, key.has_bias and not key.one_bias),
+        (bit.BIAS, "bias" in key.present and not key.one_bias),
         (bit.SOFTCAP, spec.softcap),
         (bit.SKIP, shape.has_skips),
         (bit.MASK_SELF, spec.mask_self),

@@ -86,6 +86,8 @@ class TritonJob:
         """The loss, and what `saved_like` lists."""
         key = self.key
         tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+        if tensor is not None and tensor.dtype is not torch.float32:
+            tensor = tensor.float()
         if key.one_bias:
             assert bias is not None
             bias = bias[:1]
