@@ -101,7 +101,10 @@ def along_all_leaves(loss: Loss, leaves: dict[str, Tensor], **how: Any) -> Tenso
     The direction is exact in every type.
     """
     generator = torch.Generator().manual_seed(3)
-    along = [(torch.randn(leaf.shape, generator=generator) * 64).round().to(leaf) / 64 for leaf in leaves.values()]
+    along = [
+        (torch.randn(leaf.shape, generator=generator) * 64).round().clamp(-255, 255).to(leaf) / 64
+        for leaf in leaves.values()
+    ]
 
     def of_values(*values: Tensor) -> Tensor:
         return loss(SimpleNamespace(**dict(zip(leaves, values, strict=True))), **how)

@@ -211,6 +211,7 @@ def test_the_error_of_a_run_and_the_name_of_a_card_are_printed_harmlessly(tmp_pa
     assert len(out.splitlines()) == 1
     monkeypatch.setattr(doctor, "find_devices", lambda: [doctor.Device(HOSTILE, "9.0", 80.0, False, HOSTILE)])
     monkeypatch.setattr(doctor, "device_problems", lambda device: [doctor.Problem(HOSTILE, "x")])
+    monkeypatch.setattr(doctor, "fault_problems", lambda device, avoided: [doctor.Problem(HOSTILE, "y")])
     monkeypatch.setattr(doctor, "typical_calls", lambda device: [])
     for more in ([], ["--json"]):
         _, out, _ = run_main("doctor", *more)

@@ -21,6 +21,7 @@ import tilewise as tw
 from tilewise.kernels import filter_plan, registry
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import GradStats, Needs, Pair
+from tilewise.ops import limits
 
 TYPES = {"bfloat16": (torch.bfloat16, torch.float16), "float32": (torch.float32,)}  # those that share their sizes
 # Largest difference, as a share of the largest number. A half type rounds the gradient of each score.
@@ -176,7 +177,8 @@ def why_not_all(device: torch.device, item: int, row: object, widths: Sequence[i
         widths: numbers of features to check.
     """
     sizes, module = registry.size_table(), registry.tuner()
-    with sizes.trying(device, item, row):
+    # Small batches have kernels of their own, without sizes to choose.
+    with limits.changed(small=0, small_cpu=0), sizes.trying(device, item, row):
         for dtype in next(types for types in TYPES.values() if types[0].itemsize == item):
             for width in widths:
                 module.replay._recordings.clear()  # recorded launches have other sizes
