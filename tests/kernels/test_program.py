@@ -9,8 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
+from tilewise.errors import BackendError
 from tilewise.kernels.backend import SmallKey
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.kernels.triton_impl.launch.compiled import compiled_launch
 from tilewise.kernels.triton_impl.program import Launch, Product, Program, Total
 from tilewise.kernels.triton_impl.small import kernels, programs
 
@@ -121,3 +123,14 @@ def test_launches_replaced_by_nothing(monkeypatch):
     assert [tuple(value.shape) for value in found] == [(), (8, 32), (8, 32), ()]
     assert isinstance(program.steps[0], Product)
     assert not any(isinstance(step, Total) for step in program.steps)
+
+
+def test_no_kernel_is_loaded_while_a_graph_is_captured(monkeypatch):
+    """Loading would end the capture with an error of the driver that names no cause."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(BackendError) as raised:
+        compiled_launch(kernels.share_kernel, 1, (), torch.device("cuda", 0), 4)
+    assert str(raised.value) == (
+        "kernels cannot be loaded while a CUDA graph is captured. Call the loss once with tensors of these shapes "
+        "before capturing"
+    )

@@ -1,14 +1,22 @@
 """`tw.explain`: the decision that the call itself takes, without computing anything, and a memory bound that holds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from benchmarks.measure import cpu_peak_bytes
+from tests.losses.loss_cases import problem, solve
 from tests.ring.virtual import run_virtual
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
 from tilewise.errors import ConfigError
+from tilewise.kernels.backend import SmallKey
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import route
+from tilewise.ops.call import KEYS, WEIGHTS, Call, Settings
+from tilewise.ops.explain import _listening, note
 
 MIB = 2**20
 
@@ -258,3 +266,69 @@ def test_retrieval_is_refused():
 def test_other_functions_are_refused():
     with pytest.raises(ConfigError, match=r"explain is for losses.*tilewise"):
         tw.explain(torch.nn.functional.normalize, torch.ones(3, 3))
+
+
+SMALL_CALLS = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "info_nce_ids_one_way"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton 3.6 with NumPy from 1.25 on
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SMALL_CALLS)
+def test_the_program_of_a_small_call_is_that_which_runs(name, dtype, monkeypatch):
+    pytest.importorskip("triton", reason="the torch backend has no programs")
+    from tilewise.kernels.triton_impl.program import Program
+
+    made, options = problem(name, dtype, n=20), tw.TileOptions(backend="triton")
+    (found,) = tw.explain(lambda **leaves: made.ours(SimpleNamespace(**leaves), options=options), **made.leaves).calls
+    assert found.strategy == "small"
+    ran, run = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *given: ran.append(self) or run(self, *given))
+    solve(made.ours, made.leaves, options=options)
+    program = ran[0]  # the second is that of backward
+    assert found.program == str(program)
+    assert found.peak_bytes >= program.peak_bytes
+    saved = sum(buffer.used_bytes for buffer in program.outputs if buffer.shape)
+    assert found.workspace_bytes == program.peak_bytes - saved > 0
+
+
+def test_the_program_is_printed_below_the_decision():
+    pytest.importorskip("triton", reason="the torch backend has no programs")
+    x, y = head(64, 64, 32)
+    found = tw.explain(tw.clip_loss, x, y, 3.0, options=tw.TileOptions(backend="triton"))
+    lines = str(found).splitlines()
+    assert lines[3].startswith("  memory  ")
+    assert lines[4:6] == ["  program", "    1. x = a @ b'"]
+    assert "\n    4. both_kernel x 2: x," in str(found)
+    assert lines[-1] == "    peak: 37,888 bytes"
+    options = tw.TileOptions(backend="triton", gradients="backward")
+    (other,) = tw.explain(tw.clip_loss, x, y, 3.0, options=options).calls
+    assert other.program == ""
+    (other,) = tw.explain(tw.clip_loss, x, y, 3.0, options=tw.TileOptions(backend="torch")).calls
+    assert (other.strategy, other.program) == ("small", "")
+    assert "program" not in str(other)
+
+
+def test_the_program_of_a_gpu_is_told_without_one():
+    """A build of torch without CUDA has fake tensors on such a device, if they do not require grad."""
+    pytest.importorskip("triton", reason="the torch backend has no programs")
+    from tilewise.kernels.triton_impl.backend import TritonBackend
+    from tilewise.kernels.triton_impl.small.programs import loss_program
+
+    n, m, d = 4096, 2048, 512
+    spec, options = PairSpec(row_lse=True, positive="one"), tw.TileOptions(backend="triton")
+    with FakeTensorMode():
+        a, b = (torch.empty(rows, d, dtype=torch.bfloat16, device="cuda") for rows in (n, m))
+    settings = Settings(spec, options, needs=Needs(a=True, b=True))
+    call = Call((a, b, 2.0, None), (None,) * (len(KEYS) + len(WEIGHTS)), settings)
+    with _listening() as found:
+        note("pair_loss", call, route.Route("small", "a test", TritonBackend()))
+    shape = PairShape(n, m, d, torch.bfloat16, torch.device("cuda", 0))
+    program = loss_program(SmallKey(shape, spec, Needs(), "torch", False, False, False))
+    (decision,) = found
+    assert decision.program == str(program)
+    features = 2 * (n + m) * d
+    assert decision.peak_bytes == program.peak_bytes == 6 * n * m + 4 * n, "scores, G, losses of rows"
+    assert decision.peak_bytes == decision.workspace_bytes + features

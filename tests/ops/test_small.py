@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from tilewise.errors import GradientError
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.kernels.torch_impl.small import TorchSmall
 from tilewise.ops import limits, small
 from tilewise.ops.route import route
 
@@ -264,3 +265,17 @@ def test_compiled_in_one_graph(name):
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
         assert_close(grads[leaf], want_grads[leaf], 3e-6, leaf)
+
+
+def test_eager_and_registered_calls_share_a_job(monkeypatch):
+    """A job loads its kernels once. A second backward is a registered call."""
+    made, jobs = [], TorchSmall.job
+    monkeypatch.setattr(TorchSmall, "job", lambda self, key: made.append(key) or jobs(self, key))
+    x, y = (torch.randn(6, 3, requires_grad=True) for _ in range(2))
+    loss = tw.info_nce(x, y)
+    first = torch.autograd.grad(loss, (x, y), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, y))
+    assert len(made) == 1
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    tw.info_nce(x[:5], y[:5])
+    assert len(made) == 2

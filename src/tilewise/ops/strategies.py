@@ -249,7 +249,7 @@ def small_facts(keys: Sequence[Any], weights: RowWeights) -> tuple[Any, ...]:
 
 def small_job(way: Route, pair: Pair, call: Call) -> SmallJob:
     """The backend's job for a small call of this pair."""
-    small: Any = way.backend.small
+    small: Any = way.backend.small  # mypy takes no protocol for hashable
     return _job(small, call.small_key(pair.shape))
 
 

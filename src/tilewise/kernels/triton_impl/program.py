@@ -49,11 +49,14 @@ class Buffer:
         return dataclasses.replace(self, transposed=not self.transposed)
 
     @property
+    def used_bytes(self) -> int:
+        """Its numbers; 0 for what is given."""
+        return 0 if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def bytes(self) -> int:
         """What the program allocates for it."""
-        if self.dtype is None:
-            return 0
-        return -(-math.prod(self.shape) * self.dtype.itemsize // ALLOCATED) * ALLOCATED
+        return -(-self.used_bytes // ALLOCATED) * ALLOCATED
 
     def of(self, values: Sequence[Any]) -> Tensor:
         """The tensor, among the values of a run."""
@@ -227,8 +230,8 @@ class Program:
 
     @property
     def scratch_bytes(self) -> int:
-        """The peak less the outputs."""
-        return self.peak_bytes - sum(buffer.bytes for buffer in self.outputs)
+        """The peak less the outputs, except for single numbers."""
+        return self.peak_bytes - sum(buffer.used_bytes for buffer in self.outputs if buffer.shape)
 
     def run(self, device: torch.device, *given: Any) -> list[Tensor]:
         """The outputs, for these tensors and numbers."""

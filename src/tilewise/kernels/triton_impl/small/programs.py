@@ -117,7 +117,8 @@ def loss_program(key: SmallKey) -> Program:
             parts: dict[str, Any] = {f"row_{name}": value for name, value in stats.items()}
             parts |= {f"col_{name}": value for name, value in other.items()}
             grid, tile = cdiv(n, both_rows) * cdiv(m, BOTH_COLS), {"R": both_rows, "C": BOTH_COLS}
-            p.launch(kernels.both_kernel, grid, x=x, dot=dot, g=g, share=share, WHOLE=whole, **tile, **parts, **scores)
+            more = {"share": share, "WHOLE": whole}
+            p.launch(kernels.both_kernel, grid, warps=8, x=x, dot=dot, g=g, **more, **tile, **parts, **scores)
     order: list[Buffer] = [loss]
     if needs.a:
         assert g is not None
