@@ -326,7 +326,7 @@ def test_the_program_of_a_gpu_is_told_without_one():
     with _listening() as found:
         note("pair_loss", call, route.Route("small", "a test", TritonBackend()))
     shape = PairShape(n, m, d, torch.bfloat16, torch.device("cuda", 0))
-    program = loss_program(SmallKey(shape, spec, Needs(), "torch", False, False, False))
+    program = loss_program(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, False))
     (decision,) = found
     assert decision.program == str(program)
     features = 2 * (n + m) * d
