@@ -162,8 +162,9 @@ def test_another_stream(seed):
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(monkeypatch, set_limits):
     """What each forward saves, of calls of any size."""
+    set_limits(small=0)
     found, plain = [], TritonBackend.forward_saving
 
     def forward_saving(self, *args):
