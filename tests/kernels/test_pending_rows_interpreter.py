@@ -20,6 +20,7 @@ def test_a_guess_that_no_row_is_dropped_changes_no_number(backend, tolerance, mo
     """As on a GPU: forward starts for all rows before the host knows the number of ignored ones."""
     options = TileOptions(backend=backend, gradients="backward", filter_tolerance=tolerance)
     chosen, seen = load_backend(backend), []
+    monkeypatch.setattr("tilewise._check.can_read", lambda values: False)  # as the host of a GPU
     monkeypatch.setattr(drop_rows, "_all_stayed", {})
     monkeypatch.setattr(drop_rows, "WHOLE_TILES", 1)
 

@@ -32,7 +32,7 @@ class Limits:
     """
 
     small: int = 2**27
-    small_cpu: int = 2**24
+    small_cpu: int = 2**21
     smallest_block: int = 64
     worth_one_pass: int = 2**34
     smallest_gpu_block: int = 2048
