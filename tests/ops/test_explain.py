@@ -179,7 +179,11 @@ def measured_loss(name, n, m, d, dtype):
         leaves = [torch.randn(rows, d).to(getattr(torch, dtype)).requires_grad_() for rows in (n, m)]
         return lambda: torch.autograd.grad(LOSSES[name](*leaves, options=settings_of(name)), leaves, allow_unused=True)
 
-    return step(512, 512), step(n, m)  # the library of products has its buffers then
+    few, more = (
+        step(512, 512),
+        step(1500, 1500),
+    )  # a small batch and tiles: the library of products has its buffers then
+    return lambda: (few(), more()), step(n, m)
 
 
 @pytest.mark.parametrize(
