@@ -339,10 +339,11 @@ def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int |
         y = y.reshape(-1)
     if y.shape[0] > 0 and _check.can_read(y):
         low, high = torch.aminmax(y)
-        if type(low) is Tensor:  # not a fake one
-            least, most = low.item(), high.item()
-            if least >= 0 and most < classes and not least <= ignore_index <= most:
-                return y, True
+        if type(low) is not Tensor:  # a fake one: nothing is computed here
+            return y, False
+        least, most = low.item(), high.item()
+        if least >= 0 and most < classes and not least <= ignore_index <= most:
+            return y, True
         wrong = y[(y != ignore_index) & ((y < 0) | (y >= classes))]
         if wrong.numel():
             raise RangeError(
