@@ -339,8 +339,8 @@ def _scored_target(target: Tensor, shift: int, ignore_index: int, classes: int |
         y = y.reshape(-1)
     if y.shape[0] > 0 and _check.can_read(y):
         low, high = torch.aminmax(y)
-        if type(low) is not Tensor:  # a fake one: nothing is computed here
-            return y, False
+        if type(low) is not Tensor:  # `explain`: the view is a fake tensor, too
+            return y.view(-1), False
         least, most = low.item(), high.item()
         if least >= 0 and most < classes and not least <= ignore_index <= most:
             return y, True
