@@ -17,6 +17,7 @@ from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
+from tilewise.ops.explain import is_explaining
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
 
@@ -272,8 +273,6 @@ def _rows(input: Tensor, shift: int) -> tuple[Tensor, torch.Size]:
                 "Add a dimension, or shift the target yourself"
             )
         input = input[..., : max(input.shape[-2] - shift, 0), :]
-    if input.dim() == 2:
-        return _check.check_features("input", input), input.shape[:-1]
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     return _check.check_features("input", flat), input.shape[:-1]
 
@@ -289,7 +288,8 @@ def check_head(
 
     Returns the states to score, (n, d), the classifier, (V, d), bias, soft cap, and the shape of the losses.
     """
-    if not shift and getattr(input, "ndim", 0) == getattr(linear_weight, "ndim", 0) == 2:
+    # While `explain` runs, the views below make fake tensors of real ones that a function holds.
+    if not shift and getattr(input, "ndim", 0) == getattr(linear_weight, "ndim", 0) == 2 and not is_explaining():
         a, c = _check.check_sides(NAMES, input, linear_weight)
         bias = None if linear_bias is None else check_bias("linear_bias", linear_bias, c)
         return a, c, bias, 0.0 if softcap is None else check_softcap(softcap), input.shape[:-1]
