@@ -336,7 +336,8 @@ def test_a_group_from_before_a_restart_is_refused(restarted: tuple[Any, Any]):
     assert tw.clip_loss(a, b, 1.0, group=dist.group.WORLD).isfinite()
 
 
-def test_a_group_of_one_gives_the_result_without_a_group(crew: Crew):  # noqa: F811
+def test_a_group_of_one_gives_the_result_without_a_group(crew: Crew, set_limits):  # noqa: F811
+    set_limits(small_cpu=0)  # over a group a batch takes two passes, so the bits are those of two passes
     want = loss_and_gradients("clip", make_tensors(6, 2, torch.float32))
     got = crew.run(group_of_one, world=1)[0]
     assert all(torch.equal(got[name], want[name]) for name in want if name != "loss")
