@@ -53,6 +53,13 @@ def set_limits():
         yield lambda **values: stack.enter_context(limits.changed(**values))
 
 
+@pytest.fixture(autouse=True)
+def no_small_batches(request):
+    """In tests/kernels calls of few rows take the strategies of large ones, except in the tests of small batches."""
+    if request.path.parent.name == "kernels" and "small" not in request.path.name:
+        request.getfixturevalue("set_limits")(small=0, small_cpu=0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
     """A test of memory is skipped where the system does not count it (macOS). On Linux it fails."""

@@ -26,6 +26,15 @@ def run_main(monkeypatch, capsys):
 
 
 @pytest.fixture
+def usual_recursion():
+    """Python's own limit of recursion, which other libraries raise when they are imported."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.fixture
 def refusal(run_main):
     """Return a function that takes the arguments of a command that fails, and returns its one sentence."""
 

@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["loop", "loop/x", "folder/../file", "file/x", "\0", "n" * 300, DEEP])
-def test_places_to_which_nothing_can_be_written(here, run, name, refusal):
+def test_places_to_which_nothing_can_be_written(here, run, name, refusal, usual_recursion):
     for command in (
         ["export", run, name], ["search", run, "cat", "--sheet", name],
         ["embed", run, f"{name}/f.safetensors"], ["train", f"data.path={run.parent / 'data'}", f"output.folder={name}"],
@@ -47,7 +47,7 @@ def test_places_to_which_nothing_can_be_written(here, run, name, refusal):
 
 
 @pytest.mark.parametrize("name", ["", "loop", "dangling", "folder", "file", BYTES, "\0", "n" * 300, DEEP, "/dev/null"])
-def test_things_that_are_no_run(here, name, refusal):
+def test_things_that_are_no_run(here, name, refusal, usual_recursion):
     commands = ["evaluate"], ["status"], ["search", "x"], ["report"], ["export", "o"], ["embed", "o.safetensors"]
     for command, *more in commands:
         refusal(command, name, *more)

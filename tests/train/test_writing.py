@@ -109,7 +109,7 @@ def test_errors_without_a_number_and_sentences_of_others_stay_whole():
             raise CheckpointError("already one")
 
 
-def test_a_thousand_folders_inside_one_another_are_no_recursion_error(tmp_path):
+def test_a_thousand_folders_inside_one_another_are_no_recursion_error(tmp_path, usual_recursion):
     with pytest.raises(OSError, match="too many folders"):
         make_folder(tmp_path.joinpath(*"a" * 1500))
 
