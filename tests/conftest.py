@@ -141,10 +141,10 @@ def quick(monkeypatch):
     """Triton's interpreter with less work around each operation, and no recordings: sizes change from test to test."""
     from tests.kernels.quick_interpreter import make_quick
 
-    from tilewise.kernels.triton_impl.launch import replay
+    from tilewise.kernels.triton_impl import scores
 
     make_quick(monkeypatch)
-    monkeypatch.setattr(replay, "_recordings", {})
+    monkeypatch.setattr(scores, "_programs", {})
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl import scores
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as saving
@@ -21,7 +21,7 @@ NEEDS = Needs(a=True, b=True, scale=True)
 def small(monkeypatch):
     """Save float32 in chunks of one tile. The interpreter does not support bfloat16."""
     make_quick(monkeypatch)
-    monkeypatch.setattr(replay, "_recordings", {})
+    monkeypatch.setattr(scores, "_programs", {})
     monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
     monkeypatch.setattr(saving, "WORTH_IT", 0)
     monkeypatch.setattr(saving, "COLS", 64)

@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block
-from tilewise.kernels.triton_impl.launch.call import cdiv, exact_products, on_device, pieces, readable, vector
-from tilewise.kernels.triton_impl.launch.prepared import Prepared, kernel
+from tilewise.kernels.triton_impl.launch import kernel, launch
 from tilewise.kernels.triton_impl.primitives import tile_dot, tile_place
+from tilewise.kernels.triton_impl.scores import cdiv, exact_products, on_device, pieces, readable, vector
 from tilewise.kernels.triton_impl.sizes import forward_sizes, multiprocessors
 from tilewise.options import TileOptions
 
@@ -216,12 +216,18 @@ class FusedScorer:
         """A kernel with its tiles; by default, persistent programs over all of them."""
         sizes, a, b = self.sizes, readable(queries), readable(items)
         persistent = multiprocessors(self.device) * sizes.programs
-        prepared = Prepared(kernel, self.device, sizes.warps, sizes.stages).put(values)
-        prepared.put({"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]), "D": self.width})
-        prepared.put({"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "EXACT": self.exact})
-        prepared.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth})
+        tile: dict[str, Any] = {
+            "GROUP": sizes.group,
+            "PROGRAMS": persistent,
+            "R": sizes.rows,
+            "C": sizes.cols,
+            "K": sizes.depth,
+        }
+        tile |= {"a_desc": TensorDescriptor.from_tensor(a, [sizes.rows, sizes.depth]), "D": self.width}
+        tile |= {"b_desc": TensorDescriptor.from_tensor(b, [sizes.cols, sizes.depth]), "EXACT": self.exact}
         with on_device(a):
-            prepared.offer({"GROUP": sizes.group, "PROGRAMS": persistent}).launch(programs or persistent)
+            how = {"warps": sizes.warps, "stages": sizes.stages}
+            launch(kernel, programs or persistent, self.device, tile, **how, **values)
 
 
 def local_places(index: Tensor, first: int) -> Tensor:

@@ -18,10 +18,10 @@ import triton
 
 from tilewise.kernels import filter_plan
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
+from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
 from tilewise.kernels.triton_impl.filtered.forward import FilterForward
-from tilewise.kernels.triton_impl.launch import replay
-from tilewise.kernels.triton_impl.launch.call import Call, on_device, tile_descriptor
+from tilewise.kernels.triton_impl.scores import Scores, forget_programs, on_device, run_program, tile_descriptor
 from tilewise.kernels.triton_impl.sizes import (
     WIDE,
     KernelSizes,
@@ -31,8 +31,8 @@ from tilewise.kernels.triton_impl.sizes import (
     row_of,
     trying,
 )
-from tilewise.kernels.triton_impl.two_pass.backward import Backward
-from tilewise.kernels.triton_impl.two_pass.forward import Forward
+from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, backward_tensors
 from tilewise.options import TileOptions
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
@@ -107,11 +107,15 @@ def problem(spec: PairSpec, rows: int, cols: int, width: int, dtype: torch.dtype
     )
 
 
-def gradient_call(launch: Call, spec: PairSpec) -> tuple[Callable[[], object], int]:
+def forward_call(pair: Pair, spec: PairSpec) -> tuple[Callable[[], object], int]:
+    """A callable that computes all statistics, and how many scores that is."""
+    return lambda: two_pass.forward(pair, spec, TileOptions()), pair.a.shape[0] * pair.b.shape[0]
+
+
+def gradient_call(pair: Pair, spec: PairSpec) -> tuple[Callable[[], object], int]:
     """A callable that computes G of one macro-tile, and how many scores that is."""
-    pair = launch.pair
-    n = pair.a.shape[0]
-    stats = Forward(launch).run()
+    n, options, shape = pair.a.shape[0], TileOptions(), []
+    stats = two_pass.forward(pair, spec, options)[0]
     ones = torch.full((n,), 1.0 / n, device=pair.a.device)
     grad = GradStats(
         row_lse=ones if spec.row_lse else None,
@@ -119,11 +123,22 @@ def gradient_call(launch: Call, spec: PairSpec) -> tuple[Callable[[], object], i
         row_softplus=ones if spec.softplus else None,
         row_pos=None if spec.softplus else -ones,
     )
-    work = Backward(launch, stats, grad, Needs(), pair.a.dtype)
-    i, j = slice(0, min(n, work.row_step)), slice(0, min(n, work.col_step))
-    g = pair.a.new_empty((i.stop, j.stop))
-    desc = tile_descriptor(g, work.sizes)
-    return lambda: work._gradient(g, desc, i, j, None), i.stop * j.stop
+
+    def build(scores: Scores, more: dict[str, Buffer]) -> list[Buffer]:
+        work = Backward(scores, more, Needs(), scores.dtype)
+        i, j = slice(0, min(n, work.row_step)), slice(0, min(scores.m, work.col_step))
+        shape.append(i.stop * j.stop)
+        g = scores.empty("G", i.stop, j.stop, dtype=scores.dtype)
+        work._gradient(g, tile_descriptor(g, work.sizes), i, j)
+        return [g]
+
+    tensors = backward_tensors(stats, grad, spec)
+
+    def run() -> object:
+        return run_program(("one G",), pair, spec, options, tensors, build)
+
+    run()
+    return run, shape[0]
 
 
 def masses_call(pair: Pair) -> tuple[Callable[[], object], int]:
@@ -153,7 +168,7 @@ def pairs_call(pair: Pair) -> tuple[Callable[[], object], int]:
 
 def run_job(job: Job, device: torch.device, extent: Extent, timer: Timer) -> float:
     """The rate of a job in TFLOP/s, on any device. Raises whatever the compiler or the launch raises."""
-    replay._recordings.clear()  # recorded launches have the sizes of an earlier job
+    forget_programs()  # they have the sizes of an earlier job
     item, width = job.dtype.itemsize, job.width
     change: dict[str, Any] = {job.field: job.sizes}
     row = dataclasses.replace(row_of(device, item), **change)
@@ -164,11 +179,8 @@ def run_job(job: Job, device: torch.device, extent: Extent, timer: Timer) -> flo
         else:
             spec = TWO_PASS[job.case]
             n = min(extent.rows, max(256, 2**24 // width // 256 * 256))
-            launch = Call(problem(spec, n, n, width, job.dtype, device), spec, TileOptions())
-            if job.field.startswith("forward"):
-                call, scores = Forward(launch).run, n * n
-            else:
-                call, scores = gradient_call(launch, spec)
+            make = forward_call if job.field.startswith("forward") else gradient_call
+            call, scores = make(problem(spec, n, n, width, job.dtype, device), spec)
         return 2 * scores * width / timer(call) / 1e9
 
 

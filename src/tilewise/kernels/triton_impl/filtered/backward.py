@@ -14,12 +14,12 @@ from tilewise.kernels.filter_plan import columns_of_tiles
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Stats, largest_gradient
 from tilewise.kernels.triton_impl.filtered import backward_kernels as kernels
-from tilewise.kernels.triton_impl.filtered.forward import FilterCall
-from tilewise.kernels.triton_impl.launch.call import cdiv, vector
+from tilewise.kernels.triton_impl.filtered.forward import FilterCall, multiply
+from tilewise.kernels.triton_impl.scores import cdiv, vector
 from tilewise.kernels.triton_impl.sizes import row_of
 from tilewise.kernels.triton_impl.two_pass.backward import folded_gradients
-from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, launch_finish
-from tilewise.kernels.triton_impl.two_pass.products import product
+from tilewise.kernels.triton_impl.two_pass.backward_kernels import finish_kernel
+from tilewise.kernels.triton_impl.two_pass.gradient_sum import FINISH_ROWS, finish_arguments
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
 LIST_BLOCK = 1024
@@ -35,7 +35,7 @@ class FilterBackward(FilterCall):
         self.stats, self.plan, self.grad, self.needs, self.saved = stats, plan, grad, needs, saved
         self.need_a, self.need_b = needs.a or needs.scale, needs.b or needs.bias
         found = HostScalar(torch.cat((plan.kept, plan.keep_all)))
-        # Work that does not depend on the number of entries is launched or prepared before the host waits for that number.
+        # Work that does not depend on the number of entries is launched before the host waits for that number.
         self._start()
         self._kernels()
         known = found.tensor()
@@ -71,15 +71,16 @@ class FilterBackward(FilterCall):
         early, late = (1.0, tolerance) if half else (tolerance, 1.0)
         self.inside, self.outside = 1.0 / self.size, scale * self.size
         self.known |= {"grad_row": vector(grad_row), "grad_pos": vector(grad_pos), "R": step, "blocks": most_blocks}
-        self.known |= {"grad_entropy": vector(grad_entropy), "grad_picked": vector(folded.row_picked)}
+        others = {"grad_entropy": grad_entropy, "grad_picked": folded.row_picked}
+        self.known |= {name: vector(value) for name, value in others.items() if value is not None}
         self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
         self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
-        listing = self.prepare(kernels.plan_kernel, mass=plan.mass, dropped=dropped, factor=self.inside * early)
-        listing.put({"grad_row": vector(dropped_grad)})
-        listing.put({"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK}).launch(self.tiles)
+        listing = {"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK, "grad_row": vector(dropped_grad)}
+        factor = self.inside * early
+        self.launch(kernels.plan_kernel, self.tiles, mass=plan.mass, dropped=dropped, factor=factor, **listing)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)
-        self.share = self._product(self.need_b, dropped, self.call.a, late)
+        self.share = self._product(self.need_b, dropped, self.a, late)
         self.bias_share = dropped.sum(1, dtype=torch.float32) * late if self.needs.bias else None
 
     def _product(self, needed: bool, left: Tensor, right: Tensor, factor: float) -> Tensor | None:
@@ -87,23 +88,20 @@ class FilterBackward(FilterCall):
         if not needed:
             return None
         out = self.pair.scale.new_empty((left.shape[0], self.d))
-        product(out, left, right, True)
+        multiply(out, left, right)
         return out if factor == 1.0 else out.mul_(factor)
 
     def _kernels(self) -> None:
-        """The kernels of the kept entries with all arguments except the entries."""
+        """Results, and the arguments of the kernels of the kept entries that do not depend on the entries."""
         pair, sizes = self.pair, self.sizes
-        self.score = self.prepare(kernels.pair_kernel, sizes.warps, sizes.stages, factor=self.inside, K=sizes.depth)
         self.out = None
         if self.need_b:
             self.out = pair.a.new_empty((self.m, self.d)) if self.saved is None else self.saved.memory
         self.bias_out = pair.scale.new_empty(self.m) if self.needs.bias else None
         self.features = min(sizes.columns, max(16, triton.next_power_of_2(self.d)))
-        column = self.prepare(kernels.column_kernel, sizes.column_warps, sizes.stages, out=self.out, K=self.features)
-        column.put({"factor": self.outside, "share": self.share})
-        self.column = column.put({"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out})
+        self.column = {"out": self.out, "K": self.features, "factor": self.outside, "share": self.share}
+        self.column |= {"bias_factor": self.size, "bias_share": self.bias_share, "bias_out": self.bias_out}
         self.added = min(1024, triton.next_power_of_2(self.d))
-        self.add = self.prepare(kernels.add_rows_kernel, total=self.total, K=self.added)
         self.marks = torch.arange(self.n + 1, dtype=torch.int32, device=self.device)
 
     def _pairs(self, blocks: Blocks) -> None:
@@ -116,20 +114,22 @@ class FilterBackward(FilterCall):
         rows, pairs = self._by_row(parts) if self.need_a and parts else (None, None)
         g = pair.a.new_empty((max(1, min(most_g, blocks.pairs)), self.width)) if self.need_b else None
         u = pair.scale.new_empty((max(1, min(most_u, blocks.pairs)), self.d)) if self.need_a else None
-        self.score.put({"g": g, "u": u})
-        self.column.put({"g": g})
-        self.add.put({"u": u, "pairs": pairs})
+        sizes = self.sizes
+        score = {"g": g, "u": u, "factor": self.inside, "K": sizes.depth}
         for t, batches in groups:
             first_g = blocks.starts[t.start]
             for block, part in batches:
-                self.score.put({"first_block": block.start, "first_g": first_g, "first_u": part.start})
-                self.score.launch(block.stop - block.start)
+                here = {"first_block": block.start, "first_g": first_g, "first_u": part.start} | score
+                how = {"warps": sizes.warps, "stages": sizes.stages}
+                self.launch(kernels.pair_kernel, block.stop - block.start, **how, **here)
                 if rows is not None:
                     starts = torch.searchsorted(rows[part], self.marks, out_int32=True)
-                    self.add.put({"starts": starts, "first": part.start}).launch(self.n * cdiv(self.d, self.added))
+                    here = {"total": self.total, "u": u, "pairs": pairs, "starts": starts, "first": part.start}
+                    self.launch(kernels.add_rows_kernel, self.n * cdiv(self.d, self.added), K=self.added, **here)
             if self.need_b:
-                self.column.put({"first_tile": t.start, "first_g": first_g})
-                self.column.launch((t.stop - t.start) * cdiv(self.d, self.features))
+                here = {"g": g, "first_tile": t.start, "first_g": first_g} | self.column
+                how = {"warps": sizes.column_warps, "stages": sizes.stages}
+                self.launch(kernels.column_kernel, (t.stop - t.start) * cdiv(self.d, self.features), **how, **here)
 
     def _by_row(self, parts: list[slice]) -> tuple[Tensor, Tensor]:
         """The rows of all entries, sorted inside each part, and the entries in that order; those of a row by their tiles.
@@ -150,7 +150,8 @@ class FilterBackward(FilterCall):
             if self.needs.a:
                 out = self.total if pair.a.dtype == torch.float32 else pair.a.new_empty((self.n, self.d))
             dots = pair.scale.new_empty(cdiv(self.n, FINISH_ROWS)) if self.needs.scale else None
-            launch_finish(self.call, self.total, self.call.a, self.outside, out, dots)
+            values = finish_arguments(self.total, self.a, self.outside, out, dots)
+            self.launch(finish_kernel, cdiv(self.n, FINISH_ROWS), **values)
         return Grads(
             a=out,
             b=self.out if self.needs.b else None,

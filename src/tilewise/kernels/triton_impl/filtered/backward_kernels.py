@@ -13,7 +13,7 @@ An *entry* is one row and one tile. In the names of this file (`pair_kernel`, ``
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import SOFTCAP
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import LN2, NO_SHARE, score_tile
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import cap_slope, outer_factor, side
 

@@ -18,11 +18,10 @@ from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered import forward_kernels as kernels
 from tilewise.kernels.triton_impl.filtered.rounding_kernels import exceeds_kernel, norm_kernel
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
-from tilewise.kernels.triton_impl.launch.prepared import Prepared
+from tilewise.kernels.triton_impl.launch import launch
+from tilewise.kernels.triton_impl.scores import cdiv, pieces, switches_of, tensors_of
 from tilewise.kernels.triton_impl.sizes import mass_sizes, multiprocessors
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
-from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
@@ -57,19 +56,22 @@ class FilterCall:
 
     def __init__(self, pair: Pair, spec: PairSpec, options: TileOptions) -> None:
         self.pair, self.spec, self.options = pair, spec, options
-        self.call = call = Call(pair, spec, options)
+        tensors = tensors_of(pair, spec)
         self.device, self.item = pair.a.device, pair.a.element_size()
+        self.a, self.b = tensors["a"], tensors["b"]
         self.n, self.m, self.d = pair.a.shape[0], pair.b.shape[0], pair.a.shape[1]
         self.width, self.tiles = plans.tile_width(self.m), tile_count(self.m)
-        self.known = call.fixed | call.by_row | call.by_col  # arguments of kernels by name
-        self.known |= {"a": call.a, "a_units": units(call.a), "b": call.b, "b_units": units(call.b)}
+        # Arguments of kernels by name
+        self.known: dict[str, Any] = tensors | switches_of(tensors, spec, options)
+        self.known |= {"softcap": spec.softcap, "picks": 0 if pair.pick is None else pair.pick.shape[1]}
+        self.known |= {"a_stride": self.a.stride(0), "a_units": units(self.a), "b_units": units(self.b)}
         self.known |= {"n": self.n, "m": self.m, "col_start": pair.col_start, "tiles": self.tiles, "W": self.width}
         self.tolerance = plans.tolerance_of(options, pair.a.dtype)
-        self.known |= {"pick": call.pick, "UNIT": 16 // self.item, "tolerance": self.tolerance}
+        self.known |= {"UNIT": 16 // self.item, "tolerance": self.tolerance}
 
-    def prepare(self, kernel: Any, warps: int = 4, stages: int = 2, **values: Any) -> Prepared:
-        """A kernel with these arguments and those that all kernels share."""
-        return self.call.prepare(kernel, warps, stages).offer(self.known).put(values)
+    def launch(self, kernel: Any, programs: int, *, warps: int = 4, stages: int = 2, **values: Any) -> None:
+        """Launch a kernel with these arguments and those that all kernels share."""
+        launch(kernel, programs, self.device, self.known, warps=warps, stages=stages, **values)
 
 
 class FilterForward(FilterCall):
@@ -94,10 +96,10 @@ class FilterForward(FilterCall):
         row_programs = cdiv(self.n, NORM_ROWS)
         programs = row_programs + cdiv(self.m, NORM_ROWS)
         squares, case = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
-        self.prepare(norm_kernel, squares=squares, R=NORM_ROWS, K=features).launch(programs)
+        self.launch(norm_kernel, programs, squares=squares, R=NORM_ROWS, K=features)
         limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
-        exceeds = self.prepare(exceeds_kernel, warps=8, squares=squares, case=case, only_if=pair.only_if)
-        exceeds.put({"row_programs": row_programs, "programs": programs, "limit": limit, "BLOCK": NORM_BLOCK}).launch(1)
+        values = {"row_programs": row_programs, "programs": programs, "limit": limit, "BLOCK": NORM_BLOCK}
+        self.launch(exceeds_kernel, 1, warps=8, squares=squares, case=case, **values)
         return case
 
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
@@ -126,22 +128,23 @@ class FilterForward(FilterCall):
         size = self.tiles * min(step, self.n)
         parts: dict[str, Tensor] = {"part": pair.scale.new_empty(size)}
         where: dict[str, Any] = {"place": self.place, "mass": mass, "all_rows": self.n}
+        where |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         where |= {"row_lse": stats.row_lse, "row_pos": stats.row_pos, "pick_place": self._picked(pair.pick, self.place)}
         if spec.row_entropy:
             parts["entropy_part"] = torch.empty_like(parts["part"])
             where |= {"row_entropy": stats.row_entropy, "surprise": surprise}
-        top = None
+        top: dict[str, Any] = {"row_top": stats.row_top, "row_top_col": stats.row_top_col}
+        top |= {"R": CHOOSE_ROWS, "T": CHOOSE_TILES}
         if spec.row_top:
             parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
-            top = self.prepare(kernels.top_kernel, row_top=stats.row_top, row_top_col=stats.row_top_col)
-            top.offer(parts).put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
-        choose = self.prepare(kernels.choose_kernel, **where).offer(parts).put({"R": CHOOSE_ROWS, "T": CHOOSE_TILES})
+            top |= {name: parts[name] for name in ("top_part", "top_col_part")}
+        chosen = {name: parts[name] for name in ("part", "entropy_part") if name in parts}
         for i in pieces(self.n, step):
             self._masses(parts, i)
-            rows = i.stop - i.start
-            choose.put({"n": rows, "first_row": i.start}).launch(cdiv(rows, CHOOSE_ROWS))
-            if top is not None:
-                top.put({"n": rows, "first_row": i.start}).launch(cdiv(rows, CHOOSE_ROWS))
+            here = {"n": i.stop - i.start, "first_row": i.start}
+            self.launch(kernels.choose_kernel, cdiv(here["n"], CHOOSE_ROWS), **where, **chosen, **here)
+            if spec.row_top:
+                self.launch(kernels.top_kernel, cdiv(here["n"], CHOOSE_ROWS), **top, **here)
         kept = (mass < 0).sum(1, dtype=torch.int32)
         keep_all = plans.too_many(kept, mass.numel(), self.share) | self.keep_all
         plan = FilterPlan(order=self.order, mass=mass, mean=self.mean, surprise=surprise, kept=kept, keep_all=keep_all)
@@ -150,7 +153,7 @@ class FilterForward(FilterCall):
     def _exact(self) -> Stats:
         """The statistics of the exact case, computed if the device finds that ``keep_all`` is 1."""
         # A copy of the features, if one was needed, serves both cases.
-        pair = dataclasses.replace(self.pair, a=self.call.a, b=self.call.b, only_if=self.keep_all)
+        pair = dataclasses.replace(self.pair, a=self.a, b=self.b, only_if=self.keep_all)
         stats, self.saved = two_pass.forward(pair, self.spec, self.options, save=self.save, beside_plan=True)
         if self.saved is not None and not (self.keep_all.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.saved.probed_exact = HostScalar(self.keep_all)
@@ -174,27 +177,27 @@ class FilterForward(FilterCall):
         pair = self.pair
         assert pair.row_key is not None
         those = plans.sample_of(self.n, asked)
-        sample, key = self.call.a[those].clone(), pair.row_key[those].contiguous()
+        sample, key = self.a[those].clone(), pair.row_key[those].contiguous()
         sample[0] = plans.mean_row(pair)  # orders the columns; not counted in the result
         scores = pair.a.new_empty((self.m, asked), dtype=self.sample_dtype)
         with matmul_precision("high"):
-            product(scores, self.call.b, sample.T, True)
+            multiply(scores, self.b, sample.T)
         order = plans.order_by(scores[:, 0], pair)
         place = places(order)
         mass, block = pair.a.new_empty((self.tiles, asked)), min(PROBE_ROWS, asked)
         shared: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked), "row_key": key, "place": place}
         rows: dict[str, Any] = {"n": asked, "all_rows": asked, "first_row": 0, "row_lse": pair.scale.new_empty(asked)}
-        probe = self.prepare(kernels.probe_kernel, product=scores, order=order, S=asked, R=block)
+        probe = {"product": scores, "order": order, "S": asked, "R": block}
         if self.spec.row_entropy:
             shared["entropy_part"] = torch.empty_like(shared["part"])
             rows["row_entropy"] = torch.empty_like(rows["row_lse"])
         if self.rounding and self.spec.positive == "one":
             rows["row_pos"] = torch.empty_like(rows["row_lse"])
-            probe.put({"own_part": rows["row_pos"]})
-        probe.put(shared).launch(self.tiles * (asked // block))
+            probe["own_part"] = rows["row_pos"]
+        self.launch(kernels.probe_kernel, self.tiles * (asked // block), **probe, **shared)
         rows["pick_place"] = self._picked(None if pair.pick is None else pair.pick[those], place)
-        choose = self.prepare(kernels.choose_kernel, mass=mass, R=1, **rows, **shared)
-        choose.put({"T": min(PROBE_TILES, triton.next_power_of_2(self.tiles))}).launch(asked)
+        at_once = min(PROBE_TILES, triton.next_power_of_2(self.tiles))
+        self.launch(kernels.choose_kernel, asked, mass=mass, R=1, T=at_once, **rows, **shared)
         pairs = (key[1:] >= 0).sum() * self.tiles
         return order, place, plans.too_many(mass[:, 1:] < 0, pairs, plans.PROBED_SHARE * self.share)
 
@@ -207,23 +210,37 @@ class FilterForward(FilterCall):
         chunk = chunk_of_tiles(self.tiles, cdiv(rows, sizes.rows), programs, most)
         buffer = self._room(min(chunk * self.width, self.m), wide)[:, : self.d]
         features = min(GATHER_FEATURES, triton.next_power_of_2(self.d))
-        gather = self.prepare(kernels.gather_kernel, order=self.order, bias=self.bias, out=buffer, mean=self.mean)
-        gather.put({"out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features})
-        tile = self.prepare(kernels.mass_kernel, sizes.warps, sizes.stages, bias=self.bias, **parts)
-        tile.put({"order": self.order if self.spec.row_top else None})
-        tile.offer(self.call.rows(i, sizes))
-        tile.put({"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs})
+        gather: dict[str, Any] = {"order": self.order, "bias": self.bias, "out": buffer, "mean": self.mean}
+        gather |= {"out_units": units(buffer), "R": min(GATHER_ROWS, self.width), "K": features}
+        tile: dict[str, Any] = {"bias": self.bias, "order": self.order if self.spec.row_top else None, **parts}
+        a_desc = TensorDescriptor.from_tensor(self.a[i], [sizes.rows, sizes.depth])
+        tile |= {"a_desc": a_desc, "n": rows, "row_shift": None}
+        if self.pair.row_shift is not None:
+            tile["row_shift"] = self.known["row_shift"][i]
+        tile |= {"R": sizes.rows, "C": sizes.cols, "K": sizes.depth, "GROUP": sizes.group, "PROGRAMS": programs}
         for t in pieces(self.tiles, chunk):
             first = t.start * self.width
             here = {"m": min(t.stop * self.width, self.m) - first, "first": first, "first_tile": t.start}
-            gather.put(here).launch((t.stop - t.start) * cdiv(self.d, features))
-            tile.put({"b_desc": TensorDescriptor.from_tensor(buffer[: here["m"]], [sizes.cols, sizes.depth])})
-            tile.put(here).launch(programs)
+            self.launch(kernels.gather_kernel, (t.stop - t.start) * cdiv(self.d, features), **gather, **here)
+            b_desc = TensorDescriptor.from_tensor(buffer[: here["m"]], [sizes.cols, sizes.depth])
+            self.launch(
+                kernels.mass_kernel, programs, warps=sizes.warps, stages=sizes.stages, b_desc=b_desc, **tile, **here
+            )
 
     def _room(self, cols: int, width: int) -> Tensor:
         """Memory for columns in their new order. The exact case may save exponentials there; then nothing is written here."""
         held = None if self.saved is None else self.saved.g(cols, width)
         return self.pair.a.new_empty((cols, width)) if held is None else held
+
+
+def multiply(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out = left @ right, accumulated in float32."""
+    if not out.is_cuda:  # the interpreter
+        out.copy_(left.float() @ right.float())
+    elif out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def places(order: Tensor) -> Tensor:

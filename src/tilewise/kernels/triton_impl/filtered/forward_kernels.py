@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tilewise.kernels.filter_plan import SMALLEST_LIMIT as LIMIT
 from tilewise.kernels.triton_impl.bits import BIAS
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,

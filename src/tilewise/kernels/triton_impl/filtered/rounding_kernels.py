@@ -7,7 +7,7 @@ compiler knows the alignment of rows.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.launch import kernel
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, Stats
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
 from tilewise.kernels.triton_impl.filtered.forward import FilterForward
-from tilewise.kernels.triton_impl.launch.call import on_device
+from tilewise.kernels.triton_impl.scores import on_device
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 

@@ -13,7 +13,7 @@ in float32 after the products: by `finish_rows_kernel` in dA, by `rounded_positi
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import in_units, row_stride
 
 

@@ -12,17 +12,17 @@ products then include ``grad_output``, so that gradients are still rounded only 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from tilewise.kernels.spec import Grads, Needs, PairShape, PairSpec, stat_dtype
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, row_width
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype
+from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.one_pass import product_kernels
+from tilewise.kernels.triton_impl.scores import Scores, cdiv, row_width
 from tilewise.kernels.triton_impl.two_pass.macro_tile import ONE_MACRO
-from tilewise.kernels.triton_impl.two_pass.products import product
 from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 from tilewise.options import TileOptions
 
@@ -37,10 +37,10 @@ class Exponentials(NamedTuple):
     Tensors may have more rows than the block has.
     """
 
-    e: Tensor  # (n or more, `row_width` or more), in the type of the features; columns from m on are undefined
-    factor: Tensor  # (n or more,), in the type of the statistics: f_i
-    entry: Tensor  # (n or more,), in the type of the statistics: the positive's entry
-    column: Tensor  # (n or more,), int32: the column of the positive; -1 in a row without one
+    e: Buffer  # (n or more, `row_width` or more), in the type of the features; columns from m on are undefined
+    factor: Buffer  # (n or more,), in the type of the statistics: f_i
+    entry: Buffer  # (n or more,), in the type of the statistics: the positive's entry
+    column: Buffer  # (n or more,), int32: the column of the positive; -1 in a row without one
 
     @property
     def rounded(self) -> bool:
@@ -93,72 +93,71 @@ class Products:
     dA and dB have the type ``dtype``. With a half type, all rows must be one block: dB is not accumulated in it.
     """
 
-    def __init__(self, call: Call, needs: Needs, dtype: torch.dtype) -> None:
-        self.call, self.needs, self.dtype = call, needs, dtype
-        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
-        self.grad_a = call.empty(self.n, self.d, dtype=dtype) if needs.a else None
-        self.grad_b: Tensor | None = None
-        self.bias = call.empty(self.m) if needs.bias else None
+    def __init__(self, scores: Scores, needs: Needs, dtype: torch.dtype) -> None:
+        self.scores, self.needs, self.dtype = scores, needs, dtype
+        n, m, d = scores.n, scores.m, scores.d
+        self.grad_a = scores.empty("dA", n, d, dtype=dtype) if needs.a else None
+        self.grad_b = scores.empty("dB", m, d, dtype=dtype) if needs.b else None
+        self.bias = scores.empty("dbias", m) if needs.bias else None
         # Parts of the scale's gradient, one for each program of `finish_rows_kernel`
-        self.dots = call.empty(cdiv(self.n, FINISH_BLOCK)) if needs.scale else None
+        self.dots = scores.empty("dots", cdiv(n, FINISH_BLOCK)) if needs.scale else None
 
     def add(self, block: Exponentials, i: slice) -> None:
         """Compute dA of the rows i from their E and f, and add their terms to the other gradients."""
-        call, a = self.call, self.call.a[i]
-        scaled = call.empty(*a.shape, dtype=a.dtype) if self.needs.b else None
+        scores, a, first = self.scores, self.scores.a[i], i.start == 0
+        scaled = scores.empty("f a", *a.shape, dtype=a.dtype) if self.needs.b else None
         self._rows(block, i, scaled)
         if self.bias is not None:
-            self._bias(block, self.bias, first=i.start == 0)
-        if scaled is not None:
-            if self.grad_b is None:
-                self.grad_b = call.empty(self.m, self.d, dtype=self.dtype)
-            call.step(product, self.grad_b, block.e.T, scaled, i.start == 0)
+            self._bias(block, self.bias, first=first)
+        if scaled is not None and self.grad_b is not None:
+            scores.program.product(self.grad_b, block.e.T, scaled, add=not first)
             if block.rounded:
                 given = {"a": a, "scaled": scaled, "factor": block.factor, "entry": block.entry}
-                column, order = (call.empty(len(a), dtype=dtype) for dtype in (block.column.dtype, torch.int64))
-                call.step(sort_stably, column, block.column, order)
-                correct_positives(call, self.grad_b, (column, order), **given, scale=call.pair.scale)
+                column = scores.empty("sorted column", len(a), dtype=block.column.dtype)
+                order = scores.empty("order", len(a), dtype=torch.int64)
+                scores.program.call(sort_stably, column, order, block.column)
+                correct_positives(scores, self.grad_b, (column, order), **given, scale=scores.scale)
 
-    def grads(self) -> Grads:
-        """The gradients, after all rows were added; that of the scale in parts."""
-        return Grads(a=self.grad_a, b=self.grad_b, scale=self.dots, bias=self.bias)
+    def grads(self) -> tuple[Buffer | None, ...]:
+        """The gradients in the order of `Needs`, after all rows were added; that of the scale in parts."""
+        return self.grad_a, self.grad_b, self.dots, self.bias
 
-    def _rows(self, block: Exponentials, i: slice, scaled: Tensor | None) -> None:
+    def _rows(self, block: Exponentials, i: slice, scaled: Buffer | None) -> None:
         """dA of the rows i, and their part of the scale's gradient. Writes scale f_i a_i to ``scaled``, if given."""
-        call, a, out = self.call, self.call.a[i], None if self.grad_a is None else self.grad_a[i]
-        dots = None if self.dots is None else self.dots[i.start // FINISH_BLOCK :]
+        scores, a, out = self.scores, self.scores.a[i], None if self.grad_a is None else self.grad_a[i]
+        dots = None if self.dots is None else self.dots[i.start // FINISH_BLOCK : cdiv(i.stop, FINISH_BLOCK)]
         total = out
         if out is None and dots is None:
             if scaled is None:
                 return
         else:
             if total is None or total.dtype != torch.float32:
-                total = call.empty(len(a), self.d, dtype=torch.float32)
-            call.step(product, total, block.e, call.b)
-        finish = call.prepare(product_kernels.finish_rows_kernel).offer(call.fixed)
-        finish.put({"a": a, "n": len(a), "total": total, "out": out, "scaled": scaled, "dots": dots})
-        finish.put(
-            {"factor": block.factor, "BLOCK": FINISH_BLOCK, "WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(self.d))}
-        )
+                total = scores.empty("dA in float32", len(a), scores.d, dtype=torch.float32)
+            scores.program.product(total, block.e, scores.b)
+        values: dict[str, Any] = {"a": a, "n": len(a), "total": total, "out": out, "scaled": scaled, "dots": dots}
+        values |= {"factor": block.factor, "BLOCK": FINISH_BLOCK}
+        values |= {"WIDTH": min(FINISH_WIDTH, triton.next_power_of_2(scores.d))}
         if block.rounded:
-            finish.put({"entry": block.entry, "column": block.column, "b": call.b})
-        finish.launch(cdiv(len(a), FINISH_BLOCK))
+            values |= {"entry": block.entry, "column": block.column, "b": scores.b}
+        scores.launch(product_kernels.finish_rows_kernel, cdiv(len(a), FINISH_BLOCK), scores.fixed, **values)
 
-    def _bias(self, block: Exponentials, out: Tensor, *, first: bool) -> None:
+    def _bias(self, block: Exponentials, out: Buffer, *, first: bool) -> None:
         """Write the terms of these rows to the bias's gradient ``out``, or add them if they are not the first rows."""
-        self.call.do_not_record()
-        e, factor = block.e, block.factor
-        values = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": self.m}
+        e, factor, m = block.e, block.factor, self.scores.m
+        values: dict[str, Any] = {"g": e, "g_stride": e.stride(0), "factor": factor, "out": out, "n": len(e), "m": m}
         values |= {"FIRST": first, "BLOCK": BIAS_ROWS, "WIDTH": BIAS_COLS}
-        self.call.prepare(product_kernels.bias_kernel).put(values).launch(cdiv(self.m, BIAS_COLS))
+        self.scores.launch(product_kernels.bias_kernel, cdiv(m, BIAS_COLS), **values)
         if block.rounded:
-            lost = torch.where(block.column >= 0, factor * (block.entry - block.entry.to(e.dtype)), 0.0)
-            out.index_put_(
-                (block.column.clamp(min=0).long(),), lost, accumulate=True
-            )  # torch sorts the indices here and uses no atomics
+            self.scores.program.call(add_lost, out, block.e, block.column, factor, block.entry)
 
 
-def sort_stably(column: Tensor, unsorted: Tensor, order: Tensor, _: bool) -> None:
+def add_lost(out: Tensor, e: Tensor, column: Tensor, factor: Tensor, entry: Tensor) -> None:
+    """Add what the entries of the positives lost when they were rounded."""
+    lost = torch.where(column >= 0, factor * (entry - entry.to(e.dtype)), 0.0)
+    out.index_put_((column.clamp(min=0).long(),), lost, accumulate=True)  # torch sorts the indices and uses no atomics
+
+
+def sort_stably(column: Tensor, order: Tensor, unsorted: Tensor) -> None:
     """Write the sorted numbers to ``column``, and their places to ``order``."""
     torch.sort(unsorted, stable=True, out=(column, order))
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import BIAS_COLS, BIAS_TOTAL
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, any_here, own_column, scored_tile, store_tile, tile_place
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor
 from tilewise.kernels.triton_impl.two_pass.softplus_kernels import log1p, softplus_join, softplus_sum

@@ -19,7 +19,7 @@ each row as its shift. The host does not wait for the flag.
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import SOFTCAP
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, scored_tile, store_tile, tile_place
 
 LARGEST_SUM = tl.constexpr(2.0**80)  # of a row in a tile; above, needs_repair is set

@@ -8,7 +8,6 @@ classifier whose rows are one block, E is saved in their place (`products`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,7 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import NOT_ONE_SIDED, gradients_like, gradients_of, is_one_sided, saved_gradients
 from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairShape, PairSpec, RowWeights
-from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, unit_of, without_graph
-from tilewise.kernels.triton_impl.launch.prepared import Prepared
-from tilewise.kernels.triton_impl.launch.replay import Recording, allocate, replay_or_record
+from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.one_pass.product_kernels import times_kernel
 from tilewise.kernels.triton_impl.one_pass.products import (
     Exponentials,
@@ -32,6 +29,16 @@ from tilewise.kernels.triton_impl.one_pass.products import (
 )
 from tilewise.kernels.triton_impl.one_pass.sigmoid import Sigmoid
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
+from tilewise.kernels.triton_impl.program import Program
+from tilewise.kernels.triton_impl.scores import (
+    Scores,
+    known_program,
+    on_device,
+    run_program,
+    unit_of,
+    vector,
+    without_graph,
+)
 from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass.backward import factors_of, spread
 from tilewise.options import TileOptions
@@ -85,7 +92,7 @@ class TritonOnePass:
     ) -> Grads:
         """Two products, or the saved gradients multiplied by ``grad_output``."""
         if saves_exponentials(shape, needs, spec, options):
-            return gradients(Exponentials(*saved), pair, grad_output, needs, options)
+            return gradients(saved, pair, grad_output, needs, options)
         return times(gradients_of(saved, needs, pair.a.shape[0]), grad_output, pair.a.dtype, overwrite)
 
 
@@ -93,55 +100,59 @@ def loss_and_gradients(
     pair: Pair, weights: RowWeights, needs: Needs, spec: PairSpec, options: TileOptions
 ) -> tuple[Tensor, Grads]:
     """The loss and its gradients, those of the features in `saved_dtype`."""
-    weights = RowWeights(each=weights.full(pair), square=weights.square)
 
-    def run(call: Call) -> tuple[Tensor | None, ...]:
-        if spec.softplus:
-            losses, grads = Sigmoid(call, weights, needs, factors).losses_and_grads()
-        else:
-            losses, grads = Softmax(call, weights).losses_and_grads(needs)
-        return losses, grads.a, grads.b, grads.scale, grads.bias
+    def build(scores: Scores, more: dict[str, Buffer]) -> tuple[Buffer | None, ...]:
+        if scores.spec.softplus:
+            return Sigmoid(scores, more, needs).losses_and_grads()
+        return Softmax(scores, more).losses_and_grads(needs)
 
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
-        factors: tuple[Tensor | None, Tensor | None] = (None, None)
+        more = weights_of(pair, weights)
         if spec.softplus:
-            factors = factors_of(pair, GradStats(row_softplus=weights.each), options)
-        known = weights.each, weights.square, *factors
-        losses, a, b, scale, bias = replayed(("one pass", needs), pair, spec, options, known, run)
+            factors = factors_of(pair, GradStats(row_softplus=more["weight"]), options)
+            more |= zip(("inside", "outside"), factors, strict=True)
+        losses, a, b, scale, bias = run_program(("one pass", needs), pair, spec, options, more, build)
         scale = None if scale is None else total_of(scale)
         return total_of(losses), Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))
 
 
+def weights_of(pair: Pair, weights: RowWeights) -> dict[str, Tensor | None]:
+    """The weights of all rows as kernels can read them."""
+    square = None if weights.square is None else vector(weights.square)
+    return {"weight": vector(weights.full(pair)), "square": square}
+
+
 def exponentials(
     pair: Pair, weights: RowWeights, spec: PairSpec, options: TileOptions, rows: int
-) -> tuple[Tensor, Exponentials]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The loss, and the exponentials from which backward computes gradients, with room for ``rows`` rows."""
-    weights = RowWeights(each=weights.full(pair), square=weights.square)
 
-    def run(call: Call) -> tuple[Tensor, ...]:
-        losses, made = Softmax(call, weights).losses_and_exponentials(rows)
-        return losses, *made
+    def build(scores: Scores, more: dict[str, Buffer]) -> tuple[Buffer, ...]:
+        return Softmax(scores, more).losses_and_exponentials(rows)
 
     with on_device(pair.a), without_graph():
-        tensors = weights.each, weights.square
-        losses, e, *vectors = replayed(("exponentials", rows), pair, spec, options, tensors, run)
-        more = rows - pair.a.shape[0]
-        return total_of(losses), Exponentials(
-            e, *(torch.nn.functional.pad(v, (0, more)) if more else v for v in vectors)
-        )
+        more = weights_of(pair, weights)
+        losses, e, *vectors = run_program(("exponentials", rows), pair, spec, options, more, build)
+        missing = rows - pair.a.shape[0]
+        return total_of(losses), (e, *(torch.nn.functional.pad(v, (0, missing)) if missing else v for v in vectors))
 
 
-def gradients(saved: Exponentials, pair: Pair, grad_output: Tensor, needs: Needs, options: TileOptions) -> Grads:
+def gradients(saved: Sequence[Any], pair: Pair, grad_output: Tensor, needs: Needs, options: TileOptions) -> Grads:
     """Two products. ``grad_output`` is part of f_i, so that a gradient is rounded once, after the multiplication."""
+
+    def build(scores: Scores, more: dict[str, Buffer]) -> tuple[Buffer | None, ...]:
+        products = Products(scores, needs, scores.dtype)
+        block = Exponentials(more["e"][:, : scores.m], more["factor"], more["entry"], more["column"])
+        products.add(block, slice(0, scores.n))
+        return products.grads()
+
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
+        e, factor, entry, column = (value[: pair.a.shape[0]] for value in saved)
+        more = {"e": e, "factor": factor * grad_output, "entry": entry, "column": column}
         # Keys, bias and soft cap are in E already.
-        call = Call(Pair(a=pair.a, b=pair.b, scale=pair.scale), PairSpec(row_lse=True), options)
-        n, m = call.a.shape[0], call.b.shape[0]
-        products = Products(call, needs, pair.a.dtype)
-        factor = saved.factor[:n] * grad_output
-        products.add(Exponentials(saved.e[:n, :m], factor, saved.entry[:n], saved.column[:n]), slice(0, n))
-        grads = products.grads()
-        return dataclasses.replace(grads, scale=None if grads.scale is None else total_of(grads.scale))
+        plain = Pair(a=pair.a, b=pair.b, scale=pair.scale)
+        a, b, scale, bias = run_program(("gradients", needs), plain, PairSpec(row_lse=True), options, more, build)
+        return Grads(a=a, b=b, scale=None if scale is None else total_of(scale), bias=bias)
 
 
 def times(grads: Grads, grad_output: Tensor, dtype: torch.dtype, overwrite: bool) -> Grads:
@@ -149,24 +160,26 @@ def times(grads: Grads, grad_output: Tensor, dtype: torch.dtype, overwrite: bool
 
     With ``overwrite``, in place where the types are equal.
     """
-    inputs = grads.a, grads.b, grads.scale, grad_output
+    device = grad_output.device
 
-    def run(recording: Recording | None) -> tuple[Tensor | None, ...]:
-        def out(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            if value is None or (overwrite and value.dtype == dtype):
-                return value
-            return allocate(recording, value, value.shape, dtype)
-
-        outs = out(grads.a, dtype), out(grads.b, dtype), out(grads.scale, torch.float32)
-        sizes = [0 if value is None else value.numel() for value in inputs[:2]]
-        programs = PROGRAMS_EACH * multiprocessors(grad_output.device)
-        values: dict[str, Any] = dict(zip(("a", "b", "scale", "grad_output"), inputs, strict=True))
-        values |= dict(zip(("a_out", "b_out", "scale_out"), outs, strict=True))
+    def build(program: Program, given: dict[str, Buffer]) -> list[Buffer | None]:
+        kinds = {"a": dtype, "b": dtype, "scale": torch.float32}
+        values: dict[str, Any] = {"grad_output": given["grad_output"]}
+        for name, kind in kinds.items():
+            value = given.get(name)
+            out = value
+            if value is not None and not (overwrite and value.dtype == kind):
+                out = program.scratch(f"{name}_out", value.shape, kind)
+            values |= {name: value, f"{name}_out": out}
+        sizes = [0 if values[name] is None else values[name].numel() for name in ("a", "b")]
+        programs = PROGRAMS_EACH * multiprocessors(device)
         values |= {"a_size": sizes[0], "b_size": sizes[1], "UNIT": unit_of(*sizes), "BLOCK": TIMES_BLOCK}
         values |= {"IN_PLACE": overwrite and dtype == torch.float32, "PROGRAMS": programs}
-        Prepared(times_kernel, grad_output.device, 4, 2, recording).put(values).launch(programs)
-        return outs
+        program.launch(times_kernel, programs, stages=2, **values)
+        return [values[f"{name}_out"] for name in kinds]
 
     with on_device(grad_output):
-        a, b, scale = replay_or_record(("times", dtype, overwrite), inputs, run, grad_output.device)
+        inputs = {"a": grads.a, "b": grads.b, "scale": grads.scale, "grad_output": grad_output}
+        program, given = known_program(("times", dtype, overwrite), inputs, device, build)
+        a, b, scale = program.run(device, *given)
     return Grads(a=a, b=b, scale=scale, bias=None if grads.bias is None else grads.bias * grad_output)

@@ -12,8 +12,8 @@ import torch
 from tilewise.kernels.backend import SmallKey
 from tilewise.kernels.spec import Needs
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import POSITIVE, bit_sum, cdiv
 from tilewise.kernels.triton_impl.program import Buffer, Program
+from tilewise.kernels.triton_impl.scores import POSITIVE, bit_sum, cdiv
 from tilewise.kernels.triton_impl.small import kernels
 
 IN_REGISTERS = 2048  # scores that a program of `rows_kernel` has at a time
@@ -116,7 +116,8 @@ def loss_program(key: SmallKey) -> Program:
         if g is not None:
             parts: dict[str, Any] = {f"row_{name}": value for name, value in stats.items()}
             parts |= {f"col_{name}": value for name, value in other.items()}
-            grid, tile = cdiv(n, both_rows) * cdiv(m, BOTH_COLS), {"R": both_rows, "C": BOTH_COLS}
+            grid = cdiv(n, both_rows) * cdiv(m, BOTH_COLS)
+            tile: dict[str, Any] = {"R": both_rows, "C": BOTH_COLS}
             more = {"share": share, "WHOLE": whole}
             p.launch(kernels.both_kernel, grid, warps=8, x=x, dot=dot, g=g, **more, **tile, **parts, **scores)
     order: list[Buffer] = [loss]

@@ -21,8 +21,8 @@ from tilewise.kernels.backend import Like, SmallKey
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.scalar_loss import SMALL_STATISTICS
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype, wanted_names
-from tilewise.kernels.triton_impl.launch.call import vector
 from tilewise.kernels.triton_impl.program import Program
+from tilewise.kernels.triton_impl.scores import vector
 from tilewise.kernels.triton_impl.small.programs import gradient_program, is_whole, loss_program, saved_type
 from tilewise.options import TileOptions
 
@@ -95,7 +95,7 @@ class TritonJob:
             bias = vector(bias.to(torch.float32))
         for value in facts:
             if value is not None:
-                facts = [vector(value) for value in facts]
+                facts = [None if value is None else vector(value) for value in facts]
                 break
         if key.spec.col_lse:  # the loss is the mean of two directions
             share *= 0.5

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.keys import combined_picks
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
+from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec, Stats, largest_gradient
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, tile_descriptor, vector
+from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
+from tilewise.kernels.triton_impl.scores import Scores, bit_sum, cdiv, pieces, tile_descriptor, vector
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
@@ -79,222 +80,228 @@ def factors_of(pair: Pair, grad: GradStats, options: TileOptions) -> tuple[Tenso
     return 1.0 / size, pair.scale * size
 
 
-class Backward:
-    """Gradients of all macro-tiles. The gradients of statistics are those of `folded_gradients`.
+STATISTICS = ("row_lse", "row_pos", "row_picked", "col_lse", "guide_lse", "row_hot_lse", "row_mix_kl", "row_reverse_kl")
+DIVERGENCE = {"kl": "row_kl", "jsd": "row_jsd"}  # the gradient that a guide's statistic gets; by default row_reverse_kl
 
-    ``factors``: the factor of G inside the kernels, and the factor of the products with G; by default the scale and none.
+
+def backward_tensors(stats: Stats, grad: GradStats, spec: PairSpec) -> dict[str, Tensor | None]:
+    """What backward is given besides the pair, by the names of kernels' parameters."""
+    found: dict[str, Tensor | None] = {name: getattr(stats, name) for name in STATISTICS}
+    found["own"], found["own_picked"] = found.pop("row_pos"), found.pop("row_picked")
+    mix, reverse = found.pop("row_mix_kl"), found.pop("row_reverse_kl")
+    found["row_level"] = mix if spec.guide == "jsd" else reverse
+    found["grad_row"] = grad.row_softplus if spec.softplus else grad.row_lse
+    found |= {"grad_pos": grad.row_pos, "grad_sum": grad.row_sum, "grad_entropy": grad.row_entropy}
+    found |= {"grad_square": grad.row_sum_sq, "grad_picked": grad.row_picked, "grad_col": grad.col_lse}
+    found |= {"grad_hot": grad.row_hot_lse, "grad_guide": getattr(grad, DIVERGENCE.get(spec.guide, "row_reverse_kl"))}
+    return {name: None if value is None else vector(value) for name, value in found.items()}
+
+
+class Backward:
+    """Writes the steps of backward: the gradients of all macro-tiles.
+
+    ``more``: the buffers for `backward_tensors`, and ``inside`` and ``outside``: the factor of G inside the kernels, and
+    the factor of the products with G; by default the scale and none.
     """
 
     tiles_have_positives = False  # whether the kernel of a tile also writes the entry of an only positive
 
     def __init__(
         self,
-        call: Call,
-        stats: Stats,
-        grad: GradStats,
+        scores: Scores,
+        more: dict[str, Buffer],
         needs: Needs,
         grad_dtype: torch.dtype,
         saved: SavedColumns | None = None,
-        factors: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
-        self.call, self.needs, self.grad_dtype = call, needs, grad_dtype
-        self.pair, self.spec = call.pair, call.spec
+        self.scores, self.needs, self.grad_dtype, self.spec = scores, needs, grad_dtype, scores.spec
         self.guided = self.spec.guide != "none"
         self.tiles_have_positives |= self.guided
-        self.sizes = call.guided_sizes if self.guided else call.gradient_sizes
-        self.n, self.m, self.d = call.a.shape[0], call.b.shape[0], call.a.shape[1]
-        sym, scale = self.spec.symmetric, self.pair.scale
+        self.sizes = scores.guided_sizes if self.guided else scores.gradient_sizes
+        self.n, self.m, self.d = scores.n, scores.m, scores.d
+        sym = self.spec.symmetric
         self.need_a = needs.a or sym or (needs.scale and not needs.b)
         self.need_b = needs.b and not sym
         self.row_step, self.col_step = self._macro()
         # Exponentials serve the gradients of log-sum-exps; saved scores serve all.
-        serves = self.guided or (grad.row_lse is not None and not needs.bias)
-        in_place = self.need_b and grad_dtype == self.pair.a.dtype and self.row_step >= self.n
+        serves = self.guided or ("grad_row" in more and not self.spec.softplus and not needs.bias)
+        in_place = self.need_b and grad_dtype == scores.dtype and self.row_step >= self.n
         self.saved = saved if serves and in_place else None
         self.factors: RowFactors | None = None
-        self.inside: Tensor = scale if factors[0] is None else factors[0]
-        self.outside = factors[1]
-        call.by_row |= {
-            "row_lse": vector(stats.row_lse),
-            "grad_row": vector(grad.row_softplus if self.spec.softplus else grad.row_lse),
-            "grad_pos": vector(grad.row_pos),
-            "grad_sum": vector(grad.row_sum),
-            "grad_entropy": vector(grad.row_entropy),
-            "grad_square": vector(grad.row_sum_sq),
-            "grad_picked": vector(grad.row_picked),
-        }
-        if self.guided:
-            call.by_row |= {
-                "guide_lse": vector(stats.guide_lse),
-                "row_level": vector(stats.row_mix_kl if self.spec.guide == "jsd" else stats.row_reverse_kl),
-                "row_hot_lse": vector(stats.row_hot_lse),
-                "grad_hot": vector(grad.row_hot_lse),
-                "grad_guide": vector(
-                    {"kl": grad.row_kl, "jsd": grad.row_jsd}.get(self.spec.guide, grad.row_reverse_kl)
-                ),
-            }
+        self.inside: Buffer = more.get("inside", scores.scale)
+        self.outside = more.get("outside")
+        names = "row_lse", "grad_row", "grad_pos", "grad_sum", "grad_entropy", "grad_square", "grad_picked"
+        guide = ("guide_lse", "row_level", "row_hot_lse", "grad_hot", "grad_guide") if self.guided else ()
+        scores.by_row |= {name: more.get(name) for name in (*names, *guide)}
         if sym:  # a column is a row too
             as_column = {"col_lse": "row_lse", "grad_col": "grad_row", "grad_pos_col": "grad_pos"}
-            call.by_col |= {name: call.by_row[of_row] for name, of_row in as_column.items()}
+            scores.by_col |= {name: more.get(of_row) for name, of_row in as_column.items()}
         else:
-            call.by_col |= {"col_lse": vector(stats.col_lse), "grad_col": vector(grad.col_lse)}
-        self.picked: dict[str, Tensor] = {}  # arguments of `Call.picks`
-        if (coming := call.by_row["grad_picked"]) is not None:
-            own = vector(stats.row_picked)
-            assert own is not None
-            self.picked = {"own": own, "grad_pos": coming}
-        self.shared_bias = bool(call.score_bits & bit.ONE_BIAS.value)
+            scores.by_col |= {name: more.get(name) for name in ("col_lse", "grad_col")}
+        self.picked: dict[str, Buffer] = {}  # arguments of `Scores.picks`
+        if "grad_picked" in more:
+            self.picked = {"own": more["own_picked"], "grad_pos": more["grad_picked"]}
+        self.shared_bias = bool(scores.score_bits & bit.ONE_BIAS.value)
         self.terms = bit_sum(
-            (bit.ROWS, grad.row_lse is not None),
-            (bit.COLS, call.by_col["grad_col"] is not None),
+            (bit.ROWS, "grad_row" in more and not self.spec.softplus),
+            (bit.COLS, scores.by_col["grad_col"] is not None),
             (bit.SOFTPLUS, self.spec.softplus),
-            (bit.ROW_SUM, grad.row_sum is not None),
+            (bit.ROW_SUM, "grad_sum" in more),
             (bit.MIRROR, sym),
-            (bit.ENTROPY, grad.row_entropy is not None),
-            (bit.SUM_SQ, grad.row_sum_sq is not None),
-            (bit.HOT, grad.row_hot_lse is not None),
+            (bit.ENTROPY, "grad_entropy" in more),
+            (bit.SUM_SQ, "grad_square" in more),
+            (bit.HOT, "grad_hot" in more),
             (bit.BIAS_TOTAL, needs.bias and self.shared_bias),
             (bit.BIAS_COLS, needs.bias and not self.shared_bias),
         )
-        self.span = self._span() if grad.row_lse is not None and call.by_col["grad_col"] is not None else None
-        if call.positive in ONE_POSITIVE and not self.tiles_have_positives:
-            own = vector(stats.row_pos)
+        self.span = self._span() if self.terms & bit.ROWS.value and self.terms & bit.COLS.value else None
+        if scores.positive in ONE_POSITIVE and not self.tiles_have_positives:
+            own = more.get("own")
             if own is None:
-                own = call.empty(self.n)
-                call.run_positive(positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
-            call.by_row["own"] = own
-        call.row_cuts.clear()
-        call.col_cuts.clear()
+                own = scores.empty("own", self.n)
+                scores.positives(positive_kernel, slice(0, self.n), slice(0, self.m), row_pos=own)
+            scores.by_row["own"] = own
 
     def _macro(self) -> tuple[int, int]:
-        return macro_tile(self.pair.shape, self.spec, self.sizes, self.call.options)
+        return macro_tile(self.scores.shape, self.spec, self.sizes, self.scores.options)
 
-    def _span(self) -> Tensor:
+    def _span(self) -> Buffer:
         """The span of the log-sum-exps and the largest of them; u of each row and v of each column."""
-        call, sym = self.call, self.spec.symmetric
-        span, u = call.empty(2), call.empty(self.n)
-        v = u if sym else call.empty(self.m)
+        scores, sym = self.scores, self.spec.symmetric
+        span, u = scores.empty("span", 2), scores.empty("u", self.n)
+        v = u if sym else scores.empty("v", self.m)
         values: dict[str, Any] = {"span": span, "row_share": u, "col_share": v, "factor": self.inside}
-        values |= {"n": self.n, "m": self.m, "BLOCK": SPAN_BLOCK} | call.by_row | call.by_col
-        call.prepare(kernels.span_kernel, warps=8).offer(values).launch(1)
+        values |= {"n": self.n, "m": self.m, "BLOCK": SPAN_BLOCK} | scores.by_row | scores.by_col
+        scores.launch(kernels.span_kernel, 1, values, warps=8)
         cols = 0 if sym else self.m
         programs = cdiv(self.n, SPAN_BLOCK) + cdiv(cols, SPAN_BLOCK)
-        call.prepare(kernels.share_kernel).offer(values).put({"m": cols}).launch(programs)
-        call.by_row["row_share"], call.by_col["col_share"] = u, v
+        scores.launch(kernels.share_kernel, programs, values, m=cols)
+        scores.by_row["row_share"], scores.by_col["col_share"] = u, v
         return span
 
-    def run(self) -> Grads:
-        """All macro-tiles; with symmetric scores those on and above the diagonal."""
-        call, pair, sym = self.call, self.pair, self.spec.symmetric
-        row_pieces, col_pieces = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.saved)
-        item = pair.a.element_size()
-        others_from = 0 if self.saved is None else self.saved.end
-        width = min(self.m - others_from, self.col_step)
-        if self.guided:  # the saved columns have a G too
-            width = max(j.stop - j.start for j in col_pieces)
-        width = cdiv(width * item, 16) * 16 // item
-        g_all = None if self.saved is None else self.saved.g(self.n, width)
-        if g_all is None:
-            g_all = call.empty(min(self.n, self.row_step), width, dtype=pair.a.dtype)
-        once = not sym and len(col_pieces) == 1
+    def run(self) -> tuple[Buffer | None, ...]:
+        """All macro-tiles; with symmetric scores those on and above the diagonal. The gradients in the order of `Needs`."""
+        scores, sym = self.scores, self.spec.symmetric
+        self.row_pieces = pieces(self.n, self.row_step)
+        self.col_pieces = column_pieces(self.m, self.col_step, self.saved)
+        self.g_all = self._memory_of_g()
+        once = not sym and len(self.col_pieces) == 1
         dot_a = self.needs.scale and self.need_a
-        grad_a = self._sum(self.n, whole=sym, once=once, dot=dot_a) if self.need_a else None
-        grad_b = None
+        self.grad_a = self._sum("dA", self.n, whole=sym, once=once, dot=dot_a) if self.need_a else None
+        self.grad_b = None
         if self.need_b:
             memory = None if self.saved is None else self.saved.memory
             dot_b = self.needs.scale and not self.need_a
-            grad_b = self._sum(self.m, whole=True, once=len(row_pieces) == 1, dot=dot_b, out=memory)
-        bias = Bias(self) if self.needs.bias else None
+            one_block = len(self.row_pieces) == 1
+            self.grad_b = self._sum("dB", self.m, whole=True, once=one_block, dot=dot_b, out=memory)
+        self.bias = Bias(self) if self.needs.bias else None
         if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
-            unused = None if grad_a is None or grad_a.total is None else grad_a.out
-            self.factors = self.saved.factors(call, self.inside, unused)
-        for i in row_pieces:
-            for j in col_pieces:
-                if sym and j.start < i.start:
-                    continue
-                g, a = g_all[: i.stop - i.start, : j.stop - j.start], call.rows(i, self.sizes)["a"]
-                ready = None if self.saved is None else self.saved.chunk(j)
-                if ready is not None:
-                    g, a = ready, a if self.factors is None else self.factors.scaled
-                self._gradient(g, tile_descriptor(g, self.sizes), i, j, bias)
-                if grad_a is not None:
-                    grad_a.add(i, g, call.cols(j, self.sizes)["b"])
-                    if sym and i != j:
-                        grad_a.add(j, g.T, a)
-                    if self.factors is not None and j.stop == others_from:
-                        grad_a.scale_rows(i, self.factors.each)
-                if grad_b is not None:
-                    grad_b.add(j, g.T, a)
-                    if self.factors is not None and j.stop == others_from:
-                        assert self.saved is not None
-                        self.saved.correct_positives(call, grad_b.sums, self.factors)
-            if grad_a is not None and not sym:
-                grad_a.finish(i, call.a)
-        del g_all, g, ready
-        if self.saved is not None:
-            self.saved.buffer = self.factors = None
-        call.prepared.clear()  # the arguments of prepared launches keep G alive
-        if grad_a is not None and sym:
-            grad_a.finish(slice(0, self.n), call.a)
-        if grad_b is not None:
-            grad_b.finish(slice(0, self.m), call.b)
-        dots = next((side.dots for side in (grad_a, grad_b) if side is not None and side.dots is not None), None)
-        return Grads(
-            a=grad_a.out if grad_a is not None and self.needs.a else None,
-            b=None if grad_b is None else grad_b.out,
-            scale=None if dots is None else self._without_factor(dots),
-            bias=None if bias is None else bias.finish(),
+            unused = None if self.grad_a is None or self.grad_a.total is None else self.grad_a.out
+            self.factors = self.saved.factors(scores, self.inside, unused)
+        if not sym:
+            scores.program.over(self.row_pieces, self._row_of_blocks)
+        else:
+            scores.program.above_diagonal(self.row_pieces, self._macro_tile, diagonal=True)
+            assert self.grad_a is not None
+            self.grad_a.finish(slice(0, self.n), scores.a)
+        if self.grad_b is not None:
+            self.grad_b.finish(slice(0, self.m), scores.b)
+        dots = next((s.dots for s in (self.grad_a, self.grad_b) if s is not None and s.dots is not None), None)
+        return (
+            self.grad_a.out if self.grad_a is not None and self.needs.a else None,
+            None if self.grad_b is None else self.grad_b.out,
+            None if dots is None else self._without_factor(dots, "dscale"),
+            None if self.bias is None else self.bias.finish(),
         )
 
-    def _sum(self, rows: int, **how: Any) -> GradientSum:
-        """The gradient of one side; ``how``: see `GradientSum`."""
-        return GradientSum(self.call, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
+    def _memory_of_g(self) -> Buffer:
+        """G of one macro-tile."""
+        others_from = 0 if self.saved is None else self.saved.end
+        width = min(self.m - others_from, self.col_step)
+        if self.guided:  # the saved columns have a G too
+            width = max(j.stop - j.start for j in self.col_pieces)
+        item = self.scores.dtype.itemsize
+        width = cdiv(width * item, 16) * 16 // item
+        held: Buffer | None = None if self.saved is None else self.saved.g(self.n, width)
+        if held is not None:
+            return held
+        return self.scores.empty("G", min(self.n, self.row_step), width, dtype=self.scores.dtype)
 
-    def _without_factor(self, dots: Tensor) -> Tensor:
+    def _row_of_blocks(self, i: slice) -> None:
+        """All macro-tiles of the rows i, whose gradient is then complete."""
+        self.scores.program.over(self.col_pieces, lambda j: self._macro_tile(i, j))
+        if self.grad_a is not None:
+            self.grad_a.finish(i, self.scores.a)
+
+    def _macro_tile(self, i: slice, j: slice) -> None:
+        """G of the macro-tile (i, j), and its products."""
+        scores, sym = self.scores, self.spec.symmetric
+        g, a = self.g_all[: i.stop - i.start, : j.stop - j.start], scores.a[i]
+        ready = None if self.saved is None else self.saved.chunk(j)
+        if ready is not None:
+            g, a = ready, a if self.factors is None else self.factors.scaled
+        self._gradient(g, tile_descriptor(g, self.sizes), i, j)
+        last_saved = self.factors is not None and self.saved is not None and j.stop == self.saved.end
+        if self.grad_a is not None:
+            self.grad_a.add(i, g, scores.b[j], first=j.start == 0)
+            if sym and i != j:
+                self.grad_a.add(j, g.T, a, first=i.start == 0)
+            if last_saved:
+                assert self.factors is not None
+                self.grad_a.scale_rows(i, self.factors.each)
+        if self.grad_b is not None:
+            self.grad_b.add(j, g.T, a, first=i.start == 0)
+            if last_saved:
+                assert self.saved is not None
+                assert self.factors is not None
+                self.saved.correct_positives(scores, self.grad_b.sums, self.factors)
+
+    def _sum(self, name: str, rows: int, **how: Any) -> GradientSum:
+        """The gradient of one side; ``how``: see `GradientSum`."""
+        return GradientSum(self.scores, name, rows, self.grad_dtype, block=self.row_step, factor=self.outside, **how)
+
+    def _without_factor(self, dots: Buffer, name: str) -> Buffer:
         """The sum of ``dots`` divided by the factor of G: (). Half of it if each pair was counted twice."""
-        out = self.call.empty()
-        values = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
+        out = self.scores.empty(name)
+        values: dict[str, Any] = {"dots": dots, "factor": self.inside, "out": out, "count": dots.numel()}
         values |= {"share": 0.5 if self.spec.symmetric else 1.0, "BLOCK": SPAN_BLOCK}
-        self.call.prepare(kernels.scale_kernel).put(values).launch(1)
+        self.scores.launch(kernels.scale_kernel, 1, **values)
         return out
 
-    def _gradient(self, g: Tensor, desc: TensorDescriptor, i: slice, j: slice, bias: Bias | None) -> None:
+    def _gradient(self, g: Buffer, desc: Descriptor, i: slice, j: slice) -> None:
         """G of the macro-tile (i, j)."""
-        call, span, row_factor = self.call, self.span, None
+        scores, span, row_factor = self.scores, self.span, None
         is_saved = self.saved is not None and j.start < self.saved.end
         if is_saved and self.factors is not None:
             assert self.saved is not None
             row_factor = self.factors.each
             span = self.saved.needs_repair  # WIDE runs only where a repair is needed
         shared = {"factor": self.inside, "TERMS": self.terms}
+        part = None if self.bias is None else self.bias.part(i, j)
         if self.guided:
-            part = None if bias is None else bias.part(i, j)
             x, y = (None if self.saved is None else self.saved.saved_scores(j)) or (None, None)
-            scores = {"x": x, "y": y, "stored_stride": 0 if x is None else x.stride(0)}
-            call.run(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **scores, **shared)
-            if bias is not None:
-                bias.add(j)
-            return
-        if is_saved and self.factors is None:
+            stored = {"x": x, "y": y, "stored_stride": 0 if x is None else x.stride(0)}
+            scores.tiles(guided_gradient_kernel, i, j, self.sizes, g_desc=desc, bias_part=part, **stored, **shared)
+        elif is_saved and self.factors is None:
             assert self.saved is not None
-            self.saved.write_gradient(call, j, **shared)
+            self.saved.write_gradient(scores, j, **shared)
         else:
-            more = {"g_desc": desc, "span": span, "bias_part": None if bias is None else bias.part(i, j)} | shared
+            more = {"g_desc": desc, "span": span, "bias_part": part} | shared
             for wide in (False, True) if self.span is not None else (True,):
-                call.run(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
-        # On the diagonal, the host knows which macro-tiles have positives. Those among skipped picks are added below.
-        one = call.positive == bit.ONE.value or (call.positive == bit.DIAGONAL.value and call.may_have_self_pairs(i, j))
-        if one and not self.spec.skip_picked:
-            more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
-            call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
-        if self.picked:
-            more = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor} | call.picks(i, **self.picked)
-            if self.spec.skip_picked:
-                shared["TERMS"] &= ~bit.ROWS.value
-            call.run_positive(positive_gradient_kernel, i, j, **more, **shared)
-        if bias is not None:
-            bias.add(j)
+                scores.tiles(kernels.gradient_kernel, i, j, self.sizes, WIDE=wide, **more)
+        if not self.guided:
+            entries: dict[str, Any] = {"g": g, "g_stride": g.stride(0), "row_factor": row_factor}
+            # Those among skipped picks are added below.
+            if scores.positive in ONE_POSITIVE and not self.spec.skip_picked:
+                near = scores.positive == bit.DIAGONAL.value
+                scores.positives(positive_gradient_kernel, i, j, only_near=near, **entries, **shared)
+            if self.picked:
+                if self.spec.skip_picked:
+                    shared["TERMS"] &= ~bit.ROWS.value
+                scores.positives(positive_gradient_kernel, i, j, **entries, **scores.picks(i, **self.picked), **shared)
+        if self.bias is not None:
+            self.bias.add(j, part)
 
 
 class Bias:
@@ -305,74 +312,129 @@ class Bias:
 
     def __init__(self, parent: Backward) -> None:
         self.parent, self.shared = parent, parent.shared_bias
-        self.total = parent.call.empty(1 if self.shared else parent.m, zero=True)
-        self.held: Tensor | None = None
+        self.total = parent.scores.zeros("bias sums", 1 if self.shared else parent.m)
 
-    def part(self, i: slice, j: slice) -> Tensor:
+    def part(self, i: slice, j: slice) -> Buffer:
         """Memory for the sums of G over the rows, or over the columns, of each tile."""
         n, m, sizes = i.stop - i.start, j.stop - j.start, self.parent.sizes
         size = cdiv(m, sizes.cols) * n if self.shared else cdiv(n, sizes.rows) * m
-        self.held = self.parent.call.empty(size)
-        return self.held
+        return self.parent.scores.empty("bias_part", size)
 
-    def add(self, j: slice) -> None:
+    def add(self, j: slice, part: Buffer | None) -> None:
         """Add the sums of one macro-tile."""
-        assert self.held is not None
-        self.parent.call.step(add_columns, self.total if self.shared else self.total[j], self.held, self.held)
+        self.parent.scores.program.call(add_columns, self.total if self.shared else self.total[j], part)
 
-    def _add_positives(self) -> None:
-        """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
-        parent, call, factor = self.parent, self.parent.call, self._factor()
-        if parent.picked:
-            assert call.pick is not None
-            here = call.pick - parent.pair.col_start
-            inside = (call.pick >= 0) & (here >= 0) & (here < parent.m)
-            self._add(parent.picked["grad_pos"] * factor, parent.picked["own"], here, inside)
-        incoming = call.by_row["grad_row" if parent.spec.softplus else "grad_pos"]
-        if incoming is None or call.positive not in ONE_POSITIVE or parent.tiles_have_positives:
-            return
-        share = incoming * (-factor if parent.spec.softplus else factor)
-        rows = torch.arange(parent.n, device=incoming.device) + parent.pair.row_start
-        key = rows if parent.pair.row_key is None else parent.pair.row_key
-        here = key - parent.pair.col_start
-        inside = (here >= 0) & (here < parent.m)
-        if parent.spec.mask_self:
-            inside &= key != rows
-        own = call.by_row["own"]
-        assert own is not None
-        self._add(share[:, None], own[:, None], here[:, None], inside[:, None])
-
-    def _add(self, share: Tensor, own: Tensor, here: Tensor, inside: Tensor) -> None:
-        """Add shares to the columns ``here``, where they are inside; ``own`` are their scores: (n, K) each."""
-        parent, pair = self.parent, self.parent.pair
-        each = 1.0 if pair.row_scale is None else pair.row_scale[:, None]
-        if parent.spec.softcap:
-            x = (own if pair.row_shift is None else own + pair.row_shift[:, None]) / each
-            share = share * (1.0 - (x / parent.spec.softcap).square())
-        share = torch.where(inside, share * each, 0.0)
-        if self.shared:
-            self.total += share.sum()
-        else:
-            self.total.index_put_((here.clamp(0, parent.m - 1),), share, accumulate=True)  # sorts: no atomics
-
-    def _factor(self) -> Tensor:
-        """The factor of G, as the kernels take it."""
-        return self.parent.inside.masked_fill(self.parent.inside == 0, kernels.TINY_SCALE.value)
-
-    def finish(self) -> Tensor:
+    def finish(self) -> Buffer:
         """One number for each column, or one for a shared bias, which `spread` divides."""
-        if self.parent.picked or not self.parent.tiles_have_positives:
-            self.parent.call.do_not_record()
-            self._add_positives()
+        parent, scores = self.parent, self.parent.scores
+        spec, given = parent.spec, scores.given
+        kind = BiasKind(parent.m, self.shared, spec.mask_self, spec.softplus, bool(spec.softcap))
+        common = self.total, parent.inside, given.get("row_scale"), given.get("row_shift"), given["softcap"]
+        if parent.picked:
+            picked = parent.picked["grad_pos"], parent.picked["own"], scores.pick, given["first"]
+            scores.program.call(functools.partial(add_picked, kind), *common, *picked)
+        incoming = scores.by_row["grad_row" if spec.softplus else "grad_pos"]
+        if incoming is not None and scores.positive in ONE_POSITIVE and not parent.tiles_have_positives:
+            one = incoming, scores.by_row["own"], given.get("row_key"), given["first"], given["ahead"]
+            scores.program.call(functools.partial(add_positives, kind), *common, *one)
         if self.shared:
-            return self.parent._without_factor(self.total)
-        self.parent.call.do_not_record()
-        return self.total / self._factor()
+            return parent._without_factor(self.total, "dbias")
+        out = scores.empty("dbias", parent.m)
+        scores.program.call(without_factor, out, self.total, parent.inside)
+        return out
 
 
-def add_columns(total: Tensor, parts: Tensor, _: Tensor, __: bool) -> None:
+@dataclasses.dataclass(frozen=True)
+class BiasKind:
+    """What `add_positives` and `add_picked` depend on; ``cols``: the number of columns."""
+
+    cols: int
+    shared: bool
+    mask_self: bool
+    softplus: bool
+    softcap: bool
+
+
+def add_columns(total: Tensor, parts: Tensor) -> None:
     """Add the sums of each column of ``parts``."""
     total += parts.view(-1, len(total)).sum(0)
+
+
+def without_factor(out: Tensor, total: Tensor, inside: Tensor) -> None:
+    """out = total / the factor of G, as the kernels take it."""
+    out.copy_(total / factor_of(inside))
+
+
+def factor_of(inside: Tensor) -> Tensor:
+    """The factor of G, as the kernels take it."""
+    return inside.masked_fill(inside == 0, kernels.TINY_SCALE.value)
+
+
+def add_picked(
+    kind: BiasKind,
+    total: Tensor,
+    inside: Tensor,
+    row_scale: Tensor | None,
+    row_shift: Tensor | None,
+    softcap: float,
+    grad: Tensor,
+    own: Tensor,
+    pick: Tensor,
+    first: int,
+) -> None:
+    """Add the gradients of picked columns."""
+    here = pick - first
+    there = (pick >= 0) & (here >= 0) & (here < kind.cols)
+    _add_entries(kind, total, row_scale, row_shift, softcap, grad * factor_of(inside), own, here, there)
+
+
+def add_positives(
+    kind: BiasKind,
+    total: Tensor,
+    inside: Tensor,
+    row_scale: Tensor | None,
+    row_shift: Tensor | None,
+    softcap: float,
+    grad: Tensor,
+    own: Tensor,
+    row_key: Tensor | None,
+    first: int,
+    ahead: int,
+) -> None:
+    """Add g_pos for each positive, or -1 times the weight for a sigmoid loss: sigmoid(x) - 1."""
+    factor = factor_of(inside)
+    share = grad * (-factor if kind.softplus else factor)
+    rows = torch.arange(len(grad), device=grad.device) + (first + ahead)
+    key = rows if row_key is None else row_key
+    here = key - first
+    there = (here >= 0) & (here < kind.cols)
+    if kind.mask_self:
+        there &= key != rows
+    entries = share[:, None], own[:, None], here[:, None], there[:, None]
+    _add_entries(kind, total, row_scale, row_shift, softcap, *entries)
+
+
+def _add_entries(
+    kind: BiasKind,
+    total: Tensor,
+    row_scale: Tensor | None,
+    row_shift: Tensor | None,
+    softcap: float,
+    share: Tensor,
+    own: Tensor,
+    here: Tensor,
+    there: Tensor,
+) -> None:
+    """Add shares to the columns ``here``, where they are inside; ``own`` are their scores: (n, K) each."""
+    each = 1.0 if row_scale is None else row_scale[:, None]
+    if kind.softcap:
+        x = (own if row_shift is None else own + row_shift[:, None]) / each
+        share = share * (1.0 - (x / softcap).square())
+    share = torch.where(there, share * each, 0.0)
+    if kind.shared:
+        total += share.sum()
+    else:
+        total.index_put_((here.clamp(0, kind.cols - 1),), share, accumulate=True)  # sorts: no atomics
 
 
 def spread(bias: Tensor | None, cols: int) -> Tensor | None:

@@ -26,7 +26,7 @@ from tilewise.kernels.triton_impl.bits import (
     SOFTPLUS,
     SUM_SQ,
 )
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,

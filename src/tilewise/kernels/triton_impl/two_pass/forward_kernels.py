@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import COLS, ENTROPY, MANY, MIRROR, ROW_SUM, ROWS, SOFTPLUS, SUM_SQ, TOP
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LARGEST_SCORE,
     LARGEST_SUM,

@@ -6,7 +6,7 @@ ends, for a Jensen-Shannon divergence, or *saved* for backward, for a Kullback-L
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise.kernels.merging import folded_entropy, folded_kl
 from tilewise.kernels.spec import PairSpec, Stats, wanted_names
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import Call, bit_sum, cdiv, pieces, row_width, vector
+from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
+from tilewise.kernels.triton_impl.scores import Scores, bit_sum, cdiv, pieces, row_width
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import guide_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
@@ -38,79 +38,92 @@ FEWEST_STORED = 256  # rows; estimated, see decision 0029
 STORED_BLOCK = 2048  # columns that `stored_jsd_kernel` reads at a time
 
 
-def guided_forward(call: Call, memory: int, saved: SavedColumns | None = None) -> tuple[Stats, SavedColumns | None]:
+def guided_forward(
+    scores: Scores, memory: int, saved: SavedColumns | None = None
+) -> tuple[dict[str, Buffer], SavedColumns | None]:
     """The statistics of all columns, with at most ``memory`` bytes for scores that are stored until forward ends.
 
     The scores of some columns are saved for backward in ``saved``, if given and if the workspace is large enough.
     """
-    spec, (n, m) = call.spec, (call.a.shape[0], call.b.shape[0])
+    spec, n = scores.spec, scores.n
     found: dict[str, Any] = {}
     if spec.positive == "one":
-        found = {"row_pos": call.empty(n), "num_positives": call.empty(n)}
-        call.run_positive(positive_kernel, slice(0, n), slice(0, m), **found)
-    if spec.guide == "jsd" and call.by_row["row_norm"] is None:
-        total = _without_norms(call, memory)
+        found = {name: scores.empty(name, n) for name in ("row_pos", "num_positives")}
+        scores.positives(positive_kernel, slice(0, n), slice(0, scores.m), **found)
+    if spec.guide == "jsd" and scores.by_row["row_norm"] is None:
+        total = _without_norms(scores, memory)
     else:
-        saved = _allocated(call, saved)
-        total = _statistics(call, slice(0, n), PARTS[spec.guide], saved)
-    found = vars(_rounded(call, total)) | found
-    return Stats(**{name: found[name] for name in wanted_names(spec)}), saved
+        saved = _allocated(scores, saved)
+        total = Totals(scores, n, _names(spec, PARTS[spec.guide]))
+        _statistics(scores, slice(0, n), PARTS[spec.guide], total, saved)
+    found = total.rounded() | found
+    return {name: found[name] for name in wanted_names(spec) if name in found}, saved
 
 
-def _rounded(call: Call, stats: Stats) -> Stats:
-    """Float32 statistics. Log-sum-exps of float32 features stay in float64: they may be large, and are subtracted."""
-    rounded = stats.rounded(call.pair.stat_dtype)
-    if call.pair.a.dtype != torch.float32:
-        return rounded
-    return dataclasses.replace(rounded, row_lse=stats.row_lse, guide_lse=stats.guide_lse)
+class Totals:
+    """Running statistics in float64: (n,) each."""
+
+    def __init__(self, scores: Scores, n: int, names: list[str]) -> None:
+        self.scores = scores
+        self.each = {name: scores.empty(f"total of {name}", n, dtype=torch.float64) for name in names}
+
+    def rounded(self) -> dict[str, Buffer]:
+        """Float32 statistics. Log-sum-exps of float32 features stay in float64: they may be large, and are subtracted."""
+        found, wide = {}, self.scores.dtype == torch.float32
+        for name, value in self.each.items():
+            if wide and name in ("row_lse", "guide_lse"):
+                found[name] = value
+            else:
+                found[name] = self.scores.empty(name, len(value))
+                self.scores.program.call(copy, found[name], value)
+        return found
 
 
-def _without_norms(call: Call, memory: int) -> Stats:
+def copy(out: Tensor, values: Tensor) -> None:
+    """out = values."""
+    out.copy_(values)
+
+
+def _without_norms(scores: Scores, memory: int) -> Totals:
     """The statistics with a Jensen-Shannon divergence, whose log-sum-exps over all columns are not known yet.
 
     For a block of rows, both scores of all columns are stored in float32; then their log-sum-exps are known, and the
     divergence is computed from what is stored. If the memory holds fewer than FEWEST_STORED rows, all products are
     computed twice instead.
     """
-    (n, m), sizes = (call.a.shape[0], call.b.shape[0]), call.guided_sizes
+    n, m, sizes = scores.n, scores.m, scores.guided_sizes
     wide = row_width(m, torch.float32)
     step = memory // (8 * wide) // sizes.rows * sizes.rows
     if step < min(n, FEWEST_STORED):
-        norms = _rounded(call, _statistics(call, slice(0, n), ("guide_lse",)))
-        call.by_row |= {"row_norm": vector(norms.row_lse), "guide_norm": vector(norms.guide_lse)}
-        call.row_cuts.clear()
-        call.prepared.clear()  # they were prepared without norms
-        return _statistics(call, slice(0, n), PARTS["jsd"])
-    x, y = (call.empty(min(step, n), wide, dtype=torch.float32)[:, :m] for _ in range(2))
-    blocks = []
+        first = Totals(scores, n, _names(scores.spec, ("guide_lse",)))
+        _statistics(scores, slice(0, n), ("guide_lse",), first)
+        known = first.rounded()
+        scores.by_row |= {"row_norm": known["row_lse"], "guide_norm": known["guide_lse"]}
+        total = Totals(scores, n, _names(scores.spec, PARTS["jsd"]))
+        _statistics(scores, slice(0, n), PARTS["jsd"], total)
+        return total
+    x, y = (scores.empty(name, min(step, n), wide, dtype=torch.float32)[:, :m] for name in ("x", "y"))
+    total = Totals(scores, n, _names(scores.spec, PARTS["jsd"]))
     for i in pieces(n, step):
         rows = i.stop - i.start
-        found = _statistics(call, i, ("guide_lse",), stored=(x[:rows], y[:rows]))
-        norms, out = _rounded(call, found), [call.empty(rows, dtype=torch.float32) for _ in range(2)]
-        values: dict[str, Any] = {
-            "x": x,
-            "y": y,
-            "row_norm": vector(norms.row_lse),
-            "guide_norm": vector(norms.guide_lse),
-        }
-        values |= {"row_jsd": out[0], "row_mix_kl": out[1], "row_shift": call.rows(i, sizes)["row_shift"]}
+        part = Totals(scores, rows, _names(scores.spec, ("guide_lse",)))
+        _statistics(scores, i, ("guide_lse",), part, stored=(x[:rows], y[:rows]))
+        norms, out = part.rounded(), {name: scores.empty(name, rows) for name in ("row_jsd", "row_mix_kl")}
+        values: dict[str, Any] = {"x": x, "y": y, "row_norm": norms["row_lse"], "guide_norm": norms["guide_lse"]}
+        values |= {"row_shift": scores.rows(i, sizes)["row_shift"]} | out
         values |= {"stride": wide, "m": m, "BLOCK": min(STORED_BLOCK, triton.next_power_of_2(m))}
-        call.prepare(kernels.stored_jsd_kernel, warps=8).offer(call.fixed).put(values).launch(rows)
-        blocks.append(dataclasses.replace(found, row_jsd=out[0].double(), row_mix_kl=out[1].double()))
-    names = [name for name, value in vars(blocks[0]).items() if value is not None]
-    return Stats(**{name: torch.cat([getattr(block, name) for block in blocks]) for name in names})
+        scores.launch(kernels.stored_jsd_kernel, rows, scores.fixed, warps=8, **values)
+        for name, value in total.each.items():
+            scores.program.call(copy, value[i], out[name] if name in out else part.each[name])
+    return total
 
 
-def stored_block(sizes: Sizes) -> list[int]:
+def stored_block(sizes: Sizes) -> tuple[int, int]:
     """The block that `store_tile` writes at a time: a whole tile of float32 would take too much shared memory."""
-    return [sizes.rows, sizes.cols // min(4, sizes.cols // 16)]
+    return sizes.rows, sizes.cols // min(4, sizes.cols // 16)
 
 
-def _descriptor(scores: Tensor, sizes: Sizes) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(scores, stored_block(sizes))
-
-
-def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
+def _allocated(scores: Scores, saved: SavedColumns | None) -> SavedColumns | None:
     """Allocate the buffer of ``saved``. None if nothing can be saved.
 
     In backward the buffer, G of one macro-tile and the float32 row gradients exist together, so the buffer gets what the
@@ -118,14 +131,14 @@ def _allocated(call: Call, saved: SavedColumns | None) -> SavedColumns | None:
     """
     if saved is None:
         return None
-    (n, d), item, spec = call.a.shape, call.a.element_size(), call.spec
-    rows, cols = macro_tile(call.pair.shape, spec, call.guided_sizes, call.options)
-    widest = min(cols, _widest(call, n, _planes(_names(spec, PARTS[spec.guide]))))
+    n, d, item, spec = scores.n, scores.d, scores.dtype.itemsize, scores.spec
+    rows, cols = macro_tile(scores.shape, spec, scores.guided_sizes, scores.options)
+    widest = min(cols, _widest(scores, n, _planes(_names(spec, PARTS[spec.guide]))))
     saved.cols = min(saved.cols, widest // FULL_TILES * FULL_TILES)
     if rows < n or saved.cols == 0:
         return None
-    left = max(0, call.options.workspace_bytes - n * (4 * d + item * cols))
-    saved.allocate(left // item // saved.column_numbers // FULL_TILES * FULL_TILES, call.empty)
+    left = max(0, scores.options.workspace_bytes - n * (4 * d + item * cols))
+    saved.allocate(left // item // saved.column_numbers // FULL_TILES * FULL_TILES, scores.empty)
     return saved if saved.end else None
 
 
@@ -139,42 +152,53 @@ def _planes(names: list[str]) -> int:
     return len(names) + sum(name.endswith("lse") for name in names)
 
 
-def _widest(call: Call, n: int, planes: int, saved: SavedColumns | None = None) -> int:
+def _widest(scores: Scores, n: int, planes: int, saved: SavedColumns | None = None) -> int:
     """Most columns of one launch: its parts may take a quarter of the workspace, less the buffer of saved scores.
 
     Merging the parts takes about as much again.
     """
-    left = call.options.workspace_bytes
+    left = scores.options.workspace_bytes
     if saved is not None and saved.buffer is not None:
         left -= saved.buffer.nbytes
-    return max(left // (16 * planes * n), 1) * call.guided_sizes.cols
+    return max(left // (16 * planes * n), 1) * scores.guided_sizes.cols
 
 
 def _statistics(
-    call: Call,
+    scores: Scores,
     i: slice,
     divergences: tuple[str, ...],
+    total: Totals,
     saved: SavedColumns | None = None,
-    stored: tuple[Tensor, Tensor] | None = None,
-) -> Stats:
+    stored: tuple[Buffer, Buffer] | None = None,
+) -> None:
     """The statistics of the rows i. Scores are written to ``stored``, or those of some columns to ``saved``, if given.
 
     Each number that a tile writes is a plane of ``part``; a log-sum-exp is two.
     """
-    sizes, n, m, names = call.guided_sizes, i.stop - i.start, call.b.shape[0], _names(call.spec, divergences)
-    stats = bit_sum((bit.ENTROPY, call.spec.row_entropy), (bit.HOT, call.spec.hot))
-    planes, total = _planes(names), Stats()
-    for j in column_pieces(m, _widest(call, n, planes, saved), saved):
-        part = call.empty(planes, cdiv(j.stop - j.start, sizes.cols), n)
+    sizes, n, m, names = scores.guided_sizes, i.stop - i.start, scores.m, _names(scores.spec, divergences)
+    stats = bit_sum((bit.ENTROPY, scores.spec.row_entropy), (bit.HOT, scores.spec.hot))
+    planes = _planes(names)
+    for j in column_pieces(m, _widest(scores, n, planes, saved), saved):
+        part = scores.empty("parts", planes, cdiv(j.stop - j.start, sizes.cols), n)
         here = None if saved is None else saved.saved_scores(j)
         if stored is not None:
             here = stored[0][:, j], stored[1][:, j]
         places = {}
         if here is not None:
-            places = {"x_desc": _descriptor(here[0], sizes), "y_desc": _descriptor(here[1], sizes)}
-        call.run(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **places)
-        total = total.merge(_folded(names, iter(part)))
-    return total
+            block = stored_block(sizes)
+            places = {"x_desc": Descriptor(here[0], block), "y_desc": Descriptor(here[1], block)}
+        scores.tiles(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **places)
+        fold = functools.partial(fold_parts, tuple(names), j.start == 0)
+        scores.program.call(fold, part, *(total.each[name] for name in names))
+
+
+def fold_parts(names: tuple[str, ...], first: bool, part: Tensor, *totals: Tensor) -> None:
+    """Add the parts of some columns to the running statistics; ``first``: there are none yet."""
+    found = _folded(list(names), iter(part))
+    if not first:
+        found = Stats(**dict(zip(names, totals, strict=True))).merge(found)
+    for name, out in zip(names, totals, strict=True):
+        out.copy_(getattr(found, name))
 
 
 def _folded(names: list[str], planes: Iterator[Tensor]) -> Stats:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import BIAS_COLS, ENTROPY, HOT, JSD, KL, MASK, REVERSE_KL, ROWS, SOFTCAP
-from tilewise.kernels.triton_impl.launch.prepared import SCORE_KEYS, TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import SCORE_KEYS, TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import (
     LN2,
     LOG2E,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilewise.kernels.spec import PairShape, PairSpec
-from tilewise.kernels.triton_impl.launch.call import cdiv
+from tilewise.kernels.triton_impl.scores import cdiv
 from tilewise.kernels.triton_impl.sizes import Sizes, whole_rounds
 from tilewise.kernels.triton_impl.two_pass.saved import CHUNK_ENTRIES
 from tilewise.options import TileOptions

@@ -23,7 +23,7 @@ from tilewise.kernels.triton_impl.bits import (
     SOFTPLUS,
     SUM_SQ,
 )
-from tilewise.kernels.triton_impl.launch.prepared import TILE_NUMBERS, kernel
+from tilewise.kernels.triton_impl.launch import TILE_NUMBERS, kernel
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, own_column, row_scales, row_stride, tanh
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import (
     OPTIONAL_TERMS,

@@ -18,30 +18,30 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.buffers import Buffer
+from tilewise.kernels.triton_impl.launch import kernel
+from tilewise.kernels.triton_impl.scores import Scores, cdiv
 
 ROWS, MOST_WIDTH, WARPS = 4, 512, 2  # rows, features and warps of a program
 LONGEST_RUN = 64  # most rows with the same positive that one program reads
 
 
 def correct_positives(
-    call: Call,
-    grad: Tensor,
-    positives: tuple[Tensor, Tensor],
+    scores: Scores,
+    grad: Buffer,
+    positives: tuple[Buffer, Buffer],
     *,
-    a: Tensor,
-    scaled: Tensor,
-    factor: Tensor,
-    entry: Tensor,
-    scale: Tensor | None = None,
+    a: Buffer,
+    scaled: Buffer,
+    factor: Buffer,
+    entry: Buffer,
+    scale: Buffer | None = None,
 ) -> None:
     """Correct ``grad``, the gradient of the columns.
 
     Args:
-        call: the call.
+        scores: the scores.
         grad: (m, d), float32 or the type of the features.
         positives: of `torch.sort`: the column of each row's positive in ascending order, -1 for none, and the rows.
         a, scaled: (n, d) a_i and s_i.
@@ -53,17 +53,14 @@ def correct_positives(
     width = min(MOST_WIDTH, triton.next_power_of_2(d))
     chunks, runs = cdiv(d, width), cdiv(n, LONGEST_RUN)
     values: dict[str, Any] = {"a": a, "scaled": scaled, "column": column, "order": order, "n": n, "scale": scale}
-    values |= {
-        "factor": factor,
-        "entry": entry,
-        "exact_parts": call.empty(runs, d),
-        "rounded_parts": call.empty(runs, d),
-    }
+    values |= {"factor": factor, "entry": entry}
+    values |= {name: scores.empty(name, runs, d) for name in ("exact_parts", "rounded_parts")}
     values |= {"D": d, "STRIDE": a.stride(0), "RUN": LONGEST_RUN, "BLOCK": ROWS, "WIDTH": width}
     if runs > 1:
-        call.prepare(runs_kernel, WARPS).put(values).launch((runs - 1) * chunks)
-    values |= {"grad": grad, "EPS": 0.0 if grad.dtype == torch.float32 else torch.finfo(grad.dtype).eps}
-    call.prepare(positives_kernel, WARPS).put(values).launch(n * chunks)
+        scores.launch(runs_kernel, (runs - 1) * chunks, warps=WARPS, **values)
+    assert grad.dtype is not None
+    eps = 0.0 if grad.dtype == torch.float32 else torch.finfo(grad.dtype).eps
+    scores.launch(positives_kernel, n * chunks, warps=WARPS, grad=grad, EPS=eps, **values)
 
 
 @triton.jit

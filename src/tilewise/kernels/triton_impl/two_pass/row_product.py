@@ -11,23 +11,21 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
+from tilewise.kernels.triton_impl.launch import kernel
+from tilewise.kernels.triton_impl.scores import Scores, cdiv
 
 
-def row_product(call: Call, out: Tensor, g: Tensor, b: Tensor, first: bool) -> None:
+def row_product(scores: Scores, out: Buffer, g: Buffer, b: Buffer, first: bool) -> None:
     """out = g @ b, or out += g @ b, added up in float32; ``out`` is contiguous."""
-    sizes = call.gradient_sizes  # the tiles of both operands take as much shared memory as those of the scores
+    sizes = scores.gradient_sizes  # the tiles of both operands take as much shared memory as those of the scores
     (n, m), d = g.shape, b.shape[1]
     values: dict[str, Any] = {"out": out, "n": n, "m": m, "D": d, "FIRST": first}
-    values |= {"g_desc": TensorDescriptor.from_tensor(g, [sizes.rows, sizes.depth])}
-    values |= {"b_desc": TensorDescriptor.from_tensor(b, [sizes.depth, sizes.cols])}
-    values |= {"R": sizes.rows, "W": sizes.cols, "K": sizes.depth, "EXACT": call.exact}
+    values |= {"g_desc": Descriptor(g, (sizes.rows, sizes.depth)), "b_desc": Descriptor(b, (sizes.depth, sizes.cols))}
+    values |= {"R": sizes.rows, "W": sizes.cols, "K": sizes.depth, "EXACT": scores.exact}
     programs = cdiv(n, sizes.rows) * cdiv(d, sizes.cols)
-    call.prepare(row_product_kernel, sizes.warps, sizes.stages).put(values).launch(programs)
+    scores.launch(row_product_kernel, programs, warps=sizes.warps, stages=sizes.stages, **values)
 
 
 @triton.jit

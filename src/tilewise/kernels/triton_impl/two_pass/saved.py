@@ -45,6 +45,7 @@ rounded numbers would lose its digits where student and teacher agree. G gets me
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,9 +56,10 @@ from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import GradStats, Pair, PairSpec
-from tilewise.kernels.triton_impl.launch.call import Call, cdiv, pieces
-from tilewise.kernels.triton_impl.launch.prepared import kernel
+from tilewise.kernels.triton_impl.buffers import Buffer
+from tilewise.kernels.triton_impl.launch import kernel
 from tilewise.kernels.triton_impl.primitives import LOG2E, own_column, row_stride
+from tilewise.kernels.triton_impl.scores import Scores, cdiv, pieces
 from tilewise.kernels.triton_impl.sizes import forward_sizes, whole_rounds
 from tilewise.kernels.triton_impl.two_pass.backward_kernels import outer_factor, side, token_terms
 from tilewise.kernels.triton_impl.two_pass.forward_kernels import BELOW_PEAK, estimated_top
@@ -88,29 +90,32 @@ CHECKED_ROWS = 1024  # rows that `check_kernel` reads at a time
 class RowFactors(NamedTuple):
     """f_i of all rows, by which exponentials are multiplied."""
 
-    each: Tensor  # (n,) f_i
-    scaled: Tensor  # (n, d) f_i a_i, rounded
-    entry: Tensor | None  # (n,) the positive's entry of E, unrounded; None if positives are not corrected
+    each: Buffer  # (n,) f_i
+    scaled: Buffer  # (n, d) f_i a_i, rounded
+    entry: Buffer | None  # (n,) the positive's entry of E, unrounded; None if positives are not corrected
 
 
 @dataclass
 class SavedColumns:
-    """The exponentials of some columns, in the memory that becomes dB and in a buffer."""
+    """The exponentials of some columns, in the memory that becomes dB and in a buffer.
 
-    memory: Tensor  # (m, d), later dB
+    Between the passes it holds tensors; while a program is written, `in_program` makes one that holds buffers.
+    """
+
+    memory: Any  # (m, d), later dB
     rows: int  # n
     cols: int  # most columns of a chunk
     inside: int  # number of columns whose exponentials lie in `memory`; the first columns
-    buffer: Tensor | None = None  # flat, later G of a macro-tile
+    buffer: Any = None  # flat, later G of a macro-tile
     behind: int = 0  # number of columns whose exponentials lie in `buffer`; they follow those in `memory`
-    peaks: Tensor | None = None  # the largest scores of a sample, from which t is estimated
-    reference: Tensor | None = None  # (tiles, n) float32: t of each row in each tile of saved columns
+    peaks: Any = None  # the largest scores of a sample, from which t is estimated
+    reference: Any = None  # (tiles, n) float32: t of each row in each tile of saved columns
     tile: int = 0  # columns of such a tile; 0 if all rows have the same reference
     scores: bool = False  # whether both scores of an entry are saved, in float32, instead of an exponential
     # (1,) float32: 0, or 1e9 if the exponentials cannot be used, and backward must compute G of the saved columns. The
     # flag of `forward_kernels` with this name is one of the reasons.
-    needs_repair: Tensor | None = None
-    positives: tuple[Tensor, Tensor] | None = None  # see `sort_positives`
+    needs_repair: Any = None
+    positives: Any = None  # see `sort_positives`
     # In a filtered call: not 0 if forward chose the exact case (because of its probe, or of the rounding of the scores),
     # or if its results are not used.
     probed_exact: HostScalar | None = None
@@ -151,22 +156,36 @@ class SavedColumns:
         """The first column that is not saved."""
         return self.inside + self.behind
 
-    def allocate(self, cols: int, empty: Callable[..., Tensor]) -> None:
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What a program is given, by name."""
+        column, order = self.positives or (None, None)
+        found = {name: getattr(self, name) for name in ("memory", "buffer", "peaks", "needs_repair", "reference")}
+        return {f"saved_{name}": value for name, value in found.items()} | {"pos_column": column, "pos_order": order}
+
+    def in_program(self, given: dict[str, Buffer]) -> SavedColumns:
+        """The same with the buffers for `tensors`."""
+        names = ("memory", "buffer", "peaks", "needs_repair", "reference")
+        found: dict[str, Any] = {name: given.get(f"saved_{name}") for name in names}
+        positives = (given["pos_column"], given["pos_order"]) if "pos_column" in given else None
+        return dataclasses.replace(self, **found, positives=positives)
+
+    def allocate(self, cols: int, empty: Callable[..., Buffer]) -> None:
         """Allocate `buffer`: forward saves ``cols`` columns there, and backward then keeps G of other columns in it.
 
         Also `reference`, if it is needed.
         """
         self.behind = min(cols, self.memory.shape[0] - self.inside)
         if self.behind > 0:
-            self.buffer = empty(self.column_numbers * aligned(self.behind), dtype=self.memory.dtype)
+            self.buffer = empty("saved", self.column_numbers * aligned(self.behind), dtype=self.memory.dtype)
         if self.relative:
-            self.reference = empty(cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
+            self.reference = empty("reference", cdiv(self.inside, self.tile) + cdiv(self.behind, self.tile), self.rows)
 
     def forget(self) -> None:
         """Mark all columns as not saved. `memory` is still used for dB."""
         self.inside = self.behind = 0
 
-    def references(self, j: slice) -> Tensor | None:
+    def references(self, j: slice) -> Buffer | None:
         """t of the rows in the tiles of a chunk.
 
         Each chunk starts with a whole tile. Tiles are counted from 0 in `memory`, and again from 0 in `buffer`.
@@ -176,34 +195,34 @@ class SavedColumns:
         first, tiles = (0, 0) if j.start < self.inside else (self.inside, cdiv(self.inside, self.tile))
         return self.reference[tiles + (j.start - first) // self.tile :]
 
-    def write_gradient(self, call: Call, j: slice, **shared: Any) -> None:
+    def write_gradient(self, scores: Scores, j: slice, **shared: Any) -> None:
         """Replace the exponentials of a chunk by G."""
         e = self.chunk(j)
         assert e is not None
         values: dict[str, Any] = {"e": e, "e_stride": e.stride(0), "reference": self.references(j)}
         values |= {"n": self.rows, "m": aligned(e.shape[1]), "R": GRADIENT_ROWS, "C": self.tile}
-        prepared = call.prepare(saved_gradient_kernel).offer(call.by_row).put(values).put(shared)
-        prepared.launch(cdiv(self.rows, GRADIENT_ROWS) * cdiv(e.shape[1], self.tile))
+        programs = cdiv(self.rows, GRADIENT_ROWS) * cdiv(e.shape[1], self.tile)
+        scores.launch(saved_gradient_kernel, programs, scores.by_row, **values, **shared)
 
     def columns(self) -> list[slice]:
         """The columns of each chunk, first those in `memory`, then those in `buffer`."""
         first, last = pieces(self.inside, self.cols), pieces(self.behind, self.cols)
         return first + [slice(self.inside + j.start, self.inside + j.stop) for j in last]
 
-    def chunk(self, j: slice) -> Tensor | None:
+    def chunk(self, j: slice) -> Buffer | None:
         """The place of the exponentials of the columns j, a chunk of `columns`: (n, len(j)); None if j is not saved."""
         if j.start >= self.end or self.scores:
             return None
         return self._place(j).view(self.rows, -1)[:, : j.stop - j.start]
 
-    def saved_scores(self, j: slice) -> tuple[Tensor, Tensor] | None:
+    def saved_scores(self, j: slice) -> tuple[Buffer, Buffer] | None:
         """The places of both scores of the columns j, a chunk of `columns`: (n, len(j)) each, or None as in `chunk`."""
         if j.start >= self.end or not self.scores:
             return None
-        x, y = self._place(j).view(torch.float32).view(2, self.rows, -1)[:, :, : j.stop - j.start]
-        return x, y
+        both = self._place(j).as_type(torch.float32).view(2 * self.rows, -1)[:, : j.stop - j.start]
+        return both[: self.rows], both[self.rows :]
 
-    def _place(self, j: slice) -> Tensor:
+    def _place(self, j: slice) -> Buffer:
         """The memory of the columns j, a chunk of `columns`; in `buffer` their number is rounded up (`aligned`)."""
         numbers, width = self.column_numbers, j.stop - j.start
         if j.start < self.inside:
@@ -213,22 +232,22 @@ class SavedColumns:
         start = numbers * (j.start - self.inside)
         return self.buffer[start : start + numbers * aligned(width)]
 
-    def g(self, rows: int, cols: int) -> Tensor | None:
+    def g(self, rows: int, cols: int) -> Any:
         """`buffer` as (rows, cols), for use after the exponentials in it were read; None if it cannot be used so."""
         if self.buffer is None or self.scores or self.buffer.numel() < rows * cols:
             return None
         return self.buffer[: rows * cols].view(rows, cols)
 
-    def check(self, call: Call, peaks: Tensor | None, repaired: Tensor, row_lse: Tensor) -> None:
+    def check(self, scores: Scores, peaks: Buffer | None, repaired: Buffer, row_lse: Buffer) -> None:
         """At the end of forward: set ``needs_repair`` if t, estimated from ``peaks``, does not suit some row.
 
         It is also set if ``repaired`` is set, or if ``pair.only_if`` is not 1, because then nothing was saved.
         """
         assert peaks is not None
-        self.peaks, self.needs_repair = peaks, call.empty(1)
+        self.peaks, self.needs_repair = peaks, scores.empty("exponentials need repair", 1)
         values: dict[str, Any] = {"peaks": peaks, "peak_count": peaks.numel(), "row_lse": row_lse, "n": self.rows}
-        values |= {"repaired": repaired, "only_if": call.pair.only_if, "needs_repair": self.needs_repair}
-        call.prepare(check_kernel, warps=8).put(values).put({"BLOCK": CHECKED_ROWS}).launch(1)
+        values |= {"repaired": repaired, "needs_repair": self.needs_repair, "BLOCK": CHECKED_ROWS}
+        scores.launch(check_kernel, 1, scores.fixed, warps=8, **values)
 
     def sort_positives(self, pair: Pair, grad: GradStats) -> None:
         """Set `positives`, for `correct_positives`: the saved columns that are a row's positive, and their rows.
@@ -243,27 +262,26 @@ class SavedColumns:
         here = (key - pair.col_start).int()
         self.positives = torch.sort(torch.where((here >= 0) & (here < self.end), here, -1), stable=True)
 
-    def factors(self, call: Call, factor: Tensor, place: Tensor | None) -> RowFactors:
+    def factors(self, scores: Scores, factor: Buffer, place: Buffer | None) -> RowFactors:
         """The factors of all rows, f_i a_i written to ``place`` if given. ``factor`` multiplies all gradients."""
         assert self.peaks is not None
-        n, d = call.a.shape
-        each, scaled = call.empty(n), call.empty(n, d, dtype=call.a.dtype) if place is None else place
-        entry = None if self.positives is None else call.empty(n)
-        start = call.pair.col_start
-        values: dict[str, Any] = {"a": call.a, "factor": factor, "needs_repair": self.needs_repair}
-        values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "first": start, "n": n, "m": self.end}
-        values |= {"each": each, "scaled": scaled, "entry": entry}
-        values |= {"ahead": call.pair.row_start - start, "BLOCK": FACTOR_ROWS}
-        prepared = call.prepare(factor_kernel).offer(call.fixed).offer(call.by_row).put(values)
-        prepared.put({"WIDTH": WIDTH}).launch(cdiv(n, FACTOR_ROWS))
+        n, d = scores.n, scores.d
+        each = scores.empty("f", n)
+        scaled = scores.empty("f a", n, d, dtype=scores.dtype) if place is None else place
+        entry = None if self.positives is None else scores.empty("entry", n)
+        values: dict[str, Any] = {"a": scores.a, "factor": factor, "needs_repair": self.needs_repair}
+        values |= {"peaks": self.peaks, "peak_count": self.peaks.numel(), "n": n, "m": self.end}
+        values |= {"first": scores.given["first"], "ahead": scores.given["ahead"], "WIDTH": WIDTH}
+        values |= {"each": each, "scaled": scaled, "entry": entry, "BLOCK": FACTOR_ROWS}
+        scores.launch(factor_kernel, cdiv(n, FACTOR_ROWS), scores.fixed, scores.by_row, **values)
         return RowFactors(each, scaled, entry)
 
-    def correct_positives(self, call: Call, grad: Tensor, factors: RowFactors) -> None:
+    def correct_positives(self, scores: Scores, grad: Buffer, factors: RowFactors) -> None:
         """Correct ``grad``, the gradient of the saved columns, for the rounding of f_i a_i in the terms of positives."""
         if self.positives is not None:
             assert factors.entry is not None
-            given = {"a": call.a, "scaled": factors.scaled, "factor": factors.each, "entry": factors.entry}
-            correct_positives(call, grad, self.positives, **given)
+            given = {"a": scores.a, "scaled": factors.scaled, "factor": factors.each, "entry": factors.entry}
+            correct_positives(scores, grad, self.positives, **given)
 
 
 def _suits(pair: Pair, spec: PairSpec) -> bool:

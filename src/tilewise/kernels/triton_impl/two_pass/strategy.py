@@ -15,14 +15,15 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise.kernels import keys
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats
-from tilewise.kernels.triton_impl.launch.call import Call, on_device, replayed, small_keys, without_graph
+from tilewise.kernels.spec import Grads, GradStats, Needs, Pair, PairSpec, Stats, wanted_names
+from tilewise.kernels.triton_impl.buffers import Buffer
+from tilewise.kernels.triton_impl.scores import Scores, on_device, run_program, small_keys, without_graph
 from tilewise.kernels.triton_impl.two_pass.backward import (
     Backward,
+    backward_tensors,
     factors_of,
     folded_gradients,
     folded_picks,
@@ -32,8 +33,6 @@ from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.kernels.triton_impl.two_pass.guide import guided_forward
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
-
-STATISTICS = tuple(field.name for field in dataclasses.fields(Stats))
 
 
 def forward(
@@ -53,30 +52,32 @@ def forward(
     with on_device(pair.a), without_graph():
         saved = SavedColumns.of(pair, spec) if save else None
         pair = small_keys(pair, spec)
+        names = [name for name in wanted_names(spec) if not (name == "num_positives" and spec.positive == "many")]
 
-        def run(call: Call) -> tuple[Any, ...]:
+        def build(scores: Scores, more: dict[str, Buffer]) -> list[Any]:
+            held = None if saved is None else saved.in_program(more)
             if spec.guide != "none":
                 # The memory of the column gradients is unused until backward.
-                stats, held = guided_forward(call, options.workspace_bytes + (pair.b.nbytes if save else 0), saved)
+                stats, held = guided_forward(scores, options.workspace_bytes + (pair.b.nbytes if save else 0), held)
             else:
-                work = Forward(call, saved, beside_plan)
+                work = Forward(scores, held, beside_plan)
                 stats, held = work.run(), work.saved
-            found: tuple[Any, ...] = (None,) * 5
+            found: tuple[Any, ...] = (None,) * 6
             if held is not None:
-                found = held.buffer, held.behind, held.peaks, held.needs_repair, held.reference
-            return *(getattr(stats, name) for name in STATISTICS), *found
+                found = held.cols, held.behind, held.buffer, held.peaks, held.needs_repair, held.reference
+            return [*(stats[name] for name in names), *found]
 
-        memory = None if saved is None else saved.memory
-        values = replayed(("forward", beside_plan), pair, spec, options, [memory], run)
-        stats = Stats(**dict(zip(STATISTICS, values, strict=False)))
+        more = {} if saved is None else saved.tensors
+        layout = None if saved is None else (saved.cols, saved.inside, saved.tile)
+        values = run_program(("forward", save, beside_plan, layout), pair, spec, options, more, build)
+        stats = Stats(**dict(zip(names, values, strict=False)))
         if spec.positive == "many":
             stats = dataclasses.replace(stats, num_positives=keys.num_positives(pair, spec))
-        buffer, behind, peaks, needs_repair, reference = values[len(STATISTICS) :]
+        cols, behind, buffer, peaks, needs_repair, reference = values[len(names) :]
         if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
-        saved.buffer, saved.behind, saved.peaks, saved.needs_repair = buffer, behind, peaks, needs_repair
-        saved.reference = reference
-        return stats, saved
+        how = {"cols": cols, "behind": behind, "buffer": buffer, "peaks": peaks, "needs_repair": needs_repair}
+        return stats, dataclasses.replace(saved, **how, reference=reference)
 
 
 def backward(
@@ -95,22 +96,21 @@ def backward(
     assert saved is None or isinstance(saved, SavedColumns)
     with on_device(pair.a), without_graph(), matmul_precision(options.precision):
         pair = small_keys(pair, spec)
-        factors = factors_of(pair, grad, options)
+        inside, outside = factors_of(pair, grad, options)
         pair, stats, grad = folded_picks(pair, stats, grad, spec)
         folded = folded_gradients(stats, grad)
-
-        def run(call: Call) -> tuple[Tensor | None, ...]:
-            grads = Backward(call, stats, folded, needs, out_dtype, saved, factors).run()
-            return grads.a, grads.b, grads.scale, grads.bias
-
-        known = [stats.row_lse, stats.row_pos, stats.col_lse, stats.row_picked, *vars(folded).values(), *factors]
+        more = backward_tensors(stats, folded, spec) | {"inside": inside, "outside": outside}
         layout = None
         if saved is not None:
             saved.sort_positives(pair, folded)
-            known += [saved.memory, saved.buffer, saved.peaks, saved.needs_repair, saved.reference]
-            known += saved.positives or ()
-            layout = saved.inside, saved.behind
-        a, b, scale, bias = replayed(("backward", needs, out_dtype, layout), pair, spec, options, known, run)
+            more |= saved.tensors
+            layout = saved.cols, saved.inside, saved.behind, saved.tile, saved.scores
+
+        def build(scores: Scores, more: dict[str, Buffer]) -> tuple[Any, ...]:
+            held = None if saved is None else saved.in_program(more)
+            return Backward(scores, more, needs, out_dtype, held).run()
+
+        a, b, scale, bias = run_program(("backward", needs, out_dtype, layout), pair, spec, options, more, build)
         if saved is not None:
             saved.buffer = None
         return Grads(a=a, b=b, scale=scale, bias=spread(bias, pair.b.shape[0]))

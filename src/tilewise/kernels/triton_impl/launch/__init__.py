@@ -1,1 +1,0 @@
-"""How kernels are launched: checked arguments, recorded launches, launches through the driver."""
