@@ -18,6 +18,7 @@ places of parts and some numbers change, by the same amount from one turn to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -250,11 +251,8 @@ class Program:
     def over(self, slices: Sequence[slice], body: Callable[[slice], None]) -> None:
         """The steps of ``body`` for each slice. The first and the last one may differ; those between them are a loop."""
         middle = slices[1:-1]
-        if (
-            len(middle) < LEAST_TURNS
-            or len({(after.start - s.start, s.stop - s.start) for s, after in zip(middle, middle[1:], strict=False)})
-            > 1
-        ):
+        moves = {(two.start - one.start, one.stop - one.start) for one, two in itertools.pairwise(middle)}
+        if len(middle) < LEAST_TURNS or len(moves) > 1:
             for here in slices:
                 body(here)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -76,7 +77,12 @@ class FilterBackward(FilterCall):
         self.known |= {"row_lse": vector(self.stats.row_lse), "order": plan.order, "rows": self.rows, "starts": starts}
         self.known |= {"count": columns_of_tiles(plan.order, pair.bias), "table": kept.new_empty(3 * most_blocks)}
         dropped = torch.empty_like(plan.mass)
-        listing = {"firsts": firsts, "room": self.most_pairs, "BLOCK": LIST_BLOCK, "grad_row": vector(dropped_grad)}
+        listing: dict[str, Any] = {
+            "firsts": firsts,
+            "room": self.most_pairs,
+            "BLOCK": LIST_BLOCK,
+            "grad_row": vector(dropped_grad),
+        }
         factor = self.inside * early
         self.launch(kernels.plan_kernel, self.tiles, mass=plan.mass, dropped=dropped, factor=factor, **listing)
         self.total = self._product(self.need_a, dropped.T, plan.mean, late)

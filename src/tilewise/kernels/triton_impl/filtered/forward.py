@@ -98,7 +98,12 @@ class FilterForward(FilterCall):
         squares, case = pair.scale.new_empty(programs), pair.scale.new_empty(1, dtype=torch.int32)
         self.launch(norm_kernel, programs, squares=squares, R=NORM_ROWS, K=features)
         limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
-        values = {"row_programs": row_programs, "programs": programs, "limit": limit, "BLOCK": NORM_BLOCK}
+        values: dict[str, Any] = {
+            "row_programs": row_programs,
+            "programs": programs,
+            "limit": limit,
+            "BLOCK": NORM_BLOCK,
+        }
         self.launch(exceeds_kernel, 1, warps=8, squares=squares, case=case, **values)
         return case
 
@@ -138,7 +143,7 @@ class FilterForward(FilterCall):
         if spec.row_top:
             parts |= {"top_part": torch.empty_like(parts["part"]), "top_col_part": self.order.new_empty(size)}
             top |= {name: parts[name] for name in ("top_part", "top_col_part")}
-        chosen = {name: parts[name] for name in ("part", "entropy_part") if name in parts}
+        chosen: dict[str, Any] = {name: parts[name] for name in ("part", "entropy_part") if name in parts}
         for i in pieces(self.n, step):
             self._masses(parts, i)
             here = {"n": i.stop - i.start, "first_row": i.start}
@@ -187,7 +192,7 @@ class FilterForward(FilterCall):
         mass, block = pair.a.new_empty((self.tiles, asked)), min(PROBE_ROWS, asked)
         shared: dict[str, Any] = {"part": pair.scale.new_empty(self.tiles * asked), "row_key": key, "place": place}
         rows: dict[str, Any] = {"n": asked, "all_rows": asked, "first_row": 0, "row_lse": pair.scale.new_empty(asked)}
-        probe = {"product": scores, "order": order, "S": asked, "R": block}
+        probe: dict[str, Any] = {"product": scores, "order": order, "S": asked, "R": block}
         if self.spec.row_entropy:
             shared["entropy_part"] = torch.empty_like(shared["part"])
             rows["row_entropy"] = torch.empty_like(rows["row_lse"])

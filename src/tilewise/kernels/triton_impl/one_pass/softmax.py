@@ -31,7 +31,7 @@ class Softmax:
         scores.by_row["row_shift"] = None  # whole scores
         values: dict[str, Any] = {"row_pos": own, "needs_repair": self.needs_repair}
         scores.positives(positive_kernel, slice(0, self.n), self.all_cols, **values)
-        rows = {
+        rows: dict[str, Any] = {
             "own": own,
             "weight": more["weight"],
             "square": more.get("square"),
@@ -78,9 +78,9 @@ class Softmax:
         """Of the rows i, with E in ``e``."""
         scores, n = self.scores, len(e)
         rows, cols = scores.rows(i, self.sizes), scores.cols(self.all_cols, self.sizes)
-        shared = {"row_part": self.row_part, "needs_repair": self.needs_repair}
+        shared: dict[str, Any] = {"row_part": self.row_part, "needs_repair": self.needs_repair}
         desc, programs = tile_descriptor(e, self.sizes), cdiv(n, ROWS_BLOCK)
-        blocks = {"parts": self.col_tiles, "MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}
+        blocks: dict[str, Any] = {"parts": self.col_tiles, "MANY_PARTS": MANY_PARTS, "BLOCK": ROWS_BLOCK}
         repair, maxima = kernels.REPAIR.value, kernels.MAXIMA.value
         for mode in (0, repair + maxima, repair):
             scores.tiles(kernels.exponent_kernel, i, self.all_cols, self.sizes, MODE=mode, g_desc=desc, **shared)

@@ -277,7 +277,7 @@ class Backward:
             assert self.saved is not None
             row_factor = self.factors.each
             span = self.saved.needs_repair  # WIDE runs only where a repair is needed
-        shared = {"factor": self.inside, "TERMS": self.terms}
+        shared: dict[str, Any] = {"factor": self.inside, "TERMS": self.terms}
         part = None if self.bias is None else self.bias.part(i, j)
         if self.guided:
             x, y = (None if self.saved is None else self.saved.saved_scores(j)) or (None, None)
