@@ -107,6 +107,8 @@ class Buffer:
         for axis, cut in enumerate(cuts):
             start, stop, _ = cut.indices(self.shape[axis])
             shape[axis], offset = max(0, stop - start), offset + start * self.strides[axis]
+        if tuple(shape) == self.shape:
+            return self
         return dataclasses.replace(self, shape=tuple(shape), offset=offset, is_whole=False)
 
     def view(self, *shape: int) -> Buffer:

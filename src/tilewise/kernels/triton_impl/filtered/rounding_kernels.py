@@ -50,14 +50,14 @@ def largest_between(numbers, first, stop, BLOCK: tl.constexpr):
     return tl.max(high, 0)
 
 
-@kernel(optional=("bias", "only_if"), dynamic=("m", "row_programs", "programs", "limit"))
-def exceeds_kernel(squares, scale, bias, only_if, case, m, row_programs, programs, limit, BLOCK: tl.constexpr):
+@kernel(optional=("bias", "only_if"), dynamic=("m", "row_programs", "all_programs", "limit"))
+def exceeds_kernel(squares, scale, bias, only_if, case, m, row_programs, all_programs, limit, BLOCK: tl.constexpr):
     """case = 1 if |scale| max |a_i| max |b_j| + max |bias_j| is above ``limit``, else 0. An infinite bias does not count.
 
     If ``only_if`` is not 1, case = 2.
     """
     rows = largest_between(squares, 0, row_programs, BLOCK)
-    cols = largest_between(squares, row_programs, programs, BLOCK)
+    cols = largest_between(squares, row_programs, all_programs, BLOCK)
     size = tl.abs(tl.load(scale)) * tl.sqrt(rows) * tl.sqrt(cols)
     if bias is not None:
         high = tl.zeros((BLOCK,), tl.float32)
