@@ -146,8 +146,8 @@ class Launch:
         return tuple(self.arguments.values())
 
     def __str__(self) -> str:
-        operands = [operand for operand in self.operands if Buffer.under(operand) is not None]
-        return f"{self.kernel.fn.__name__} x {self.programs:,}: {', '.join(map(str, operands))}"
+        names = [buffer.name for buffer in _buffers(self) if buffer.made or not buffer.is_number]
+        return f"{self.kernel.fn.__name__} x {self.programs:,}: {', '.join(dict.fromkeys(names))}"
 
 
 @dataclass(eq=False)
@@ -382,9 +382,14 @@ class Program:
         visit(self.steps, [])
 
     @property
+    def output_bytes(self) -> int:
+        """Of the outputs, except for single numbers."""
+        return sum(b.used_bytes for b in self.outputs if isinstance(b, Buffer) and b.shape)
+
+    @property
     def scratch_bytes(self) -> int:
-        """The peak less the outputs, except for single numbers."""
-        return self.peak_bytes - sum(b.used_bytes for b in self.outputs if isinstance(b, Buffer) and b.shape)
+        """The peak less the outputs."""
+        return self.peak_bytes - self.output_bytes
 
     # -- Running --------------------------------------------------------------------------------------------------
 
