@@ -197,6 +197,23 @@ class Backend:
         """An upper bound of what a call of these sizes uses of ``TileOptions.workspace_mib``, for `explain`."""
         return options.workspace_bytes
 
+    def describe(
+        self,
+        pair: Pair,
+        weights: RowWeights,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        strategy: str,
+        save: bool,
+    ) -> tuple[str, int] | None:
+        """For `explain`: the steps of a call, and the peak of their memory above the inputs; None if they are not data.
+
+        The tensors are stand-ins without memory. ``save``: whether the call takes `forward_saving`.
+        """
+        return None
+
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """With ``offers_ranks``: why `scorer` cannot serve this retrieval, or None."""
         return None

@@ -379,6 +379,15 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
+def may_save(needs: Needs, spec: PairSpec) -> bool:
+    """Whether forward may save an object for backward.
+
+    The object lies in the memory of the column gradient, so that gradient must be needed. Without a guide it holds
+    exponentials instead of G, and the gradient of a bias is a sum of G.
+    """
+    return needs.b and (not needs.bias or spec.guide != "none")
+
+
 @dataclass(kw_only=True)
 class Grads:
     """Gradients of one pair of blocks: features in ``grad_dtype``, scale and bias in the statistics' type."""

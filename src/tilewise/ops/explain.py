@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from tilewise.errors import ConfigError
 from tilewise.kernels.registry import refusals
-from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, stat_dtype
+from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, may_save, stat_dtype
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
 from tilewise.ops.rows import copied_bytes
@@ -39,8 +39,8 @@ class Decision:
             travel and the sums over them, for shards of equal size.
         workspace_bytes: what a call of these sizes uses of ``TileOptions.workspace_mib``.
         copy_bytes: if some tokens are ignored, a copy of the others, and their gradient before it is put back.
-        program: with "small" on the Triton backend, the steps of forward, their buffers, and the exact peak of their
-            memory; otherwise "".
+        program: on the Triton backend, the steps of forward and backward, their buffers, and the exact peak of their
+            memory; "" for the filter, over a group, and on other backends.
     """
 
     operator: str
@@ -107,7 +107,8 @@ def note(operator: str, call: Call, way: Route) -> None:
     """Add the decision of one operator call to every explanation that is being recorded."""
     shape, settings = call.shape, call.settings
     needs = settings.needs
-    program, workspace_bytes = _work(call, way)
+    gradient_bytes = _gradient_bytes(shape, needs, call.leaves[1] is None)
+    program, accumulator_bytes, workspace_bytes = _work(call, way, gradient_bytes)
     decision = Decision(
         operator=operator,
         backend=way.backend.name,
@@ -118,8 +119,8 @@ def note(operator: str, call: Call, way: Route) -> None:
         width=shape.width,
         dtype=shape.dtype,
         device=shape.device,
-        gradient_bytes=_gradient_bytes(shape, needs, call.leaves[1] is None),
-        accumulator_bytes=(_accumulator_bytes(call, way) if any(needs) else 0) + _ring_bytes(call),
+        gradient_bytes=gradient_bytes,
+        accumulator_bytes=accumulator_bytes + _ring_bytes(call),
         workspace_bytes=workspace_bytes,
         refused=tuple(refusals(shape, settings.spec, settings.options).items()),
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
@@ -145,12 +146,20 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
     return sum(size[0] * size[1] * dtype.itemsize for size, dtype in wide)
 
 
-def _work(call: Call, way: Route) -> tuple[str, int]:
-    """`Decision.program` and `Decision.workspace_bytes`."""
-    if way.strategy != "small":
-        return "", _workspace_bytes(call, way)
-    assert way.backend.small is not None
-    return way.backend.small.describe(call.small_key(call.shape))
+def _work(call: Call, way: Route, gradient_bytes: int) -> tuple[str, int, int]:
+    """`Decision.program`, bytes of accumulators without those of a group, and `Decision.workspace_bytes`."""
+    spec, options, group_name, needs = call.settings[:4]
+    accumulators = _accumulator_bytes(call, way) if any(needs) else 0
+    if way.strategy == "small":
+        assert way.backend.small is not None
+        program, workspace = way.backend.small.describe(call.small_key(call.shape))
+        return program, accumulators, workspace
+    if not group_name:
+        job = call.pair(), call.weights(), needs, spec, options
+        found = way.backend.describe(*job, strategy=way.strategy, save=may_save(needs, spec))
+        if found is not None:
+            return found[0], 0, max(0, found[1] - gradient_bytes)
+    return "", accumulators, _workspace_bytes(call, way)
 
 
 def _workspace_bytes(call: Call, way: Route) -> int:

@@ -23,7 +23,7 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey
 from tilewise.kernels.registry import choose_backend, directional_derivatives, forget_with_backends
 from tilewise.kernels.scalar_loss import padded
-from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, PairSpec, RowWeights, Stats
+from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, RowWeights, Stats, may_save
 from tilewise.ops.call import Call
 from tilewise.ops.filter_report import is_recording, record
 from tilewise.ops.route import Route, is_capturing, route
@@ -115,18 +115,9 @@ def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *,
     return found
 
 
-def _may_save(needs: Needs, spec: PairSpec) -> bool:
-    """Whether the backend may save an object for backward.
-
-    The object lies in the memory of the column gradient, so that gradient must be needed. Without a guide it holds
-    exponentials instead of G, and the gradient of a bias is a sum of G.
-    """
-    return needs.b and (not needs.bias or spec.guide != "none")
-
-
 def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
     spec, options, _, needs = call.settings[:4]
-    if save and _may_save(needs, spec):
+    if save and may_save(needs, spec):
         stats, saved = backend.forward_saving(pair, spec, options)
         return Found(stats, saved=saved, backend=backend)
     return Found(backend.forward(pair, spec, options), backend=backend)
@@ -143,7 +134,7 @@ def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eag
     else:
         chosen = way.backend.filtered
         assert chosen is not None
-        if eager and _may_save(needs, spec):
+        if eager and may_save(needs, spec):
             stats, plan, saved = chosen.forward_saving(fewer, spec, options)
         else:
             (stats, plan), saved = chosen.forward(fewer, spec, options), None

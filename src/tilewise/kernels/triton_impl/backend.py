@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import Any
+
 import torch
 
 from tilewise.kernels.backend import Backend
 from tilewise.kernels.ranks import Scorer
-from tilewise.kernels.spec import HALF_TYPES, Needs, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import (
+    HALF_TYPES,
+    GradStats,
+    Needs,
+    Pair,
+    PairShape,
+    PairSpec,
+    RowWeights,
+    Stats,
+    wanted_stats,
+)
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
 from tilewise.kernels.triton_impl.ranks import FusedScorer
+from tilewise.kernels.triton_impl.scores import describing
 from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
 from tilewise.kernels.triton_impl.small.strategy import TritonSmall
 from tilewise.kernels.triton_impl.two_pass import strategy as two_pass
@@ -96,6 +110,40 @@ class TritonBackend(Backend):
         """
         rows, cols = (-(-size // 256) * 256 for size in (shape.rows, shape.cols))
         return min(options.workspace_bytes, 20 * rows * cols + 8 * (rows + cols) * shape.width)
+
+    def describe(
+        self,
+        pair: Pair,
+        weights: RowWeights,
+        needs: Needs,
+        spec: PairSpec,
+        options: TileOptions,
+        *,
+        strategy: str,
+        save: bool,
+    ) -> tuple[str, int] | None:
+        """The programs of forward and backward, which are written for the stand-ins and not run."""
+        if strategy == "filtered":  # its steps depend on numbers
+            return None
+        saved: Any = None
+        with describing() as programs:
+            if strategy == "one_pass":
+                loss, found = self.one_pass.forward(pair, weights, needs, spec, options, pair.a.shape[0])
+                self.one_pass.backward(found, pair, loss, needs, spec, options, pair.shape, overwrite=True)
+            else:
+                stats, saved = two_pass.forward(pair, spec, options, save=save)
+                if any(needs):
+                    names = [stat.name for stat in wanted_stats(spec) if stat.gradient]
+                    grad = GradStats(**{name: getattr(stats, name) for name in names})
+                    two_pass.backward(pair, stats, grad, needs, spec, options, saved=saved)
+        text = "\n".join(
+            f"{name}\n{textwrap.indent(str(program), '  ')}"
+            for name, program in zip(("forward", "backward"), programs, strict=False)
+        )
+        first, *later = programs
+        memory = 0 if saved is None else saved.memory.nbytes  # it becomes dB
+        held = memory + first.output_bytes
+        return text, max(first.peak_bytes + memory, *(held + program.peak_bytes for program in later), 0)
 
     def why_no_ranks(self, device: torch.device, width: int, dtype: torch.dtype) -> str | None:
         """Depends only on what all ranks of a group share."""

@@ -50,6 +50,11 @@ class Buffer:
         return value if isinstance(value, Buffer) else None
 
     @property
+    def is_number(self) -> bool:
+        """Whether it may be a number: given without a type."""
+        return self.dtype is None
+
+    @property
     def is_start(self) -> bool:
         """Whether its address is that of the whole."""
         return self.offset == 0
@@ -135,9 +140,11 @@ class Buffer:
 
     def __str__(self) -> str:
         name = f"{self.name}'" if self.transposed else self.name
-        if self.dtype is None:
-            return name if self.is_start else f"{name} + {self.offset}"
-        return name if self.is_whole else f"{name}[{self.offset}:]"
+        if self.is_whole or self.is_number:
+            return name
+        axis = 1 if self.transposed else 0
+        start = self.offset // max(1, self.strides[axis])
+        return f"{name}[{start:,}:{start + self.shape[axis]:,}]"
 
 
 @dataclass(frozen=True, eq=False)

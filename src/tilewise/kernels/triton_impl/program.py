@@ -18,7 +18,6 @@ places of parts and some numbers change, by the same amount from one turn to the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -147,8 +146,8 @@ class Launch:
         return tuple(self.arguments.values())
 
     def __str__(self) -> str:
-        operands = [operand for operand in self.operands if Buffer.under(operand) is not None]
-        return f"{self.kernel.fn.__name__} x {self.programs:,}: {', '.join(map(str, operands))}"
+        names = [buffer.name for buffer in _buffers(self) if buffer.made or not buffer.is_number]
+        return f"{self.kernel.fn.__name__} x {self.programs:,}: {', '.join(dict.fromkeys(names))}"
 
 
 @dataclass(eq=False)
@@ -248,17 +247,21 @@ class Program:
         other = None if far is None else Launch(kernel, programs, found | far, warps, stages)
         self.steps.append(Launch(kernel, programs, found, warps, stages, near, other))
 
-    def over(self, slices: Sequence[slice], body: Callable[[slice], None]) -> None:
-        """The steps of ``body`` for each slice. The first and the last one may differ; those between them are a loop."""
-        middle = slices[1:-1]
-        moves = {(two.start - one.start, one.stop - one.start) for one, two in itertools.pairwise(middle)}
-        if len(middle) < LEAST_TURNS or len(moves) > 1:
-            for here in slices:
-                body(here)
-            return
-        body(slices[0])
-        self.loop(len(middle), lambda turn: body(middle[turn]))
-        body(slices[-1])
+    def over(self, slices: Sequence[slice], body: Callable[[slice], None], breaks: Sequence[int] = ()) -> None:
+        """The steps of ``body`` for each slice.
+
+        Neighbours of equal length are a loop, except for the first and the last of them, which may differ.
+        ``breaks``: where the slices before and after have different steps.
+        """
+        for run in _runs(slices, breaks):
+            middle = run[1:-1]
+            if len(middle) < LEAST_TURNS:
+                for here in run:
+                    body(here)
+            else:
+                body(run[0])
+                self.loop(len(middle), lambda turn, middle=middle: body(middle[turn]))  # type: ignore[misc]
+                body(run[-1])
 
     def loop(self, count: int, body: Callable[[int], None]) -> None:
         """The steps of ``body`` for each turn. It is called for the first two, whose difference is that of any two."""
@@ -379,9 +382,14 @@ class Program:
         visit(self.steps, [])
 
     @property
+    def output_bytes(self) -> int:
+        """Of the outputs, except for single numbers."""
+        return sum(b.used_bytes for b in self.outputs if isinstance(b, Buffer) and b.shape)
+
+    @property
     def scratch_bytes(self) -> int:
-        """The peak less the outputs, except for single numbers."""
-        return self.peak_bytes - sum(b.used_bytes for b in self.outputs if isinstance(b, Buffer) and b.shape)
+        """The peak less the outputs."""
+        return self.peak_bytes - self.output_bytes
 
     # -- Running --------------------------------------------------------------------------------------------------
 
@@ -461,6 +469,19 @@ def _buffers(step: Any) -> list[Buffer]:
     """The buffers that a step uses."""
     found = [Buffer.under(operand) for operand in step.operands]
     return [buffer for buffer in found if buffer is not None]
+
+
+def _runs(slices: Sequence[slice], breaks: Sequence[int]) -> list[list[slice]]:
+    """Neighbours of equal length, cut at the breaks; the last one of the slices may be shorter than those before it."""
+    found: list[list[slice]] = []
+    for here in slices:
+        size = here.stop - here.start
+        same = found and found[-1][0].stop - found[-1][0].start >= size and here.start not in breaks
+        if same and (found[-1][-1].stop - found[-1][-1].start == found[-1][0].stop - found[-1][0].start):
+            found[-1].append(here)
+        else:
+            found.append([here])
+    return found
 
 
 def _gap(taken: list[tuple[int, int]], size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ SINGLE = ("scale", "guide_scale", "only_if")
 GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 NUMBERS = ("softcap", "guide_softcap", "hot", "beta", "rest", "first", "ahead")
+_describing: list[list[Program]] = []
 _programs: dict[Any, Program] = {}  # shared by all threads: backward runs in a thread of autograd
 
 
@@ -69,7 +70,7 @@ def pieces(size: int, step: int) -> list[slice]:
 def readable(features: Tensor) -> Tensor:
     """The features, or a copy whose rows a tensor descriptor can read."""
     item = features.element_size()
-    aligned = features.data_ptr() % 16 == 0 and features.stride(0) * item % 16 == 0
+    aligned = is_aligned(features) and features.stride(0) * item % 16 == 0
     if features.stride(1) == 1 and aligned and features.stride(0) >= features.shape[1]:
         return features
     rows, cols = features.shape
@@ -79,7 +80,17 @@ def readable(features: Tensor) -> Tensor:
 def vector(values: Tensor) -> Tensor:
     """Contiguous and at a 16-byte address, as every compiled kernel assumes."""
     values = values.contiguous()
-    return values.clone() if values.data_ptr() % 16 else values
+    return values if is_aligned(values) else values.clone()
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it starts at a 16-byte address; a stand-in without memory counts as if it does."""
+    return not has_memory(tensor) or tensor.data_ptr() % 16 == 0
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether it is no stand-in of sizes alone, as `explain` passes."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def exact_products(options: TileOptions) -> str:
@@ -303,7 +314,27 @@ def run_program(
         )
 
     program, given = known_program((*what, plain, options, precision), every, device, write)
+    if not has_memory(pair.a):
+        return described(program, pair.a)
     return program.run(device, *given, *numbers, pair.col_start, pair.row_start - pair.col_start)
+
+
+def described(program: Program, like: Tensor) -> list[Any]:
+    """Add a program to those that `describing` collects; its outputs as stand-ins like this one."""
+    for programs in _describing:
+        programs.append(program)
+    return [like.new_empty(out.shape, dtype=out.dtype) if isinstance(out, Buffer) else out for out in program.outputs]
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[list[Program]]:
+    """The programs of calls with stand-ins, which are written and not run."""
+    found: list[Program] = []
+    _describing.append(found)
+    try:
+        yield found
+    finally:
+        _describing.remove(found)
 
 
 def known_program(

@@ -32,6 +32,8 @@ from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.program import Program
 from tilewise.kernels.triton_impl.scores import (
     Scores,
+    described,
+    has_memory,
     known_program,
     on_device,
     run_program,
@@ -181,5 +183,5 @@ def times(grads: Grads, grad_output: Tensor, dtype: torch.dtype, overwrite: bool
     with on_device(grad_output):
         inputs = {"a": grads.a, "b": grads.b, "scale": grads.scale, "grad_output": grad_output}
         program, given = known_program(("times", dtype, overwrite), inputs, device, build)
-        a, b, scale = program.run(device, *given)
+        a, b, scale = program.run(device, *given) if has_memory(grad_output) else described(program, grad_output)
     return Grads(a=a, b=b, scale=scale, bias=None if grads.bias is None else grads.bias * grad_output)

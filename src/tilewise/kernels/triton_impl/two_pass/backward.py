@@ -19,7 +19,7 @@ from tilewise.kernels.triton_impl.two_pass.gradient_sum import GradientSum
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import guided_gradient_kernel
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_gradient_kernel, positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import RowFactors, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import RowFactors, SavedColumns, breaks, column_pieces
 from tilewise.options import TileOptions
 
 SPAN_BLOCK = 1024
@@ -230,7 +230,7 @@ class Backward:
 
     def _row_of_blocks(self, i: slice) -> None:
         """All macro-tiles of the rows i, whose gradient is then complete."""
-        self.scores.program.over(self.col_pieces, lambda j: self._macro_tile(i, j))
+        self.scores.program.over(self.col_pieces, lambda j: self._macro_tile(i, j), breaks(self.saved))
         if self.grad_a is not None:
             self.grad_a.finish(i, self.scores.a)
 

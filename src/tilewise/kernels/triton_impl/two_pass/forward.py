@@ -14,7 +14,7 @@ from tilewise.kernels.triton_impl.sizes import multiprocessors
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, breaks, column_pieces
 
 MERGE_BLOCK = 16  # rows of one program; divides every tile
 
@@ -101,7 +101,12 @@ class Forward:
         rows, cols = pieces(self.n, self.row_step), column_pieces(self.m, self.col_step, self.saved)
         over = scores.program.over
         if not spec.symmetric:
-            over(rows, lambda i: over(cols, lambda j: self._macro_tile(i, j, out, first=(j.start == 0, i.start == 0))))
+
+            def row(i: slice) -> None:
+                first = i.start == 0
+                over(cols, lambda j: self._macro_tile(i, j, out, first=(j.start == 0, first)), breaks(self.saved))
+
+            over(rows, row)
         else:
             over(rows, lambda i: self._on_diagonal(i, len(rows) > 1, out))
             scores.program.above_diagonal(rows, lambda i, j: self._macro_tile(i, j, out, mirrored=True))

@@ -24,7 +24,7 @@ from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import guide_kernels as kernels
 from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.positive_kernels import positive_kernel
-from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, column_pieces
+from tilewise.kernels.triton_impl.two_pass.saved import FULL_TILES, SavedColumns, breaks, column_pieces
 
 # What a tile writes, in the order of `guided_forward_kernel`
 PARTS: dict[str, tuple[str, ...]] = {
@@ -178,7 +178,8 @@ def _statistics(
     sizes, n, m, names = scores.guided_sizes, i.stop - i.start, scores.m, _names(scores.spec, divergences)
     stats = bit_sum((bit.ENTROPY, scores.spec.row_entropy), (bit.HOT, scores.spec.hot))
     planes = _planes(names)
-    for j in column_pieces(m, _widest(scores, n, planes, saved), saved):
+
+    def columns(j: slice) -> None:
         part = scores.empty("parts", planes, cdiv(j.stop - j.start, sizes.cols), n)
         here = None if saved is None else saved.saved_scores(j)
         if stored is not None:
@@ -190,6 +191,8 @@ def _statistics(
         scores.tiles(kernels.guided_forward_kernel, i, j, sizes, row_part=part, STATS=stats, **places)
         fold = functools.partial(fold_parts, tuple(names), j.start == 0)
         scores.program.call(fold, part, *(total.each[name] for name in names))
+
+    scores.program.over(column_pieces(m, _widest(scores, n, planes, saved), saved), columns, breaks(saved))
 
 
 def fold_parts(names: tuple[str, ...], first: bool, part: Tensor, *totals: Tensor) -> None:

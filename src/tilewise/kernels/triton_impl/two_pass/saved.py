@@ -296,6 +296,11 @@ def _suits(pair: Pair, spec: PairSpec) -> bool:
     return pair.row_scale is None and pair.row_skip is None and pair.row_shift is None
 
 
+def breaks(saved: SavedColumns | None) -> tuple[int, ...]:
+    """For `Program.over`: where columns that are saved in one way end."""
+    return () if saved is None else (saved.inside, saved.end)
+
+
 def aligned(cols: int) -> int:
     """``cols`` rounded up, so that every row of a matrix starts at a 16-byte address."""
     return cdiv(cols, ALIGNED) * ALIGNED
