@@ -36,7 +36,7 @@ from tilewise.kernels.triton_impl.buffers import (
     tensor_of,
     value_of,
 )
-from tilewise.kernels.triton_impl.launch import arguments_of, compiled_launch
+from tilewise.kernels.triton_impl.launch import arguments_of, compiled_launch, declared
 
 POOLED = 2**22  # bytes; scratch up to this size shares one block
 LEAST_TURNS = 4  # of a loop; fewer are written out
@@ -505,8 +505,12 @@ def _same_step(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
         steps = [_same_step(a, b, depth, same) for a, b in zip(one.steps, two.steps, strict=True)]
         return Loop(one.depth, join(one.count, two.count), steps)
     if isinstance(one, Launch):
-        assert (one.kernel, one.programs) == (two.kernel, two.programs)
+        how = [(step.kernel, step.programs, step.warps, step.stages) for step in (one, two)]
+        assert how[0] == how[1]
         found = {name: join(value, two.arguments[name]) for name, value in one.arguments.items()}
+        for place, value in enumerate(found.values()):  # other numbers are those of the first turn in a compiled kernel
+            number = isinstance(value, Moving) and isinstance(value.value, int)
+            assert not number or place in declared(one.kernel).dynamic
         near = None
         if one.near is not None:
             assert two.near is not None
