@@ -46,7 +46,6 @@ def test_row_product(first):
     want = g.double() @ b.double() + (0.0 if first else out.double())
     pair = Pair(a=torch.zeros(70, 52), b=b, scale=torch.ones(()))
 
-
     def build(scores, more):
         row_product(scores, more["out"], more["g"], scores.b, first)
         return []

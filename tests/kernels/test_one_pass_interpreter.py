@@ -109,19 +109,20 @@ def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
     """Losses of hundreds of nats: the exponentials overflow and are computed again with the maximum of each row."""
     pair, spec = softmax_pair(150, 90, 16, scale)
     pair.a[70:] *= 1e-3  # the second block needs no repair
-    shifts = []
+    flags, shifts = [], []
 
     class Spied(Softmax):
         def _exponentials(self, e, i):
-            assert self.needs_repair.item() == 0
+            self.scores.program.call(lambda flag: flags.append(flag.item()), self.needs_repair)
             result = super()._exponentials(e, i)
-            shifts.append(self.call.by_row["shift"][i].clone())
+            self.scores.program.call(lambda shift: shifts.append(shift.clone()), self.scores.by_row["shift"][i])
             return result
 
     monkeypatch.setattr(strategy, "Softmax", Spied)
     weights = RowWeights(each=torch.full((150,), 1 / 150))
     (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
     assert want.item() > 60.0
+    assert flags == [0, 0], "the flag is cleared before each block"
     assert len(shifts) == 2
     scores = (pair.scale * pair.a @ pair.b.T) * 1.4426950408889634
     assert_close(shifts[0], scores[:128].amax(1), 1e-5)
@@ -240,7 +241,7 @@ def test_sigmoid_of_small_and_large_scores(scale, columns, monkeypatch):
     class Spied(strategy.Sigmoid):
         def losses_and_grads(self):
             result = super().losses_and_grads()
-            ran.append(self.needs_repair.item())
+            self.scores.program.call(lambda flag: ran.append(flag.item()), self.needs_repair)
             return result
 
     monkeypatch.setattr(strategy, "Sigmoid", Spied)
