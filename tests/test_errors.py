@@ -89,7 +89,7 @@ RAISED_ELSEWHERE = {
     "integrations/sentence_transformers/": "tests/integrations/test_gist.py, test_ranking_losses.py",
     "integrations/transformers/": "tests/integrations/test_transformers_*.py",
     "integrations/trl.py": "tests/integrations/test_trl*.py",
-    "kernels/triton_impl/launch/compiled.py:compiled_launch": "tests/kernels/test_program.py",
+    "kernels/triton_impl/launch.py:compiled_launch": "tests/kernels/test_launch.py",
     "kernels/registry.py:choose_backend": "tests/losses/test_batch_invariant.py",
     "ops/strategies.py:stats_jvp": "tests/ring/test_ring_losses.py",
     "ring/": "tests/ring",

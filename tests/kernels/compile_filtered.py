@@ -9,7 +9,7 @@ from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.filtered import backward_kernels as backward
 from tilewise.kernels.triton_impl.filtered import forward_kernels as forward
 from tilewise.kernels.triton_impl.filtered import rounding_kernels as rounding
-from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
+from tilewise.kernels.triton_impl.scores import FULL, bit_sum
 
 BIAS_AND_CAP = bit_sum((bit.BIAS, True), (bit.SOFTCAP, True))
 OPTIONAL = {"skip_if", "g", "u"}

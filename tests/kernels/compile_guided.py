@@ -3,7 +3,7 @@
 from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import FULL, GUIDE, bit_sum
+from tilewise.kernels.triton_impl.scores import FULL, GUIDE, bit_sum
 from tilewise.kernels.triton_impl.two_pass.guide import STORED_BLOCK
 from tilewise.kernels.triton_impl.two_pass.guide_kernels import (
     guided_forward_kernel,

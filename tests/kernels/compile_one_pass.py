@@ -3,9 +3,9 @@
 from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
 from tilewise.kernels.triton_impl.one_pass import product_kernels, sigmoid_kernels, softmax_kernels
 from tilewise.kernels.triton_impl.one_pass.softmax import MANY_PARTS
+from tilewise.kernels.triton_impl.scores import FULL, bit_sum
 from tilewise.kernels.triton_impl.two_pass import rounded_positives
 
 DIAGONAL, ONE = bit.DIAGONAL.value, bit.ONE.value

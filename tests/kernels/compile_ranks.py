@@ -3,7 +3,7 @@
 from tests.kernels.compiling import cards, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import ranks
-from tilewise.kernels.triton_impl.launch.call import FULL
+from tilewise.kernels.triton_impl.scores import FULL
 
 COLUMNS, ALL = {"col_score", "col_place", "col_count"}, {"col_score", "col_place", "col_count", "col_best", "hide"}
 

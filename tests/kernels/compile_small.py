@@ -86,7 +86,7 @@ def main() -> None:
                     kernel = step.kernel.fn.__name__ if isinstance(step, Launch) else None
                     if kernel is None or not (every or LARGEST.get(case) == kernel):
                         continue
-                    made = compiled_step(program, step, given, capability)
+                    made = compiled_step(step, given, capability)
                     if made.hash not in seen:
                         seen.add(made.hash)
                         show(capability, kernel, made, dtype=name, case=case)

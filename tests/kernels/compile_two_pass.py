@@ -3,7 +3,7 @@
 from tests.kernels.compiling import cannot_compile, cards, compiled, compiled_tiles, row_for, show
 
 from tilewise.kernels.triton_impl import bits as bit
-from tilewise.kernels.triton_impl.launch.call import FULL, bit_sum
+from tilewise.kernels.triton_impl.scores import FULL, bit_sum
 from tilewise.kernels.triton_impl.two_pass import backward_kernels as backward
 from tilewise.kernels.triton_impl.two_pass import forward_kernels as forward
 from tilewise.kernels.triton_impl.two_pass import positive_kernels as positive

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tilewise.kernels.known_faults import FAULTS
-from tilewise.kernels.triton_impl.launch.prepared import _declared
+from tilewise.kernels.triton_impl.buffers import Buffer
+from tilewise.kernels.triton_impl.launch import declared
 from tilewise.kernels.triton_impl.sizes import TABLE, architecture
 from tilewise.kernels.triton_impl.two_pass.guide import stored_block
 
@@ -86,7 +87,7 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
         blocks: sizes of the blocks of tensor descriptors, by name.
         types: types that differ from the tables above, by name.
     """
-    places, optional, dynamic = _declared[kernel.fn]
+    places, optional, dynamic = declared(kernel)
     blocks, types = blocks or {}, types or {}
     signature, values = {}, {}
     for name, place in places.items():
@@ -107,17 +108,17 @@ def compiled(kernel, constants, present, dtype, capability, *, blocks=None, warp
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compiled_step(program, step, given, capability):
-    """The compiled kernel of a step of a `Program`, from the arguments that it has in a run.
+def compiled_step(step, given, capability):
+    """The compiled kernel of a step of a program, from the arguments that it has in a run.
 
     Args:
         given: the types of what the program is given, such as "*bf16" or "fp32", by name. What is missing is None.
     """
     signature, values, attributes = {}, {}, {}
-    for place, (name, buffer) in enumerate(step.arguments.items()):
-        value = program.template[buffer.place]
-        kind = NAMES[buffer.dtype] if buffer.dtype is not None else given.get(buffer.name)
-        if buffer.constant:
+    for place, (name, value) in enumerate(step.arguments.items()):
+        if isinstance(value, Buffer):
+            kind, value = given.get(value.name) if value.dtype is None else NAMES[value.dtype], None
+        else:
             # As at run time, 1 and None are part of the compiled kernel, and so is whether 16 divides a number.
             fixed = step.kernel.params[place].is_constexpr or value is None or value == 1
             kind = None if fixed else {int: "i32", float: "fp32"}[type(value)]

@@ -5,8 +5,8 @@ import torch
 from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec
-from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl import scores
+from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as saving

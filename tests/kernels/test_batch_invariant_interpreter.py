@@ -3,12 +3,11 @@
 import pytest
 import torch
 from tests.compare import assert_close
-from tests.kernels.interpreted import IN_THE_INTERPRETER, TYPES
+from tests.kernels.interpreted import IN_THE_INTERPRETER, TYPES, run_steps
 from tests.losses.invariance import Pool, different
 
 import tilewise as tw
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl.launch.call import Call
 from tilewise.kernels.triton_impl.two_pass.row_product import row_product
 from tilewise.ops import row_blocks
 
@@ -46,7 +45,12 @@ def test_row_product(first):
     g, b, out = torch.randn(70, 140), torch.randn(140, 52), torch.randn(70, 52)
     want = g.double() @ b.double() + (0.0 if first else out.double())
     pair = Pair(a=torch.zeros(70, 52), b=b, scale=torch.ones(()))
-    row_product(Call(pair, PairSpec(row_lse=True), INVARIANT), out, g, b, first)
+
+    def build(scores, more):
+        row_product(scores, more["out"], more["g"], scores.b, first)
+        return []
+
+    run_steps(build, pair, PairSpec(row_lse=True), INVARIANT, out=out, g=g)
     assert_close(out, want, 1e-6)
 
 

@@ -15,12 +15,12 @@ import tilewise as tw
 from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.host_scalar import HostScalar
 from tilewise.kernels.spec import Needs, PairSpec, Stats
+from tilewise.kernels.triton_impl import scores
 from tilewise.kernels.triton_impl.backend import TritonBackend
 from tilewise.kernels.triton_impl.filtered import forward as filter_forward
 from tilewise.kernels.triton_impl.filtered.backward import FilterBackward
 from tilewise.kernels.triton_impl.filtered.forward import FilterForward
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
-from tilewise.kernels.triton_impl.launch import replay
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -38,7 +38,7 @@ ALWAYS, NEVER = -1.0, 10.0  # shares that no sample falls short of, or exceeds
 def small(monkeypatch):
     """Small calls are probed too, and save float32 in chunks of one tile. The interpreter does not support bfloat16."""
     make_quick(monkeypatch)
-    monkeypatch.setattr(replay, "_recordings", {})
+    monkeypatch.setattr(scores, "_programs", {})
     monkeypatch.setattr(filter_forward, "WORTH_PROBING", 0)
     monkeypatch.setattr(saving, "DTYPES", (torch.float32,))
     monkeypatch.setattr(saving, "WORTH_IT", 0)

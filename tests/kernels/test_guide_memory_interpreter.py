@@ -7,15 +7,14 @@ import torch
 from tests.compare import assert_close
 from tests.gpu.checks import Place, check_good_student
 from tests.kernels.dense import dense_stats
-from tests.kernels.interpreted import INTERPRETED
+from tests.kernels.interpreted import IN_THE_INTERPRETER, run_steps
 from tests.kernels.pair_cases import make_case
 from tests.kernels.pair_checks import incoming_gradients
-from tests.kernels.quick_interpreter import make_quick
 
 from tilewise.kernels.spec import Needs, Pair, PairSpec, wanted_names
-from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl import program, sizes
 from tilewise.kernels.triton_impl.backend import TritonBackend
-from tilewise.kernels.triton_impl.launch.call import Call, row_width
+from tilewise.kernels.triton_impl.scores import Scores, row_width
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import guide
 from tilewise.kernels.triton_impl.two_pass import saved as saving
@@ -23,26 +22,30 @@ from tilewise.kernels.triton_impl.two_pass.macro_tile import macro_tile
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.options import TileOptions
 
-pytestmark = INTERPRETED
+pytestmark = IN_THE_INTERPRETER
 BACKEND = TritonBackend()
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 100], ids=["no memory", "blocks of rows", "all rows"])
 def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
     """``tiles`` of rows, whose scores the memory holds."""
-    make_quick(monkeypatch)
     monkeypatch.setattr(guide, "FEWEST_STORED", 1)
     pair, spec = make_case("guide_jsd_without_norms", torch.float32, size=2)
-    call = Call(pair, spec, TileOptions())
-    memory = 8 * tiles * call.guided_sizes.rows * row_width(pair.b.shape[0], torch.float32)
+    memory = 8 * tiles * sizes.INTERPRETED.rows * row_width(pair.b.shape[0], torch.float32)
     launches, plain = [], guide._statistics
 
-    def watched(call, i, divergences, saved=None, stored=None):
+    def watched(scores, i, divergences, total, saved=None, stored=None):
         launches.append((i.stop - i.start, stored is not None))
-        return plain(call, i, divergences, saved, stored)
+        return plain(scores, i, divergences, total, saved, stored)
 
     monkeypatch.setattr(guide, "_statistics", watched)
-    found, _ = guide.guided_forward(call, memory)
+    names = "row_lse", "guide_lse", "row_jsd", "row_mix_kl", "row_hot_lse", "row_pos"
+
+    def build(scores, more):
+        stats, _ = guide.guided_forward(scores, memory)
+        return [stats[name] for name in names]
+
+    found = run_steps(build, pair, spec, TileOptions())
     rows = pair.a.shape[0]
     if tiles == 0:
         assert launches == [(rows, False), (rows, False)], "all products are computed twice"
@@ -51,8 +54,8 @@ def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
         assert sum(count for count, _ in launches) == rows, "every product is computed once"
         assert (len(launches) > 1) == (tiles == 1)
     want = dense_stats(pair, spec)
-    for name in ("row_lse", "guide_lse", "row_jsd", "row_mix_kl", "row_hot_lse", "row_pos"):
-        assert_close(getattr(found, name), getattr(want, name), 5e-6, name)
+    for name, value in zip(names, found, strict=True):
+        assert_close(value, getattr(want, name), 5e-6, name)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,6 @@ def test_any_memory_gives_the_same_divergence(tiles, monkeypatch):
 )
 def test_saved_scores_give_the_same_gradients(kind, room, monkeypatch):
     """Scores in the memory of dB, and in a buffer with room for that many columns."""
-    make_quick(monkeypatch)
     monkeypatch.setattr(saving, "DTYPES", (torch.float32,))  # the interpreter does not support bfloat16
     for name, value in {"WORTH_IT": 0, "COLS": 32, "CHUNK_ENTRIES": 0, "FULL_TILES": 32, "NARROWEST": 8}.items():
         monkeypatch.setattr(saving, name, value)
@@ -89,13 +91,14 @@ def test_saved_scores_give_the_same_gradients(kind, room, monkeypatch):
     grad, needs = incoming_gradients(plain), Needs(a=True, b=True, scale=True, bias=pair.bias is not None)
     want = BACKEND.backward(pair, plain, grad, needs, spec, options)
     memory, launched = held.memory, []
-    run = Call.run
+    tiles = Scores.tiles
 
     def watched(self, kernel, i, j, sizes, **values):
         launched.append((j.stop - j.start) * (values.get("x") is not None))
-        run(self, kernel, i, j, sizes, **values)
+        tiles(self, kernel, i, j, sizes, **values)
 
-    monkeypatch.setattr(Call, "run", watched)
+    monkeypatch.setattr(Scores, "tiles", watched)
+    monkeypatch.setattr(program, "LEAST_TURNS", 1000)
     got = BACKEND.backward(pair, stats, grad, needs, spec, options, saved=held)
     assert sum(launched) == held.end, "these columns are read, not computed"
     assert got.b.data_ptr() == memory.data_ptr(), "the memory is the gradient"

@@ -1,6 +1,7 @@
 """The one-pass kernels in Triton's interpreter, on the CPU."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_float16_sigmoid_of_many_rows_that_are_nearly_learned():
     a = torch.nn.functional.normalize(torch.randn(80, 128, generator=torch.Generator().manual_seed(0)), dim=1)
     pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(20.0), bias=torch.tensor(-10.0).expand(80))
     spec, needs = PairSpec(softplus=True, positive="one"), Needs(a=True, b=True, scale=True, bias=True)
-    for _ in range(2):  # recorded, replayed
+    for _ in range(2):  # the second one writes no program
         (loss, grads), (want, want_grads) = both(pair, spec, RowWeights(each=torch.full((80,), 2.0**-16)), needs)
         assert_close(loss, want, 1e-5)
         for field in ("a", "b", "scale"):
@@ -108,19 +109,20 @@ def test_rows_whose_positive_is_far_below_the_rest(scale, monkeypatch):
     """Losses of hundreds of nats: the exponentials overflow and are computed again with the maximum of each row."""
     pair, spec = softmax_pair(150, 90, 16, scale)
     pair.a[70:] *= 1e-3  # the second block needs no repair
-    shifts = []
+    flags, shifts = [], []
 
     class Spied(Softmax):
         def _exponentials(self, e, i):
-            assert self.needs_repair.item() == 0
+            self.scores.program.call(lambda flag: flags.append(flag.item()), self.needs_repair)
             result = super()._exponentials(e, i)
-            shifts.append(self.call.by_row["shift"][i].clone())
+            self.scores.program.call(lambda shift: shifts.append(shift.clone()), self.scores.by_row["shift"][i])
             return result
 
     monkeypatch.setattr(strategy, "Softmax", Spied)
     weights = RowWeights(each=torch.full((150,), 1 / 150))
     (loss, grads), (want, want_grads) = both(pair, spec, weights, ALL)
     assert want.item() > 60.0
+    assert flags == [0, 0], "the flag is cleared before each block"
     assert len(shifts) == 2
     scores = (pair.scale * pair.a @ pair.b.T) * 1.4426950408889634
     assert_close(shifts[0], scores[:128].amax(1), 1e-5)
@@ -239,7 +241,7 @@ def test_sigmoid_of_small_and_large_scores(scale, columns, monkeypatch):
     class Spied(strategy.Sigmoid):
         def losses_and_grads(self):
             result = super().losses_and_grads()
-            ran.append(self.needs_repair.item())
+            self.scores.program.call(lambda flag: ran.append(flag.item()), self.needs_repair)
             return result
 
     monkeypatch.setattr(strategy, "Sigmoid", Spied)
@@ -269,7 +271,7 @@ def test_the_positive_is_subtracted_before_rounding():
 def test_gradients_times_grad_output(k):
     grads, by = Grads(a=torch.randn(70, 90), b=torch.randn(50, 90), scale=torch.tensor(2.0)), torch.tensor(k)
     want = [grads.a * k, grads.b * k, grads.scale * k]
-    for _ in range(2):  # recorded, replayed
+    for _ in range(2):  # the second one writes no program
         half = times(grads, by, torch.float16, True)
         assert torch.equal(half.a, want[0].half())
         assert torch.equal(half.b, want[1].half())
@@ -297,12 +299,9 @@ def test_a_call_allocates_what_it_says(n, m, d, mib):
     row = sizes.TABLE["sm_90", 2]
     for size in (row.gradient, row.gradient_wide):
         work.__dict__ |= {
-            "call": type("Call", (), {"options": options}),
-            "pair": pair,
+            "scores": SimpleNamespace(options=options, shape=pair.shape),
             "sizes": size,
             "n": n,
-            "m": m,
-            "d": d,
         }
         rows = work._block_rows()
         scratch = rows * (m * 2 + 4 * -(-m // size.cols) + 2 * d)

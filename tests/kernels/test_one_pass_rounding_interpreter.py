@@ -8,15 +8,14 @@ from tests.compare import assert_close, assert_no_worse, relative_error
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
 import triton.language as tl
-from tests.kernels.interpreted import IN_THE_INTERPRETER
+from tests.kernels.interpreted import IN_THE_INTERPRETER, run_steps
 from tests.kernels.one_pass_pairs import ALL, ONE_PASS, SOFTMAX, softmax_pair, take_several_blocks
 from triton.runtime import interpreter
 
 from tilewise.kernels.spec import Needs, Pair, RowWeights
-from tilewise.kernels.triton_impl.launch import replay
-from tilewise.kernels.triton_impl.launch.call import Call, row_width
 from tilewise.kernels.triton_impl.one_pass.products import Exponentials
 from tilewise.kernels.triton_impl.one_pass.strategy import gradients, loss_and_gradients
+from tilewise.kernels.triton_impl.scores import forget_programs, row_width
 from tilewise.kernels.triton_impl.two_pass.rounded_positives import correct_positives
 
 pytestmark = IN_THE_INTERPRETER
@@ -159,12 +158,25 @@ def test_a_gradient_saved_in_float32_has_the_whole_share(monkeypatch, several_bl
     _, grads = loss_and_gradients(pair, RowWeights(each=torch.ones(200)), ALL, SOFTMAX, ONE_PASS)
     exact = dense_gradients(as_float64(pair), torch.ones(200), 1.0)
     monkeypatch.setattr(Exponentials, "rounded", False)
-    monkeypatch.setattr(replay, "_recordings", {})
+    forget_programs()
     _, plain = loss_and_gradients(pair, RowWeights(each=torch.ones(200)), ALL, SOFTMAX, ONE_PASS)
     for got, before, want in zip((grads.a, grads.b), (plain.a, plain.b), exact, strict=True):
         assert got.dtype == torch.float32
         assert relative_error(got, want) < 3e-5 < 1e-4 < relative_error(before, want)
     assert_close(grads.scale, (exact[0] * pair.a.double()).sum() / pair.scale, 1e-4)
+
+
+def correct(pair, grad, column, *, has_scale=False, **given):
+    """`correct_positives` of ``grad``."""
+
+    def build(scores, more):
+        vectors = {name: more[name] for name in given}
+        scale = scores.scale if has_scale else None
+        correct_positives(scores, more["grad"], (more["sorted"], more["order"]), a=scores.a, scale=scale, **vectors)
+        return []
+
+    ascending, order = column.sort(stable=True)
+    run_steps(build, pair, SOFTMAX, ONE_PASS, grad=grad, sorted=ascending, order=order, **given)
 
 
 @pytest.mark.parametrize("most, scale", [(1, 1.5), (64, 1.5), (65, 1.0), (300, 1.5)])
@@ -178,9 +190,8 @@ def test_a_column_may_have_any_number_of_rows(most, scale):
     column[torch.randperm(n, generator=generator)[:most]] = 7
     column[::30] = -1
     pair = Pair(a=a.half(), b=a.half(), scale=torch.tensor(1.5))
-    grad, call = torch.zeros(columns, d), Call(pair, SOFTMAX, ONE_PASS)
-    given = {"a": pair.a, "scaled": scaled, "factor": factor, "entry": entry}
-    correct_positives(call, grad, column.sort(stable=True), **given, scale=pair.scale if scale != 1.0 else None)
+    grad = torch.zeros(columns, d)
+    correct(pair, grad, column, has_scale=scale != 1.0, scaled=scaled, factor=factor, entry=entry)
     exact = scale * (factor * entry).double()[:, None] * pair.a.double()
     each = exact - entry.half().double()[:, None] * scaled.double()
     want = torch.zeros(columns, d).double().index_add_(0, column.clamp(min=0), each * (column >= 0)[:, None])
@@ -199,8 +210,8 @@ def test_two_roundings_leave_little_more_than_one(negatives):
     share = negatives * other
     grad = (share + entry.bfloat16()[:, None].float() * scaled.float()).bfloat16()
     column = torch.arange(128, dtype=torch.int32)
-    call = Call(Pair(a=a, b=a, scale=torch.ones(())), SOFTMAX, ONE_PASS)
-    correct_positives(call, grad, column.sort(stable=True), a=a, scaled=scaled, factor=k * factor, entry=entry)
+    pair = Pair(a=a, b=a, scale=torch.ones(()))
+    correct(pair, grad, column, scaled=scaled, factor=k * factor, entry=entry)
     want = share.double() - 3.0 * a.double()
     assert relative_error(grad, want) <= 1.45 * relative_error(want.bfloat16(), want)
 

@@ -1,20 +1,29 @@
 """Programs as data: steps, memory and text, with launches replaced by nothing."""
 
-import itertools
+import functools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed on this platform")
 
-from tilewise.errors import BackendError
+from tests.kernels.interpreted import scores_of
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from tilewise.kernels.backend import SmallKey
-from tilewise.kernels.spec import Needs, PairShape, PairSpec
-from tilewise.kernels.triton_impl.launch.compiled import compiled_launch
-from tilewise.kernels.triton_impl.program import Launch, Product, Program, Total
+from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
+from tilewise.kernels.triton_impl import launch as launching
+from tilewise.kernels.triton_impl import program as programming
+from tilewise.kernels.triton_impl.buffers import Buffer
+from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
+from tilewise.kernels.triton_impl.program import Launch, Loop, Product, Program, Total
 from tilewise.kernels.triton_impl.small import kernels, programs
+from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.forward import Forward
+from tilewise.options import TileOptions
 
 SPECS = {
     "info_nce": PairSpec(row_lse=True, positive="one"),
@@ -64,42 +73,125 @@ def test_the_documentation_shows_this_program():
     assert page.split("<!-- program: info_nce -->\n\n```\n")[1].split("\n```")[0] == str(program)
 
 
+CARD = torch.device("cuda", 7)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card that only answers questions."""
+    answers = {"get_device_properties": SimpleNamespace(multi_processor_count=132), "get_device_capability": (9, 0)}
+    for name, answer in (answers | {"get_device_name": "a card"}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+
+
+def on_card(kind, name, n, *, bias=False):
+    """The program of forward or backward in two passes, or of one pass, of bfloat16 features."""
+    spec, empty = SPECS[name], functools.partial(torch.empty, device="meta")
+    a, b = (empty(n, 512, dtype=torch.bfloat16) for _ in range(2))
+    more = {"row_key": empty(n, dtype=torch.int64)} if spec.symmetric else {}
+    more |= {"bias": empty(n)} if bias else {}
+    scores = scores_of(Pair(a=a, b=a if spec.symmetric else b, scale=empty(()), **more), spec, TileOptions(), CARD)
+    program = scores.program
+    if kind == "forward":
+        program.outputs = list(Forward(scores).run().values())
+        return program.done()
+    if kind == "one pass":
+        program.outputs = list(Softmax(scores, {"weight": program.given("weight", empty(n))}).losses_and_grads(Needs()))
+        return program.done()
+    columns = ("col_lse", "grad_col") if spec.col_lse else ()
+    given = {part: program.given(part, empty(n)) for part in ("row_lse", "own", "grad_row", "grad_pos", *columns)}
+    program.outputs = list(Backward(scores, given, Needs(scale=True, bias=bias), torch.bfloat16).run())
+    return program.done()
+
+
+def several():
+    """Programs with much scratch, in loops and out of them."""
+    yield programs.loss_program(key("clip", n=97, m=97, needs=Needs(scale=True)))
+    for name in ("clip", "nt_xent"):
+        yield on_card("forward", name, 300_000)
+        yield on_card("backward", name, 300_000)
+    yield on_card("one pass", "info_nce", 70_000)
+    yield on_card("backward", "info_nce", 70_000, bias=True)
+
+
+@pytest.mark.usefixtures("card")
 def test_the_peak_is_that_of_the_allocations(monkeypatch):
-    """Every allocation is counted while a program runs with launches that do nothing."""
-    alive = {"now": 0, "peak": 0}
-    program = programs.loss_program(key("clip", n=96, m=96, needs=Needs(scale=True)))
-    sizes = {place: -(-size // 512) * 512 for place, size in _sizes(program)}
-    for made, step, freed in program.turns:
-        new = [place for place, *_ in made] + ([] if isinstance(step, Launch) else [step.out.place])
-        alive["now"] += sum(sizes[place] for place in new)
-        alive["peak"] = max(alive["peak"], alive["now"])
-        alive["now"] -= sum(sizes[place] for place in freed)
-    assert program.peak_bytes == alive["peak"] + program.block_bytes
+    """Every allocation of a run is counted, while steps do nothing but allocate their results."""
+    plain = torch.empty_strided
+
+    def allocated(step, values):
+        out = step.out
+        values.tensors[out.place] = torch.empty_strided(out.shape, out.strides, dtype=out.dtype)
+
+    for step in (Product, Total):
+        monkeypatch.setattr(step, "run", allocated)
+    step = Program._step
+    monkeypatch.setattr(Program, "_step", lambda self, one, values: step(self, one, values) if one.makes else None)
+    for program in several():
+        sizes = []
+
+        def counted(*size, sizes=sizes, **how):
+            made = plain(*size, **how)
+            now = sum(-(-bytes // 512) * 512 for memory, bytes, _ in sizes if not memory.expired()) + made.nbytes
+            sizes.append((StorageWeakRef(made.untyped_storage()), made.nbytes, -(-now // 512) * 512))
+            return made
+
+        monkeypatch.setattr(torch, "empty_strided", counted)
+        given = program.buffers[: program.count]
+        program.run(
+            torch.device("cpu"),
+            *[0 if one.is_number else plain(one.shape, one.strides, dtype=one.dtype) for one in given],
+        )
+        assert max(now for *_, now in sizes) == program.peak_bytes
 
 
-def _sizes(program):
-    return [(buffer.place, buffer.bytes) for buffer in program.buffers if buffer.dtype is not None]
+def lifetimes(program):
+    """The first and the last step of each buffer that the program allocates, by place."""
+    found = {}
+    for number, step in enumerate(program.steps):
+        for operand in step.operands:
+            buffer = Buffer.under(operand)
+            if buffer is not None and buffer.made:
+                found[buffer.place] = found.get(buffer.place, (number,))[0], number
+    return found
 
 
+@pytest.mark.usefixtures("card")
 def test_scratch_in_the_block_does_not_overlap():
-    program = programs.loss_program(key("clip", n=97, m=97, needs=Needs(scale=True)))
-    places = sorted((offset, torch.Size(shape).numel() * dtype.itemsize) for _, offset, shape, dtype in program.block)
-    assert len(places) > 8
-    for (start, size), (following, _) in itertools.pairwise(places):
-        assert start + size <= following
-        assert following % 16 == 0
-    assert places[-1][0] + places[-1][1] <= program.block_bytes
+    """Two parts of the block lie apart if some step lies within both lifetimes; others share memory."""
+    shared = 0
+    for program in several():
+        alive = lifetimes(program)
+        end = {place: at + program.buffers[place].bytes for place, at in program.block.items()}
+        assert max(end.values(), default=0) == program.block_bytes
+        for place, start in program.block.items():
+            assert start % 512 == 0
+            for other in program.block.keys() - {place}:
+                together = alive[place][0] <= alive[other][1] and alive[other][0] <= alive[place][1]
+                apart = end[place] <= program.block[other] or end[other] <= start
+                assert apart or not together
+                shared += not apart
+    assert shared
+
+
+@pytest.mark.usefixtures("card")
+def test_memory_is_freed_after_its_last_step():
+    for program in several():
+        alive, kept = lifetimes(program), {out.place for out in program.outputs if isinstance(out, Buffer)}
+        freed = {place: number for number, (_, _, places) in enumerate(program.turns) for place in places}
+        assert freed == {place: alive[place][1] for place in alive.keys() - program.block.keys() - kept}
+        of_g = [place for place in freed if program.buffers[place].name == "G"]
+        assert all(freed[place] < len(program.steps) - 1 for place in of_g)
+    assert of_g
+    parts = [alive[buffer.place] for buffer in program.buffers if buffer.name == "bias_part"]
+    assert len(parts) > 4, "macro-tiles have sums of their own, which go as they come"
+    assert max(sum(low <= number <= high for low, high in parts) for number in range(len(program.steps))) <= 3
 
 
 def test_only_scores_and_g_are_of_the_size_of_the_block():
     program = programs.loss_program(key("info_nce", n=512, m=512))
     block = 512 * 512
     assert program.peak_bytes < 6 * block + 64 * 1024 + 2 * 512 * 32 * 2 + 8 * 512
-
-
-def test_an_unknown_argument_raises():
-    with pytest.raises(AssertionError, match="has no parameter other"):
-        Program().launch(kernels.share_kernel, 1, other=1)
 
 
 def test_programs_are_built_in_milliseconds():
@@ -125,12 +217,146 @@ def test_launches_replaced_by_nothing(monkeypatch):
     assert not any(isinstance(step, Total) for step in program.steps)
 
 
-def test_no_kernel_is_loaded_while_a_graph_is_captured(monkeypatch):
-    """Loading would end the capture with an error of the driver that names no cause."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(BackendError) as raised:
-        compiled_launch(kernels.share_kernel, 1, (), torch.device("cuda", 0), 4)
-    assert str(raised.value) == (
-        "kernels cannot be loaded while a CUDA graph is captured. Call the loss once with tensors of these shapes "
-        "before capturing"
-    )
+# Loops -----------------------------------------------------------------------------------------------------------
+
+
+def steps_of(steps):
+    """How many there are, with those inside of loops."""
+    return sum(1 + steps_of(step.steps) if isinstance(step, Loop) else 1 for step in steps)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("name", ["clip", "nt_xent"])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_program_of_four_million_rows_is_short(kind, name):
+    """Its launches, up to a million, are loops, also in the text."""
+    seconds = []
+    for _ in range(3):
+        start = time.thread_time()
+        program = on_card(kind, name, 4_194_304)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.05
+    assert steps_of(program.steps) <= 200
+    lines = str(program).split("\n")
+    assert len(lines) == steps_of(program.steps) + 2
+    turns = [int(line.split()[-2]) for line in lines if line.endswith(" times:")]
+    assert max(turns) > 100
+    assert any(line.startswith(" " * 8) for line in lines), "a loop in a loop"
+
+
+def noted(write, least_turns, monkeypatch):
+    """What the steps that ``write(program, step)`` adds get, in order; ``step(*places)`` adds one for a macro-tile."""
+    monkeypatch.setattr(programming, "LEAST_TURNS", least_turns)
+    program, seen = Program(), []
+    x = program.given("x", torch.empty(100, 3))
+    ahead = program.given("ahead")
+
+    def note(out, number, *parts):
+        seen.append((number, *[part.tolist() for part in parts]))
+        out.fill_(number)
+
+    def step(*places):
+        start = places[0].start - places[-1].start
+        out = program.scratch("out", (len(places), 2), torch.float32)
+        program.call(note, out[1:], ahead + start, *[x[place, 1:] for place in places])
+        program.call(lambda out, size: seen.append((out.tolist(), size)), out[1:], places[-1].stop)
+
+    write(program, step)
+    program.done().run(torch.device("cpu"), torch.arange(300.0).view(100, 3), 1000)
+    return program, seen
+
+
+def cut(size, step=3):
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def two_levels(program, step):
+    program.over(cut(20), lambda i: program.over(cut(31), lambda j: step(i, j)))
+
+
+WRITTEN = {
+    "flat": lambda program, step: program.over(cut(100), step),
+    "two levels": two_levels,
+    "regions": lambda program, step: program.over([*cut(21), slice(21, 31), *cut(100)[11:]], step, (9, 21)),
+    "triangle": lambda program, step: program.above_diagonal(cut(38), step),
+    "triangle with diagonal": lambda program, step: program.above_diagonal(cut(49), step, diagonal=True),
+    "three levels": lambda program, step: program.over(cut(18), lambda i: two_levels(program, step)),
+}
+
+
+@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
+def test_a_loop_is_its_steps_written_out(write, monkeypatch):
+    program, seen = noted(write, programming.LEAST_TURNS, monkeypatch)
+    plain, want = noted(write, 1000, monkeypatch)
+    assert seen == want
+    assert len(want) == len(plain.steps) == steps_of(plain.steps)
+    assert steps_of(program.steps) < 0.8 * len(plain.steps)
+
+
+@pytest.mark.parametrize("count", range(16))
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_triangle_of_any_size_has_every_pair_once(count, diagonal, monkeypatch):
+    def write(program, step):
+        program.above_diagonal(cut(3 * count), step, diagonal=diagonal)
+
+    _, seen = noted(write, programming.LEAST_TURNS, monkeypatch)
+    assert seen == noted(write, 1000, monkeypatch)[1]
+    assert len(seen) == 2 * (count * (count - 1) // 2 + diagonal * count)
+
+
+def other_steps(program, turn, x):
+    for _ in range(turn + 1):
+        program.call(print, x)
+
+
+DIFFERENT = {
+    "the number of steps": other_steps,
+    "the kind of steps": lambda p, turn, x: p.total(x, x) if turn else p.call(print, x),
+    "the shape of a part": lambda p, turn, x: p.call(print, x[: turn + 1]),
+    "the buffer": lambda p, turn, x: p.call(print, x if turn else p.scratch("other", (4,), torch.float32)),
+    "a factor": lambda p, turn, x: p.call(print, x, 0.5 * turn),
+    "a switch": lambda p, turn, x: p.call(print, x, turn > 0),
+    "None": lambda p, turn, x: p.call(print, x, None if turn else x),
+    "whether it adds": lambda p, turn, x: p.product(x, x, x, add=turn > 0),
+    "the grid": lambda p, turn, x: p.launch(kernels.share_kernel, 1 + turn),
+    "the kernel": lambda p, turn, x: p.launch(kernels.share_kernel if turn else kernels.both_kernel, 1),
+    "how it is compiled": lambda p, turn, x: p.launch(kernels.share_kernel, 1, warps=4 + turn),
+    "a constant": lambda p, turn, x: p.launch(kernels.rows_kernel, 1, R=1 + turn),
+    "a number that is part of the compiled kernel": lambda p, turn, x: p.launch(kernels.rows_kernel, 1, n=16 + turn),
+}
+
+
+@pytest.mark.parametrize("body", DIFFERENT.values(), ids=DIFFERENT)
+def test_turns_that_differ_otherwise_are_no_loop(body):
+    program = Program()
+    x = program.scratch("x", (4,), torch.float32)
+    with pytest.raises((AssertionError, ValueError)):  # zip raises the second
+        program.loop(5, lambda turn: body(program, turn, x))
+
+
+@pytest.mark.parametrize("far", [None, {"g": 2}], ids=["nothing", "another launch"])
+def test_steps_of_pairs_with_themselves(far, monkeypatch):
+    """With rows i and columns j of the whole, no row is a column unless -n < ahead < m; ``ahead`` is given in a run."""
+    seen = []
+    monkeypatch.setattr(programming, "compiled_launch", lambda *_: lambda *arguments: seen.append(arguments[-4:]))
+    program = Program()
+    ahead = program.given("ahead")
+
+    def tile(turn):
+        here = ahead + 10 * turn
+        values = {"n": 10, "m": 30, "near": (here, 10, 30), "far": far, "ahead": here}
+        program.launch(self_kernel, 1, g=1, **values)
+
+    program.loop(6, tile)
+    program.done()
+    for start in (-25, -10, -9, 29, 30):
+        seen.clear()
+        program.run(torch.device("cpu"), start)
+        where = [start + 10 * turn for turn in range(6)]
+        want = [(1 if -10 < at < 30 else 2, 10, 30, at) for at in where]
+        assert seen == [one for one in want if far or one[0] == 1]
+
+
+@launching.kernel(dynamic=("n", "m", "ahead"))
+def self_kernel(g, n, m, ahead):
+    pass

@@ -11,8 +11,7 @@ from tests.kernels.saved_columns import BACKEND, NEEDS, OPTIONS, SPEC, g_of, pai
 
 import tilewise as tw
 from tilewise.kernels.spec import GradStats, Needs
-from tilewise.kernels.triton_impl.launch import call as launch
-from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl import program, scores
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
 from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
@@ -232,12 +231,17 @@ def test_half_type_holds_scaled_rows_where_row_gradients_go(spread, monkeypatch)
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert bool(held.needs_repair > 0) == (spread > 500.0)
     grad = GradStats(row_lse=torch.full((48,), 1 / 48), row_pos=torch.full((48,), -1 / 48))
-    places, plain = [], SavedColumns.factors
-    monkeypatch.setattr(SavedColumns, "factors", lambda *args: places.append(plain(*args)) or places[-1])
+    same, plain = [], SavedColumns.factors
+
+    def watched(self, scores, factor, place):
+        found = plain(self, scores, factor, place)
+        assert found.scaled.name == "dA"
+        scores.program.call(lambda each: same.append((each == 1.0).all().item()), found.each)
+        return found
+
+    monkeypatch.setattr(SavedColumns, "factors", watched)
     got = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS, saved=held)
-    assert places[0][1].data_ptr() == got.a.data_ptr()
-    same = places[0][0] == 1.0
-    assert bool(same.all()) == (spread > 500.0)
+    assert same == [spread > 500.0]
     ordinary = BACKEND.backward(pair, stats, grad, NEEDS, SPEC, OPTIONS)
     leaves = [x.double().requires_grad_() for x in (pair.a, pair.b)]
     loss = torch.nn.functional.cross_entropy(0.3 * leaves[0] @ leaves[1].T + pair.bias, pair.row_key)
@@ -286,10 +290,11 @@ def test_saved_columns_need_no_product(monkeypatch):
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     seen, plain = [], gradients.Backward._gradient
 
-    def watched(self, g, desc, i, j, bias):
+    def watched(self, g, desc, i, j):
         seen.append(self.saved is not None and self.saved.chunk(j) is not None)
-        plain(self, g, desc, i, j, bias)
+        plain(self, g, desc, i, j)
 
+    monkeypatch.setattr(program, "LEAST_TURNS", 1000)
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
     BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
     assert seen.count(True) == len(held.columns()) >= 3
@@ -301,22 +306,22 @@ def test_g_takes_the_memory_of_saved_exponentials(monkeypatch):
     pair = pair_of()
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert held.buffer.numel() == 48 * 96
-    place, seen, plain = held.buffer.data_ptr(), set(), gradients.Backward._gradient
+    seen, plain = set(), gradients.Backward._gradient
 
-    def watched(self, g, desc, i, j, bias):
-        seen.add((j.start < held.end, g.data_ptr()))
-        plain(self, g, desc, i, j, bias)
+    def watched(self, g, desc, i, j):
+        seen.add((j.start < held.end, (g.name, g.offset)))
+        plain(self, g, desc, i, j)
 
     monkeypatch.setattr(gradients.Backward, "_gradient", watched)
     BACKEND.backward(pair, stats, incoming_gradients(stats), NEEDS, SPEC, OPTIONS, saved=held)
-    assert {where for saved, where in seen if not saved} == {place}
-    assert (True, place) in seen
+    assert {where for saved, where in seen if not saved} == {("saved_buffer", 0)}
+    assert (True, ("saved_buffer", 0)) in seen
     assert held.buffer is None
 
 
 @pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["plain", "needs repair"])
-def test_later_steps_replay_two_recordings(spread, monkeypatch):
-    """Other values, same launches: no new `Call` is made, and the result equals that of a first call."""
+def test_later_steps_run_the_same_two_programs(spread, monkeypatch):
+    """Other values, same programs: none is written, and the result equals that of a first call."""
 
     def step(seed):
         pair = pair_of(spread=spread, seed=seed)
@@ -327,13 +332,10 @@ def test_later_steps_replay_two_recordings(spread, monkeypatch):
         return stats.row_lse, stats.row_pos, grads.a, grads.b, grads.scale
 
     fresh = step(1)
-    replay._recordings.clear()
+    scores.forget_programs()
     step(0)
-    assert {kind[0]: made is not None for kind, made in replay._recordings.items()} == {
-        "forward": True,
-        "backward": True,
-    }
-    monkeypatch.setattr(launch.Call, "__init__", None)
+    assert len(scores._programs) == 2
+    monkeypatch.setattr(program.Program, "__init__", None)
     for one, other in zip(step(1), fresh, strict=True):
         assert torch.equal(one, other)
 

@@ -13,8 +13,7 @@ from tests.kernels.pair_checks import incoming_gradients
 from tests.kernels.saved_columns import BACKEND, NEEDS, OPTIONS, SPEC, g_of, pair_of, small  # noqa: F401 - a fixture
 
 import tilewise as tw
-from tilewise.kernels.triton_impl import sizes
-from tilewise.kernels.triton_impl.launch import replay
+from tilewise.kernels.triton_impl import scores, sizes
 from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns, column_pieces
@@ -28,14 +27,14 @@ pytestmark = INTERPRETED
 def test_saved_columns_lie_behind_the_gradient_written_so_far(n, m, d, g_cols):
     found = SavedColumns.of(pair_of(n, m, d), SPEC)
     assert found.memory.shape == (m, d)
-    found.allocate(g_cols, found.memory.new_empty)
+    found.allocate(g_cols, lambda name, *shape, dtype: found.memory.new_empty(shape, dtype=dtype))
     columns = column_pieces(m, 128, found)
     assert [j.start for j in columns[1:]] == [j.stop for j in columns[:-1]]
     assert (columns[0].start, columns[-1].stop) == (0, m)
     held = [(j, found.chunk(j)) for j in columns]
     assert all((chunk is not None) == (j.stop <= found.inside + g_cols) for j, chunk in held)
     assert all(chunk.shape == (n, j.stop - j.start) for j, chunk in held if chunk is not None)
-    assert max(j.stop - j.start for j in found.columns()) == 64
+    assert max(j.stop - j.start for j in columns if j.stop <= found.end) == 64
 
     def bytes_of(chunk):
         return chunk.data_ptr(), chunk.data_ptr() + 4 * ((n - 1) * chunk.stride(0) + chunk.shape[1])
@@ -91,7 +90,7 @@ def test_a_larger_workspace_saves_more_columns(spec, mib, monkeypatch):
     options, held = TileOptions(workspace_mib=mib), SimpleNamespace(relative=spec.token_stats)
     held.memory = torch.empty((), dtype=torch.bfloat16)
     work = object.__new__(statistics.Forward)
-    work.__dict__ |= {"call": SimpleNamespace(options=options, a=torch.empty(n, d, device="meta")), "spec": spec}
+    work.__dict__ |= {"scores": SimpleNamespace(options=options, d=d), "spec": spec}
     work.__dict__ |= {"sizes": sizes.TABLE["sm_90", 2].forward_wide, "saved": object(), "n": n, "m": m}
     work.row_step, work.col_step = work._macro()
     tiles = m // work.sizes.cols * spec.token_stats
@@ -118,7 +117,7 @@ def test_saved_columns_leave_the_parts_a_quarter_of_the_workspace(n, m, d, mib):
     """G is allocated in forward already and takes at most three quarters."""
     options = TileOptions(workspace_mib=mib)
     work = object.__new__(statistics.Forward)
-    work.__dict__ |= {"call": SimpleNamespace(options=options), "spec": SPEC, "n": n, "m": m}
+    work.__dict__ |= {"scores": SimpleNamespace(options=options), "spec": SPEC, "n": n, "m": m}
     work.__dict__ |= {"sizes": sizes.TABLE["sm_90", 2].forward_wide, "saved": object()}
     rows, cols = (min(*both) for both in zip(work._macro(), (n, m), strict=True))
     assert 4 * rows * -(-cols // work.sizes.cols) <= 1.2 * options.workspace_bytes / 4
@@ -148,7 +147,7 @@ def test_a_workspace_too_small_for_a_chunk_saves_nothing(monkeypatch):
     assert BACKEND.forward_saving(pair, SPEC, OPTIONS)[1] is not None
     widest.clear()
     monkeypatch.setattr(statistics.Forward, "_macro", lambda self: (64, 64))
-    replay._recordings.clear()
+    scores.forget_programs()
     stats, held = BACKEND.forward_saving(pair, SPEC, OPTIONS)
     assert max(widest) <= 64
     assert held is None

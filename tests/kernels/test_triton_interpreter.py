@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 from tests.compare import assert_close, assert_no_worse
-from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check
+from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check, run_steps
 from tests.kernels.pair_cases import CASES, HARD, make_case
 from tests.kernels.pair_checks import all_needs, check_forward, dense_grads, grads_asked, incoming_gradients, leaves_of
 from tests.kernels.pair_maker import Maker
 
 from tilewise.kernels.spec import GradStats, Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
-from tilewise.kernels.triton_impl.launch.call import Call
+from tilewise.kernels.triton_impl.scores import forget_programs
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.two_pass.backward import Backward
+from tilewise.kernels.triton_impl.two_pass.backward import Backward, backward_tensors
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 
 pytestmark = IN_THE_INTERPRETER
@@ -145,9 +145,13 @@ def test_a_scale_of_zero_or_below(scale, dtype):
 
 
 def needs_repair(pair, spec) -> bool:
-    work = Forward(Call(pair, spec, OPTIONS))
-    work.run()
-    return bool(work.needs_repair.item())
+    return bool(run_steps(lambda scores, _: flag_after(Forward(scores)), pair, spec)[0])
+
+
+def flag_after(work):
+    """Whether something was computed again, and the statistics."""
+    stats = work.run()
+    return [work.needs_repair, *stats.values()]
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
@@ -184,15 +188,18 @@ def test_a_product_of_sigmoids_that_overflows_is_done_again(keyed, monkeypatch):
     pair = Pair(a=torch.zeros(20, 8), b=torch.zeros(150, 8), scale=torch.tensor(3.0))
     pair = dataclasses.replace(pair, row_key=torch.arange(20) if keyed else None)
     spec = PairSpec(softplus=True, positive="one")
-    work = Forward(Call(pair, spec, OPTIONS))
-    assert_close(work.run().row_softplus, torch.full((20,), 150 * math.log(2)), 1e-6)
-    assert work.needs_repair.item()
+    repaired, softplus = run_steps(lambda scores, _: flag_after(Forward(scores)), pair, spec)
+    assert_close(softplus, torch.full((20,), 150 * math.log(2)), 1e-6)
+    assert repaired.item()
 
 
 def spans(pair, spec):
     stats = BACKEND.forward(pair, spec, OPTIONS)
-    work = Backward(Call(pair, spec, OPTIONS), stats, incoming_gradients(stats), all_needs(pair), pair.a.dtype)
-    return None if work.span is None else work.span[0].item()
+    needs, more = all_needs(pair), backward_tensors(stats, incoming_gradients(stats), spec)
+    (span,) = run_steps(
+        lambda scores, more: [Backward(scores, more, needs, scores.dtype).span], pair, spec, OPTIONS, **more
+    )
+    return None if span is None else span[0].item()
 
 
 def test_the_span_of_log_sum_exps_decides_how_many_exponentials():
@@ -209,7 +216,14 @@ def test_both_ways_to_share_exponentials_agree(dtype, monkeypatch):
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     narrow = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
-    monkeypatch.setattr(Backward, "_span", lambda self: torch.tensor([1e3, 0.0]))
+
+    def far(self):
+        span = self.scores.empty("span", 2)
+        self.scores.program.call(lambda out: out.fill_(1e3), span)
+        return span
+
+    monkeypatch.setattr(Backward, "_span", far)
+    forget_programs()
     wide = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
     for name, value in grads_asked(narrow).items():
         assert_close(getattr(wide, name), value, 1e-5 if dtype == torch.float32 else 1e-3, name)

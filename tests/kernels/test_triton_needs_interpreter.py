@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.compare import assert_close, relative_error
 from tests.gpu.checks import Place, check_tokens
-from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check
+from tests.kernels.interpreted import BACKEND, FLOOR, IN_THE_INTERPRETER, OPTIONS, TYPES, check, scores_of
 from tests.kernels.pair_cases import make_case
 from tests.kernels.pair_checks import (
     all_needs,
@@ -22,9 +22,8 @@ from tests.losses.loss_cases import converted, problem, solve
 
 from tilewise.kernels.spec import GradStats, Needs, Pair, PairSpec
 from tilewise.kernels.triton_impl import sizes
-from tilewise.kernels.triton_impl.launch.call import Call
+from tilewise.kernels.triton_impl.program import Product
 from tilewise.kernels.triton_impl.sizes import Sizes
-from tilewise.kernels.triton_impl.two_pass import gradient_sum
 from tilewise.options import TileOptions
 
 pytestmark = IN_THE_INTERPRETER
@@ -67,13 +66,13 @@ def test_a_frozen_side_costs_no_product(needs, products, dtype, monkeypatch):
     stats = BACKEND.forward(pair, spec, OPTIONS)
     grad = incoming_gradients(stats)
     whole = BACKEND.backward(pair, stats, grad, all_needs(pair), spec, OPTIONS)
-    seen, plain = [], gradient_sum.product
+    seen, plain = [], Product.run
 
-    def counted(*args):
-        seen.append(args[0].shape)
-        plain(*args)
+    def counted(self, values):
+        seen.append(self)
+        plain(self, values)
 
-    monkeypatch.setattr(gradient_sum, "product", counted)
+    monkeypatch.setattr(Product, "run", counted)
     grads = BACKEND.backward(pair, stats, grad, needs, spec, OPTIONS)
     assert len(seen) == products
     assert grads_asked(grads).keys() == {name for name in ("a", "b", "scale", "bias") if getattr(needs, name)}
@@ -172,14 +171,14 @@ def test_statistics_of_tokens_from_end_to_end():
 
 def test_precision_reaches_the_kernels():
     pair, spec = make_case("one_pair", torch.float32)
-    assert Call(pair, spec, TileOptions(precision="highest")).exact == "tf32x3"
-    assert Call(pair, spec, TileOptions(precision="high")).exact == "tf32"
+    assert scores_of(pair, spec, TileOptions(precision="highest")).exact == "tf32x3"
+    assert scores_of(pair, spec, TileOptions(precision="high")).exact == "tf32"
     want = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    assert Call(pair, spec, TileOptions()).exact == want
+    assert scores_of(pair, spec, TileOptions()).exact == want
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # after this, asking as above is an error
     try:
-        assert Call(pair, spec, TileOptions()).exact == "tf32"
+        assert scores_of(pair, spec, TileOptions()).exact == "tf32"
         assert BACKEND.forward(pair, spec, TileOptions(backend="triton")).row_lse is not None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

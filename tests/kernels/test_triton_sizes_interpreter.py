@@ -15,8 +15,7 @@ import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels import registry as select
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes, tune
-from tilewise.kernels.triton_impl.launch import call as launch
+from tilewise.kernels.triton_impl import scores, sizes, tune
 from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import MERGE_BLOCK, Forward
@@ -73,7 +72,7 @@ def macro_of(kind, pair, spec, options=OPTIONS, sizes=sizes.INTERPRETED):
     """Rows and columns of a macro-tile, nothing allocated."""
     work = object.__new__(kind)
     n, m = pair.a.shape[0], pair.b.shape[0]
-    work.__dict__ |= {"call": SimpleNamespace(options=options), "pair": pair, "spec": spec, "sizes": sizes}
+    work.__dict__ |= {"scores": SimpleNamespace(options=options, shape=pair.shape), "spec": spec, "sizes": sizes}
     work.__dict__ |= {"n": n, "m": m, "d": pair.a.shape[1], "saved": None}
     return work._macro()
 
@@ -222,9 +221,9 @@ def test_features_are_copied_only_where_a_descriptor_cannot_read_them(dtype):
     wide = torch.randn(9, 64).to(dtype)
     step = 16 // dtype.itemsize
     for readable in (wide, wide[::2], wide[:, : 2 * step], wide[:, step : step + 5], wide[3:]):
-        assert launch.readable(readable) is readable
+        assert scores.readable(readable) is readable
     for other in (wide.T, wide[:, 1:9], wide[:, ::2], wide[:1].expand(9, -1), torch.zeros(9, step + 1, dtype=dtype)):
-        copy = launch.readable(other)
+        copy = scores.readable(other)
         assert torch.equal(copy, other)
         assert copy.stride(1) == 1
         assert copy.stride(0) * dtype.itemsize % 16 == 0
@@ -233,16 +232,15 @@ def test_features_are_copied_only_where_a_descriptor_cannot_read_them(dtype):
 
 def test_vectors_lie_at_aligned_addresses():
     values = torch.arange(16.0)
-    assert launch.vector(None) is None
-    assert launch.vector(values) is values
+    assert scores.vector(values) is values
     for view in (values[1:], values[::2], values[:1].expand(5)):
-        copy = launch.vector(view)
+        copy = scores.vector(view)
         assert torch.equal(copy, view)
         assert copy.data_ptr() % 16 == 0
         assert copy.is_contiguous()
 
 
 def test_pieces_cover_everything_once():
-    assert launch.pieces(10, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert launch.pieces(4, 4) == [slice(0, 4)]
-    assert launch.pieces(0, 4) == []
+    assert scores.pieces(10, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert scores.pieces(4, 4) == [slice(0, 4)]
+    assert scores.pieces(0, 4) == []

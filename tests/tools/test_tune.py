@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from tilewise.kernels import tuned_file
 from tilewise.kernels.spec import Pair, PairSpec
-from tilewise.kernels.triton_impl import sizes
+from tilewise.kernels.triton_impl import scores, sizes
 from tilewise.kernels.triton_impl import tune as jobs_of
+from tilewise.kernels.triton_impl.scores import Scores
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 from tilewise.tools import tune, tune_check, tune_cli
 from tilewise.train.cli import app
@@ -125,24 +126,24 @@ def test_every_kind_of_call_is_checked(monkeypatch):
     assert "TypeError" in tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH])
 
 
-def with_wrong(values, name, change):
-    """The results, of which the last number of one name is changed."""
-    if getattr(values, name) is not None:
-        getattr(values, name)[-1] += change
-    return values
+def add_to_last(values, change):
+    """Change the last number."""
+    values.view(-1)[-1:] += change
 
 
-FAULTS = {  # a function that launches kernels, and what becomes of its result
-    "two_pass.forward.Forward.run": lambda found: with_wrong(found, "row_lse", 0.3),
-    "two_pass.backward.Backward.run": lambda found: with_wrong(found, "b", 1e-2),
-    "two_pass.strategy.guided_forward": lambda found: (with_wrong(found[0], "row_lse", 0.3), found[1]),
-    "two_pass.gradient_sum.row_product": None,
-    "one_pass.softmax.Softmax.losses_and_grads": lambda found: (found[0] * 1.1, found[1]),
-    "one_pass.sigmoid.Sigmoid.losses_and_grads": lambda found: (found[0] * 1.1, found[1]),
-    "ranks.FusedScorer.count_better": lambda found: (found[0] + 1, found[1]),
-    "ranks.FusedScorer.find_best": None,
-    "filtered.forward.FilterForward.run": lambda found: (with_wrong(found[0], "row_lse", 0.3), *found[1:]),
-    "filtered.backward.FilterBackward.run": lambda found: with_wrong(found, "a", 0.2),
+# A function that launches kernels or adds them to a program; what is wrong, of its arguments and its result; and by how
+# much its last number is
+FAULTS = {
+    "two_pass.forward.Forward.run": (lambda args, found: found.get("row_lse"), 0.3),
+    "two_pass.backward.Backward.run": (lambda args, found: found[1], 1e-2),
+    "two_pass.strategy.guided_forward": (lambda args, found: found[0]["row_lse"], 0.3),
+    "two_pass.gradient_sum.row_product": (lambda args, found: args[1], 7.0),
+    "one_pass.softmax.Softmax.losses_and_grads": (lambda args, found: found[0], 0.5),
+    "one_pass.sigmoid.Sigmoid.losses_and_grads": (lambda args, found: found[0], 0.5),
+    "ranks.FusedScorer.count_better": (lambda args, found: found[0], 1),
+    "ranks.FusedScorer.find_best": (lambda args, found: args[4].score, 7.0),
+    "filtered.forward.FilterForward.run": (lambda args, found: found[0].row_lse, 0.3),
+    "filtered.backward.FilterBackward.run": (lambda args, found: found.a, 0.2),
 }
 
 
@@ -151,19 +152,21 @@ def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
     """Of every kernel whose sizes are tuned."""
     owner, _, last = name.rpartition(".")
     owner = pkgutil.resolve_name(f"tilewise.kernels.triton_impl.{owner}")
-    plain = getattr(owner, last)
+    plain, (wrong_of, change) = getattr(owner, last), FAULTS[name]
 
     def wrong(*args, **more):
         found = plain(*args, **more)
-        if FAULTS[name] is not None:
-            return FAULTS[name](found)
-        written = args[1] if last == "row_product" else args[4].score
-        written[0] += 7.0
+        values = wrong_of(args, found)
+        if isinstance(values, torch.Tensor):
+            add_to_last(values, change)
+        elif values is not None:
+            holder = args[0] if isinstance(args[0], Scores) else args[0].scores
+            holder.program.call(add_to_last, values, change)
         return found
 
     monkeypatch.setattr(owner, last, wrong)
     assert tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH]).startswith("WrongNumbers: ")
-    assert not jobs_of.replay._recordings
+    assert not scores._programs
 
 
 @pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])

@@ -246,6 +246,7 @@ def joined(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
         assert one.by == two.by
         by, one, two = one.by, one.value, two.value
     moved = 0
+    assert type(one) is type(two), f"{one} and {two} in two turns of a loop"
     if isinstance(one, Descriptor):
         assert one.block == two.block
         moved = _apart(one.part, two.part, same)

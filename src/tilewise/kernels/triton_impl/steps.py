@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor, Moving, Values, joined, tensor_of
+from tilewise.kernels.triton_impl.launch import declared
 
 
 @dataclass(eq=False)
@@ -161,8 +162,12 @@ def same_step(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
         steps = [same_step(a, b, depth, same) for a, b in zip(one.steps, two.steps, strict=True)]
         return Loop(one.depth, join(one.count, two.count), steps)
     if isinstance(one, Launch):
-        assert (one.kernel, one.programs) == (two.kernel, two.programs)
+        how = [(step.kernel, step.programs, step.warps, step.stages) for step in (one, two)]
+        assert how[0] == how[1]
         found = {name: join(value, two.arguments[name]) for name, value in one.arguments.items()}
+        for place, value in enumerate(found.values()):  # other numbers are those of the first turn in a compiled kernel
+            number = isinstance(value, Moving) and isinstance(value.value, int)
+            assert not number or place in declared(one.kernel).dynamic
         near = None
         if one.near is not None:
             assert two.near is not None

@@ -100,7 +100,7 @@ class FilterForward(FilterCall):
         limit = plans.ROUNDING_SHARE * self.tolerance / torch.finfo(pair.stat_dtype).eps
         values: dict[str, Any] = {
             "row_programs": row_programs,
-            "programs": programs,
+            "all_programs": programs,
             "limit": limit,
             "BLOCK": NORM_BLOCK,
         }
