@@ -36,7 +36,6 @@ from tilewise.kernels.spec import (
     PairSpec,
     RowWeights,
     stat_dtype,
-    wanted_names,
 )
 from tilewise.kernels.torch_impl.one_pass import multiplied
 from tilewise.kernels.torch_impl.tile_scores import product_types
@@ -51,13 +50,7 @@ class TorchSmall:
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this loss cannot be computed from one block of scores, or None."""
-        if set(wanted_names(spec)) not in scalar_loss.SMALL_STATISTICS or spec.guide != "none":
-            return "it has other statistics than a softmax or a sigmoid loss, or a guide"
-        if spec.softplus and spec.positive != "one":
-            return "a sigmoid loss has one positive in each row"
-        if shape.has_row_scale:
-            return "each row has a scale of its own"
-        return None
+        return scalar_loss.why_not_small(shape, spec)
 
     def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
         """See `block_bytes`."""

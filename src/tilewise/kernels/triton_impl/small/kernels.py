@@ -71,6 +71,17 @@ def row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE: tl.constexp
 
 
 @triton.jit
+def loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
+                SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
+    """Products, scores, positives, and which pairs exist, of one tile; ``at``: where its rows start, (R, 1)."""
+    here = (rows < n)[:, None] & (cols < m)[None, :]
+    acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
+    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
+                   SCORE, POSITIVE)  # fmt: skip
+    return acc, v, here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE), here
+
+
+@triton.jit
 def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip, weight, square, kept_share, share, ignored,
                 top_out, log_out, factor_out, hit_out, loss, dot, bias_dot, g, n, m, row_step, col_step,
                 R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
@@ -89,11 +100,8 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     at_positive, count = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
     for start in range(0, m, C):
         cols = start + tl.arange(0, C)
-        here = ok[:, None] & (cols < m)[None, :]
-        acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-        v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                       SCORE, POSITIVE)  # fmt: skip
-        hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+        acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
+                                        col_step, SCORE, POSITIVE)  # fmt: skip
         count += tl.sum(hit.to(tl.float32), 1)
         if SIGMOID == LOSS:
             v = tl.where(hit, -v, v)
@@ -134,11 +142,8 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
         for start in range(0, m, C):
             cols = start + tl.arange(0, C)
-            here = ok[:, None] & (cols < m)[None, :]
-            acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-            v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                           SCORE, POSITIVE)  # fmt: skip
-            hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+            acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
+                                            col_step, SCORE, POSITIVE)  # fmt: skip
             if SIGMOID == LOSS:
                 signed = tl.where(hit, -v, v)
                 e = tl.exp2(-tl.abs(signed))
@@ -169,13 +174,10 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     rows = tl.program_id(0) // col_tiles * R + tl.arange(0, R)
     cols = tl.program_id(0) % col_tiles * C + tl.arange(0, C)
     ok_row, ok_col = rows < n, cols < m
-    here = ok_row[:, None] & ok_col[None, :]
-    place = rows.to(tl.int64)[:, None] * m + cols[None, :]
-    acc = tl.load(x + place, mask=here, other=0.0)
+    place = rows.to(tl.int64)[:, None] * m
     s = factor_of(scale, number)
-    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                   SCORE, POSITIVE)  # fmt: skip
-    hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+    acc, v, hit, here = loaded_tile(x + place, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
+                                    1, SCORE, POSITIVE)  # fmt: skip
     f_row, f_col = (
         tl.load(row_factor + rows, mask=ok_row, other=0.0),
         tl.load(col_factor + cols, mask=ok_col, other=0.0),
@@ -194,7 +196,7 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(dot + tl.program_id(0), tl.sum(tl.sum(tl.where(here, grad * acc, 0.0), 1), 0))
     if WHOLE:
         grad = grad * (s * share)
-    tl.store(g + place, grad.to(g.dtype.element_ty), mask=here)
+    tl.store(g + place + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tilewise.kernels.backend import Like, SmallKey
 from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.scalar_loss import SMALL_STATISTICS
-from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype, wanted_names
+from tilewise.kernels.scalar_loss import why_not_small
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.triton_impl.launch.call import vector
 from tilewise.kernels.triton_impl.program import Program
 from tilewise.kernels.triton_impl.small.programs import gradient_program, is_whole, loss_program, saved_type
@@ -32,13 +32,7 @@ class TritonSmall:
 
     def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
         """Why this loss cannot be computed from one block of scores, or None."""
-        if set(wanted_names(spec)) not in SMALL_STATISTICS or spec.guide != "none":
-            return "it has other statistics than a softmax or a sigmoid loss, or a guide"
-        if spec.softplus and spec.positive != "one":
-            return "a sigmoid loss has one positive in each row"
-        if shape.has_row_scale:
-            return "each row has a scale of its own"
-        return None
+        return why_not_small(shape, spec)
 
     def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
         """Scores, and G in the type of the features."""
