@@ -150,7 +150,7 @@ def _work(call: Call, way: Route) -> tuple[str, int]:
     if way.strategy != "small":
         return "", _workspace_bytes(call, way)
     assert way.backend.small is not None
-    return way.backend.small.describe(call.small_key(call.shape))
+    return way.backend.small.describe(call.small_key(call.shape, scalar=way.forms_gradients))
 
 
 def _workspace_bytes(call: Call, way: Route) -> int:

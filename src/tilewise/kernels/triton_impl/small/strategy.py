@@ -30,9 +30,9 @@ from tilewise.options import TileOptions
 class TritonSmall:
     """The capability `small` of the Triton backend."""
 
-    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this loss cannot be computed from one block of scores, or None."""
-        return why_not_small(shape, spec)
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions, *, scalar: bool = True) -> str | None:
+        """See `Small`."""
+        return why_not_small(shape, spec) if scalar else "statistics are computed in tiles"
 
     def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
         """Scores, and G in the type of the features."""
