@@ -18,18 +18,17 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import DIAGONAL, MANY, SOFTCAP
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, positives, score_tile
-
-# Values of LOSS
-STATS = tl.constexpr(0)  # the softmax of each row, without G
-SOFTMAX = tl.constexpr(1)
-SIGMOID = tl.constexpr(2)
-
-
-@triton.jit
-def factor_of(scale, number):
-    """The factor of the scores: the number that ``scale`` points to, or without it ``number``."""
-    return tl.load(scale).to(tl.float32) if scale is not None else number
+from tilewise.kernels.triton_impl.primitives import LN2
+from tilewise.kernels.triton_impl.small.row_tiles import (
+    SIGMOID,
+    STATS,
+    cap_factor,
+    factor_of,
+    loaded_tile,
+    row_sums,
+    safe,
+    write_gradient,
+)
 
 
 @triton.jit
@@ -42,19 +41,6 @@ def weight_of(kept_share, share):
 def finite(weight):
     """0 for the weight of a mean over no rows, whose gradients are 0."""
     return tl.where(weight == float("inf"), 0.0, weight)
-
-
-@triton.jit
-def safe(top):
-    """The shift of exponentials: 0 where all scores are -inf."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def cap_factor(x, softcap):
-    """The derivative of the soft cap, from capped scores in units of log2; 0 for an excluded pair."""
-    t = x * (1.0 / LOG2E) / softcap
-    return tl.where(x == float("-inf"), 0.0, 1.0 - t * t)
 
 
 @triton.jit
@@ -71,17 +57,6 @@ def row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE: tl.constexp
 
 
 @triton.jit
-def loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
-                SCORE: tl.constexpr, POSITIVE: tl.constexpr):  # fmt: skip
-    """Products, scores, positives, and which pairs exist, of one tile; ``at``: where its rows start, (R, 1)."""
-    here = (rows < n)[:, None] & (cols < m)[None, :]
-    acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                   SCORE, POSITIVE)  # fmt: skip
-    return acc, v, here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE), here
-
-
-@triton.jit
 def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col_skip, weight, square, kept_share, share, ignored,
                 top_out, log_out, factor_out, hit_out, loss, dot, bias_dot, g, n, m, row_step, col_step,
                 R: tl.constexpr, C: tl.constexpr, SCORE: tl.constexpr, POSITIVE: tl.constexpr,
@@ -95,23 +70,9 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     ok = rows < n
     s = factor_of(scale, number)
     at = x + rows.to(tl.int64)[:, None] * row_step
-    top = tl.full((R,), float("-inf"), tl.float32)
-    total = tl.zeros((R,), tl.float32)  # sum of exp(score - top), or of softplus
-    at_positive, count = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
-    for start in range(0, m, C):
-        cols = start + tl.arange(0, C)
-        acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
-                                        col_step, SCORE, POSITIVE)  # fmt: skip
-        count += tl.sum(hit.to(tl.float32), 1)
-        if SIGMOID == LOSS:
-            v = tl.where(hit, -v, v)
-            plus = tl.maximum(v, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(v)))
-            total += tl.sum(tl.where(here, plus, 0.0), 1)
-        else:
-            at_positive += tl.sum(tl.where(hit, v, 0.0), 1)
-            high = tl.maximum(top, tl.max(v, 1))
-            total = total * tl.exp2(top - safe(high)) + tl.sum(tl.exp2(v - safe(high)[:, None]), 1)
-            top = high
+    top, total, at_positive, count, _, _, _ = row_sums(
+        at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step, R, C, SCORE, POSITIVE, LOSS, 0
+    )
     w = row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE, KEPT)
     if SIGMOID == LOSS:
         value = total
@@ -137,31 +98,9 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(factor_out + rows, f, mask=ok)
         tl.store(hit_out + rows, h, mask=ok)
     elif g is not None:
-        each = f if SIGMOID == LOSS else f / total
         times = finite(weight_of(kept_share, share)) * s if WHOLE else 1.0
-        for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
-        for start in range(0, m, C):
-            cols = start + tl.arange(0, C)
-            acc, v, hit, here = loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
-                                            col_step, SCORE, POSITIVE)  # fmt: skip
-            if SIGMOID == LOSS:
-                signed = tl.where(hit, -v, v)
-                e = tl.exp2(-tl.abs(signed))
-                p = tl.where(signed > 0.0, 1.0, e) / (1.0 + e) * each[:, None]
-                grad = tl.where(hit, -p, p)
-            else:
-                grad = tl.exp2(v - safe(top)[:, None]) * each[:, None] - tl.where(hit, h[:, None], 0.0)
-            if SOFTCAP & SCORE:
-                grad = grad * cap_factor(v, softcap)
-            grad = tl.where((f == 0.0)[:, None], 0.0, grad)
-            for_scale += tl.sum(tl.where(here, grad * acc, 0.0), 1)
-            for_bias += tl.sum(tl.where(here, grad, 0.0), 1)
-            grad = grad * times
-            tl.store(g + rows.to(tl.int64)[:, None] * m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
-        if dot is not None:
-            tl.store(dot + rows, for_scale, mask=ok)
-        if bias_dot is not None:
-            tl.store(bias_dot + rows, for_bias, mask=ok)
+        write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
+                       top, total, f, h, None, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)  # fmt: skip
 
 
 @triton.jit
