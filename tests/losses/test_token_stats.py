@@ -143,8 +143,7 @@ def test_one_pass_gives_the_loss_too():
         assert_close(one, other, 1e-12)
 
 
-def test_only_what_is_asked_for_is_computed(monkeypatch, set_limits):
-    set_limits(small_cpu=0)
+def test_only_what_is_asked_for_is_computed(monkeypatch):
     seen, plain = [], TorchBackend.forward
 
     def spy(self: Any, pair: Any, spec: Any, options: Any) -> Any:

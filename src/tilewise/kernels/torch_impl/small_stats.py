@@ -65,7 +65,10 @@ def statistics(pair: Pair, spec: PairSpec, own_shift: bool) -> Stats:
             if pair.bias is not None:  # a bias of -inf excludes the positive
                 shift = torch.where(shift == -torch.inf, 0.0, shift)
             found.row_shift = col_shift = shift
-        pos = pos.clone() if shift is None else pos - shift
+        if shift is None:
+            pos = pos.clone()
+        else:  # the rounding of a mean over several large scores must not stay in the difference
+            pos = pos - shift if positives.mask is None else positives.values(x_nm - shift[:, None])
         found.row_pos, found.num_positives = pos if count is None else pos * count, count
     if spec.row_sum:
         found.row_sum = torch.mv(x_nm, pair.col_weight.to(x_nm.dtype))

@@ -56,8 +56,8 @@ def why_not_stats(shape: PairShape, spec: PairSpec) -> str | None:
     """Why these statistics are not computed by a program, or None."""
     if not set(wanted_names(spec)) <= OUTPUTS.keys() or spec.guide != "none":
         return "it has other statistics than those of rows, or a guide"
-    if spec.symmetric:
-        return "the scores are symmetric"
+    if spec.symmetric or spec.positive == "many":
+        return "the scores are symmetric, or a row may have several positives"
     if shape.has_row_scale:
         return "each row has a scale of its own"
     return None

@@ -21,7 +21,7 @@ def stats_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, co
                  MORE: tl.constexpr):  # fmt: skip
     """The statistics of R rows: those whose output is given.
 
-    With ``shift_out`` they are relative to the score of the positive, or the mean of several, which is written there.
+    With ``shift_out`` they are relative to the score of the positive, which is written there.
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     ok = rows < n
@@ -34,8 +34,7 @@ def stats_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, co
         tl.store(softplus_out + rows, total * LN2, mask=ok)
     shift = tl.zeros((R,), tl.float32)
     if shift_out is not None:
-        shift = at_positive / tl.where(count > 0.0, count, 1.0)
-        shift = tl.where(shift == float("-inf"), 0.0, shift)  # a bias of -inf excludes the positive
+        shift = tl.where(at_positive == float("-inf"), 0.0, at_positive)  # a bias of -inf excludes the positive
         tl.store(shift_out + rows, shift * LN2, mask=ok)
     elif row_shift is not None:
         shift = tl.load(row_shift + rows, mask=ok, other=0.0) * LOG2E
