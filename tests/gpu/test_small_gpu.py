@@ -19,7 +19,7 @@ from tilewise.kernels.triton_impl.program import Program
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, MIB = Place(), 2**20
 FEW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "cross_entropy_bias", "cross_entropy_z_loss"]
-EACH_ROW = ["info_nce", "siglip", "cross_entropy_bias", "cross_entropy_softcap", "tokens_with_entropy"]
+EACH_ROW = ["info_nce", "siglip", "cross_entropy_bias", "cross_entropy_softcap", "info_nce_shared_masked"]
 SIZES = [(7, 5), (300, 33), (1500, 72)]  # rows and features
 # A rounded number may hit the truth by luck. Of single numbers in float32, such as the gradient of a scale:
 SCALAR_FLOOR = GRAD_FLOOR | {torch.float32: 1e-5}

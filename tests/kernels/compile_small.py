@@ -63,6 +63,7 @@ CASES = {
     "many positives": Case(replace(SOFTMAX, positive="many"), ("scale", "row_key", "col_key")),
     "siglip": Case(SIGMOID, ("scale", "bias"), ALL_NEEDS._replace(bias=True), one_bias=True),
     "cross entropy": Case(HEAD, ("number", "row_key"), Needs(), kept=True),
+    "cross entropy, few": Case(HEAD, ("number", "row_key"), Needs(), kept=True, size=(1024, 32768)),
     "tokens": Case(TOKENS, ("scale", "row_key", "bias"), ALL_NEEDS._replace(bias=True), size=(1000, 4001)),
     "tokens in range": Case(replace(TOKENS, drop_rows=False, in_range=True), ("number", "row_key"), Needs()),
     "sigmoid of each row": Case(SIGMOID, ("scale", "bias"), ALL_NEEDS._replace(bias=True), one_bias=True),

@@ -106,9 +106,11 @@ def job(spec, n, m, d, *, has_row_key=False, kept=False):
     return TritonJob(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, kept))
 
 
+@pytest.mark.parametrize("counted", [0, 2048])
 @pytest.mark.parametrize("target", ["some", "out", "none"])
-def test_ignored_rows_and_targets_out_of_range(target):
+def test_ignored_rows_and_targets_out_of_range(target, counted, monkeypatch):
     """A GPU's host cannot look: a target out of range gives NaN, an ignored one nothing. No row: NaN, gradient 0."""
+    monkeypatch.setattr(programs, "COUNTED_ROWS", counted)  # by a kernel of its own, or by each program
     spec = PairSpec(row_lse=True, positive="one", ignored=-100, drop_rows=True)
     generator = torch.Generator().manual_seed(1)
     a, b = torch.randn(5, 8, generator=generator), torch.randn(9, 8, generator=generator)

@@ -30,11 +30,25 @@ from tilewise.kernels.triton_impl.small.row_tiles import (
     write_gradient,
 )
 
+# Values of KEPT
+IGNORED = tl.constexpr(1)
+COUNTED = tl.constexpr(2)
+
 
 @triton.jit
 def weight_of(kept_share, share):
     """The common weight of all rows: the number that ``kept_share`` points to, or without it ``share``."""
     return tl.load(kept_share) if kept_share is not None else share * 1.0
+
+
+@triton.jit
+def kept_weight(share, row_key, ignored, n, BLOCK: tl.constexpr):
+    """``share`` divided by the number of rows whose key is not ``ignored``; inf if there are none."""
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        kept += (tl.load(row_key + at, mask=at < n, other=ignored) != ignored).to(tl.float32)
+    return share / tl.sum(kept, 0)
 
 
 @triton.jit
@@ -50,7 +64,7 @@ def row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE: tl.constexp
     if MANY == POSITIVE:
         w = tl.where(count > 0.0, w, 0.0)
     elif DIAGONAL != POSITIVE:
-        if KEPT:
+        if KEPT != 0:
             w = tl.where(tl.load(row_key + rows, mask=ok, other=0) == ignored, 0.0, w)
         w = tl.where((count == 0.0) & (w != 0.0), float("nan"), w)
     return w
@@ -63,7 +77,8 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
                 LOSS: tl.constexpr, KEPT: tl.constexpr, WHOLE: tl.constexpr, TOTAL: tl.constexpr):  # fmt: skip
     """The loss of R rows, and either their statistics for `both_kernel` or G and the rows' part of the scale's gradient.
 
-    WHOLE: G is multiplied by the scale and the common weight; TOTAL: so are the losses by that weight. KEPT: a row whose key is ``ignored`` has the weight 0.
+    WHOLE: G is multiplied by the scale and the common weight; TOTAL: so are the losses by that weight.
+    KEPT: a row whose key is ``ignored`` has the weight 0; with COUNTED, the common weight is `kept_weight`.
     With other steps of ``x`` the columns of the scores are the rows of this kernel.
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -84,13 +99,17 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         f = w
         h = w / each
     value = tl.where(w == 0.0, 0.0, w * value * LN2)
+    if COUNTED == KEPT:
+        common = kept_weight(share, row_key, ignored, n, 1024)
+    else:
+        common = weight_of(kept_share, share)
     if square is not None:
         z = tl.load(square + rows, mask=ok, other=0.0)
         lse = (tl.log2(total) + top) * LN2
         value += tl.where(z == 0.0, 0.0, z * lse * lse)
         f += tl.where(z == 0.0, 0.0, 2.0 * z * lse)
     if TOTAL:
-        value = value * weight_of(kept_share, share)
+        value = value * common
     tl.store(loss + rows, value, mask=ok)
     if STATS == LOSS:
         tl.store(top_out + rows, safe(top), mask=ok)
@@ -98,7 +117,7 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(factor_out + rows, f, mask=ok)
         tl.store(hit_out + rows, h, mask=ok)
     elif g is not None:
-        times = finite(weight_of(kept_share, share)) * s if WHOLE else 1.0
+        times = finite(common) * s if WHOLE else 1.0
         write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
                        top, total, f, h, None, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)  # fmt: skip
 
@@ -140,12 +159,8 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
 
 @triton.jit
 def share_kernel(share, row_key, ignored, out, n, BLOCK: tl.constexpr):
-    """``share`` divided by the number of rows whose key is not ``ignored``; inf if there are none."""
-    kept = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        kept += (tl.load(row_key + at, mask=at < n, other=ignored) != ignored).to(tl.float32)
-    tl.store(out, share / tl.sum(kept, 0))
+    """`kept_weight`, for more rows than each program of `rows_kernel` should count."""
+    tl.store(out, kept_weight(share, row_key, ignored, n, BLOCK))
 
 
 @triton.jit

@@ -25,6 +25,7 @@ COLUMN_ROWS = 32  # where columns are read as rows: neighbours in memory that th
 FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
 BOTH_COLS = 128
 BLOCK = 4096  # numbers of a program of `gradient_kernel`
+COUNTED_ROWS = 2048  # of which each program of `rows_kernel` counts those that are not ignored
 FACTS = ("row_key", "col_key", "row_skip", "col_skip", "weight", "square")
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
@@ -57,34 +58,27 @@ def loss_program(key: SmallKey) -> Program:
 
     loss = p.output("loss", (), wide)
     common: dict[str, Any] = {"share": share}
-    if key.kept:
-        common["kept_share"] = scratch("kept_share", 1)
-        row_key, ignored = scores["row_key"], spec.ignored
-        p.launch(
-            kernels.share_kernel,
-            1,
-            share=share,
-            row_key=row_key,
-            ignored=ignored,
-            out=common["kept_share"],
-            n=n,
-            BLOCK=1024,
-        )
+    whole = is_whole(shape.dtype, needs)
+    # Without other sums than that of the losses, torch adds them up.
+    total = whole and not spec.col_lse and not needs.scale
+    counted = key.kept and total and n <= COUNTED_ROWS
+    if key.kept and not counted:
+        common["kept_share"] = out = scratch("kept_share", 1)
+        how = {"row_key": scores["row_key"], "ignored": spec.ignored, "n": n, "BLOCK": 1024}
+        p.launch(kernels.share_kernel, 1, share=share, out=out, **how)
     x = p.scratch("x", (n, m), wide)
     p.product(x, a, b.t)
     saved = saved_type(shape.dtype, needs)
     g = p.scratch("G", (n, m), shape.dtype) if any(needs) else None
-    whole = is_whole(shape.dtype, needs)
     row_loss, col_loss, two = scratch("row_loss", n), None, spec.col_lse or spec.symmetric
     tile_rows, tile_cols = tile_of(n, m)
     both_rows = 32 if n * m <= FEW else 64
     dots = cdiv(n, both_rows) * cdiv(m, BOTH_COLS) if two else n
     dot = scratch("dot", dots) if needs.scale else None
     bias_dot = scratch("bias_dot", n) if needs.bias and key.one_bias else None
+    kept = kernels.COUNTED.value if counted else int(spec.drop_rows)
     rows: dict[str, Any] = {"x": x, "weight": weight, "square": square, "ignored": spec.ignored, "row_step": m}
-    rows |= {"col_step": 1, "R": tile_rows, "C": tile_cols, "KEPT": spec.drop_rows, **scores}
-    # Without other sums than that of the losses, torch adds them up.
-    total = whole and not spec.col_lse and not needs.scale
+    rows |= {"col_step": 1, "R": tile_rows, "C": tile_cols, "KEPT": kept, **scores}
     rows |= {"WHOLE": whole, "TOTAL": total, **common}
     if not two:
         kind = row_tiles.SIGMOID.value if spec.softplus else row_tiles.SOFTMAX.value
