@@ -127,8 +127,9 @@ def fresh_routes():
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles so small that every case meets several of them, with ragged edges."""
+def small_tiles(monkeypatch, set_limits):
+    """Tiles so small that every case meets several of them, with ragged edges; also for small batches."""
+    set_limits(small=0, small_cpu=0)
     from tilewise.kernels.torch_impl import tiles
 
     monkeypatch.setattr(tiles, "TILE_ROWS", 48)

@@ -45,7 +45,7 @@ POINTERS |= dict.fromkeys(
     ("row_key", "pick", "picked", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64"
 )
 STORED = ("x_desc", "y_desc")  # float32, whatever the features are
-NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 FEATURES = {"a", "b", "e", "g", "out", "scaled", "values", "grad", "mean", "mass", "dropped", "product", "features"}
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from tilewise.kernels.triton_impl import program as programming
 from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.program import Launch, Loop, Product, Program, Total
-from tilewise.kernels.triton_impl.small import kernels, programs
+from tilewise.kernels.triton_impl.small import kernels, programs, stats
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
@@ -50,6 +51,31 @@ def test_the_steps_of_each_loss():
     assert names(programs.loss_program(key("nt_xent"))) == ["Product", "rows_kernel", "both_kernel", "Product", "Total"]
     only_loss = programs.loss_program(key("siglip", needs=Needs(a=False, b=False)))
     assert names(only_loss) == ["Product", "rows_kernel", "Total"]
+
+
+def test_ignored_rows_of_a_few_are_counted_without_a_step():
+    spec, steps = replace(SPECS["info_nce"], drop_rows=True, ignored=-100), []
+    for n in (1024, 4096):
+        shape = PairShape(n, 512, 32, torch.bfloat16, torch.device("cuda"), has_row_key=True)
+        steps.append(names(programs.loss_program(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, True))))
+    assert steps[0] == ["Product", "rows_kernel", "Product", "Product", "Total"]
+    assert steps[1] == ["share_kernel", *steps[0]]
+
+
+def test_the_steps_of_statistics():
+    """Nothing of the size of the scores is held between the two programs."""
+    spec = PairSpec(row_lse=True, row_entropy=True, row_top=True, positive="one", drop_rows=True)
+    shape = PairShape(64, 512, 32, torch.bfloat16, torch.device("cuda"), has_row_key=True)
+    kind = SmallKey(shape, spec, Needs(), "torch", frozenset(), False, False, scalar=False)
+    forward = stats.stats_program(kind, own_shift=True)
+    assert names(forward) == ["Product", "stats_kernel"]
+    assert all(buffer.shape == (64,) for buffer in forward.outputs)
+    backward = stats.stats_gradient_program(kind, ("row_lse", "row_pos"), Needs())
+    assert names(backward) == ["Product", "stats_gradient_kernel", "Product", "Product"]
+    learned = Needs(scale=True, bias=True)
+    assert names(stats.stats_gradient_program(kind, ("row_lse",), learned)) == [
+        *("Product", "stats_gradient_kernel", "Product", "Product", "gradient_kernel", "Total", "columns_kernel"),
+    ]
 
 
 def test_a_frozen_side_costs_no_product():

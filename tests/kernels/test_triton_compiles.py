@@ -35,6 +35,7 @@ SCRIPTS = {
     },
     "compile_small": {
         *("rows_kernel", "both_kernel", "share_kernel", "finish_kernel", "columns_kernel", "gradient_kernel"),
+        *("stats_kernel", "stats_gradient_kernel"),
     },
 }
 FEW = {

@@ -328,7 +328,7 @@ def test_the_program_of_a_gpu_is_told_without_one():
     settings = Settings(spec, options, needs=Needs(a=True, b=True))
     call = Call((a, b, 2.0, None), (None,) * (len(KEYS) + len(WEIGHTS)), settings)
     with _listening() as found:
-        note("pair_loss", call, route.Route("small", "a test", TritonBackend()))
+        note("pair_loss", call, route.Route("small", "a test", TritonBackend(), forms_gradients=True))
     shape = PairShape(n, m, d, torch.bfloat16, torch.device("cuda", 0))
     program = loss_program(SmallKey(shape, spec, Needs(), "torch", frozenset(), False, False))
     (decision,) = found

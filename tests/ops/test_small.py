@@ -1,11 +1,12 @@
 """The strategy `small`: scalar losses of small batches from one block of scores, on the CPU."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.compare import assert_close, relative_error
-from tests.losses.loss_cases import converted, problem, solve
+from tests.compare import assert_close, assert_no_worse, relative_error
+from tests.losses.loss_cases import CASES, converted, problem, solve, upstream_like
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -22,6 +23,9 @@ SERVED = [
     *("cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),
 ]
 TILES = {"small": 0, "small_cpu": 0}
+GUIDED = ("guided", "distillation_kl", "distillation_reverse", "distillation_jsd", "clip_distillation")
+ALL = [name for name in CASES if not any(part in name for part in GUIDED)]
+EACH_ROW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "cross_entropy", "cross_entropy_smoothed_weighted"]
 
 
 @pytest.fixture
@@ -32,12 +36,13 @@ def no_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_tiles")
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ALL)
 def test_equals_the_oracle(name, reduction):
     made = problem(name, torch.float64)
-    loss, grads = solve(made.ours, made.leaves, reduction=reduction)
-    want, want_grads = solve(made.dense, made.leaves, reduction=reduction)
+    upstream = upstream_like(made.dense(SimpleNamespace(**made.leaves), reduction=reduction))
+    loss, grads = solve(made.ours, made.leaves, upstream, reduction=reduction)
+    want, want_grads = solve(made.dense, made.leaves, upstream, reduction=reduction)
     assert_close(loss, want, 1e-12, "loss")
     for leaf in want_grads:
         assert_close(grads[leaf], want_grads[leaf], 1e-10, leaf)
@@ -55,16 +60,35 @@ def test_half_types_round_the_gradients_once(name, dtype):
         assert_close(values, want_grads[leaf], 1.2 * torch.finfo(dtype).eps, leaf)
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_float32_is_as_close_as_the_tiles(name, set_limits):
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EACH_ROW)
+def test_each_row_in_half_types(name, dtype):
+    made = problem(name, dtype)
+    exact = converted(made.leaves, torch.float64)
+    upstream = upstream_like(made.dense(SimpleNamespace(**exact), reduction="none"))
+    _, grads = solve(made.ours, made.leaves, upstream, reduction="none")
+    _, dense = solve(made.dense, made.leaves, upstream, reduction="none")
+    _, want = solve(made.dense, exact, upstream, reduction="none")
+    for leaf in want:
+        assert_no_worse(grads[leaf], dense[leaf], want[leaf], leaf)
+
+
+FLOAT32 = [*((name, "mean") for name in SERVED), *((name, "none") for name in EACH_ROW)]
+
+
+@pytest.mark.parametrize(("name", "reduction"), FLOAT32)
+def test_float32_is_as_close_as_the_tiles(name, reduction):
     """Over several problems, at most 1.1 times the error of the other strategies, and 1e-7."""
     worst = {"small": 0.0, "tiles": 0.0}
     for seed in range(6):
         made = problem(name, torch.float32, seed=seed)
-        want, want_grads = solve(made.dense, converted(made.leaves, torch.float64))
+        exact = converted(made.leaves, torch.float64)
+        upstream = upstream_like(made.dense(SimpleNamespace(**exact), reduction=reduction)).abs()
+        want, want_grads = solve(made.dense, exact, upstream, reduction=reduction)
         for way, values in (("small", {}), ("tiles", TILES)):
             with limits.changed(**values):
-                loss, grads = solve(made.ours, made.leaves)
+                loss, grads = solve(made.ours, made.leaves, upstream, reduction=reduction)
             errors = [relative_error(loss, want), *(relative_error(grads[leaf], want_grads[leaf]) for leaf in grads)]
             worst[way] = max(worst[way], *errors)
     assert worst["small"] <= 1.1 * worst["tiles"] + 2e-7
@@ -84,6 +108,7 @@ def test_which_calls_are_small():
     assert strategy(64, filter_tolerance=1e-3) != "small"
     assert strategy(64, batch_invariant=True) == "two_pass"
     assert strategy(64, spec=PairSpec(row_lse=True, row_sum=True, positive="one")) != "small"
+    assert strategy(64, spec=PairSpec(row_lse=True, guide="mask")) != "small"
     assert strategy(0) != "small"
 
 
@@ -93,6 +118,12 @@ def test_a_known_call_is_one_lookup(monkeypatch):
     monkeypatch.setattr(small, "route_of", None)
     tw.info_nce(x, y).backward()
     tw.info_nce(x, y, temperature=0.2).backward()  # a number is no part of the kind of a call
+    with pytest.raises(TypeError):
+        tw.linear_logsumexp(x, y)
+    monkeypatch.undo()
+    tw.linear_logsumexp(x, y).sum().backward()
+    monkeypatch.setattr(small, "route_of", None)
+    tw.linear_logsumexp(x, y).sum().backward()
     with pytest.raises(TypeError):
         tw.info_nce(x[:5], y[:5])
 
@@ -149,6 +180,43 @@ def test_backward_twice_and_by_parts(name):
         assert_close(one, 3.0 * ones[leaf], 1e-12, leaf)
         assert_close(other, -0.5 * ones[leaf], 1e-10, leaf)
     assert want.keys() == ones.keys()
+
+
+def test_statistics_are_computed_again_in_backward():
+    """Twice, and with only some of them used."""
+    hidden, classifier = (torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (9, 7))
+    stats = tw.linear_token_stats(hidden, classifier, torch.arange(hidden.shape[0]) % classifier.shape[0])
+    log_p = (hidden @ classifier.T).log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    for _ in range(2):
+        got = torch.autograd.grad(stats.entropy.sum(), (hidden, classifier), retain_graph=True)
+        want = torch.autograd.grad(entropy.sum(), (hidden, classifier), retain_graph=True)
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, 1e-12)
+    assert not stats.argmax.requires_grad
+    (again,) = torch.autograd.grad(stats.entropy.sum(), hidden, create_graph=True)
+    with pytest.raises(GradientError):
+        again.sum().backward()
+    with torch.no_grad():
+        assert not tw.linear_token_stats(hidden, classifier).entropy.requires_grad
+
+
+@pytest.mark.parametrize("positive", [None, -torch.inf, 3.0])
+def test_a_bias_of_minus_infinity_and_rows_without_scores(positive):
+    """A class that is excluded has no gradient, a target that is excluded the loss inf, as in PyTorch."""
+    a, b = (torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for rows in (5, 6))
+    bias = torch.zeros(6, dtype=torch.float64)
+    bias[2] = -torch.inf
+    target = torch.tensor([0, 1, 2 if positive == -torch.inf else 3, 4, 5])
+    want = torch.nn.functional.cross_entropy(a @ b.T + bias, target, reduction="none")
+    got = tw.linear_cross_entropy(a, b, target, linear_bias=bias, reduction="none")
+    assert torch.allclose(got, want, rtol=1e-12)
+    counted = want.isfinite()
+    pairs = (torch.autograd.grad(loss[counted].sum(), (a, b)) for loss in (got, want))
+    for one, other in zip(*pairs, strict=True):
+        assert_close(one, other, 1e-11)
+    alone = tw.info_nce(a[:1], b[:1], b[1:3], hardness=0.5)  # a query without other keys
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(alone, (a, b)))
 
 
 def test_a_frozen_side_has_no_gradient():
@@ -260,8 +328,11 @@ def test_threads_share_the_jobs():
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "supcon", "siglip", "cross_entropy", "info_nce_ids"])
 def test_compiled_in_one_graph(name):
     made = problem(name, torch.float32)
-    loss, grads = solve(torch.compile(made.ours, fullgraph=True, backend="aot_eager"), made.leaves)
-    want, want_grads = solve(made.ours, made.leaves)
+    reduction = "none" if name == "cross_entropy" else "mean"
+    upstream = upstream_like(made.dense(SimpleNamespace(**made.leaves), reduction=reduction)).float()
+    compiled = torch.compile(made.ours, fullgraph=True, backend="aot_eager")
+    loss, grads = solve(compiled, made.leaves, upstream, reduction=reduction)
+    want, want_grads = solve(made.ours, made.leaves, upstream, reduction=reduction)
     assert_close(loss, want, 1e-6)
     for leaf in want_grads:
         assert_close(grads[leaf], want_grads[leaf], 3e-6, leaf)

@@ -66,6 +66,7 @@ class SmallKey(NamedTuple):
     present: frozenset[str]  # of `SMALL_TENSORS`; also "scale", if it is a tensor and no number
     one_bias: bool  # the bias is one number, expanded over all columns
     kept: bool  # see `RowWeights`
+    scalar: bool = True  # a scalar loss, not statistics
 
 
 class SmallJob(Protocol):
@@ -87,11 +88,27 @@ class SmallJob(Protocol):
         """The gradients of the four leaves times ``grad_output``. With ``overwrite`` they may lie in ``saved``."""
 
 
-class Small(Protocol):
-    """A capability: a scalar loss and its gradients from the scores of all pairs at once, for small batches."""
+class SmallStatsJob(Protocol):
+    """The statistics of small calls of one kind. Like a `SmallJob`, it holds no tensor."""
 
-    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this loss cannot be computed so, or None."""
+    names: tuple[str, ...]  # `wanted_names`
+
+    def forward(self, pair: Pair, *, own_shift: bool) -> Stats:
+        """The statistics, relative to the shifts of the pair.
+
+        With ``own_shift`` the pair has no shifts. The shift of a row with positives is then the score of the positive,
+        or about it, and `Stats.row_shift` has the shifts. ``num_positives`` may be None where each row has one.
+        """
+
+    def backward(self, pair: Pair, grad: GradStats, needs: Needs) -> Grads:
+        """The gradients; ``needs`` are those of the key, or fewer. The features' have any floating type."""
+
+
+class Small(Protocol):
+    """A capability: all scores of a small batch at once. A scalar loss and its gradients, or statistics."""
+
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions, *, scalar: bool = True) -> str | None:
+        """Why this loss, or without ``scalar`` these statistics, cannot be computed so, or None."""
 
     def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
         """Memory for all scores."""
@@ -99,8 +116,8 @@ class Small(Protocol):
     def saved_like(self, shape: PairShape, needs: Needs) -> list[Like]:
         """Sizes and types of the tensors that `SmallJob.forward` saves; (0,) for one that is not needed."""
 
-    def job(self, key: SmallKey) -> SmallJob:
-        """The work for calls of one kind. It is made once for each kind."""
+    def job(self, key: SmallKey) -> SmallJob | SmallStatsJob:
+        """The work for calls of one kind, by ``key.scalar``. It is made once for each kind."""
 
     def describe(self, key: SmallKey) -> tuple[str, int]:
         """For `explain`: the steps of `job` as text, if they are data, and what they allocate besides their results."""

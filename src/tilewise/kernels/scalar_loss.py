@@ -38,6 +38,17 @@ def is_one_sided(spec: PairSpec) -> bool:
     return set(wanted_names(spec)) in ONE_SIDED
 
 
+def why_not_small(shape: PairShape, spec: PairSpec) -> str | None:
+    """Why a scalar loss cannot be computed from one block of all scores, or None."""
+    if set(wanted_names(spec)) not in SMALL_STATISTICS or spec.guide != "none":
+        return "it has other statistics than a softmax or a sigmoid loss, or a guide"
+    if spec.softplus and spec.positive != "one":
+        return "a sigmoid loss has one positive in each row"
+    if shape.has_row_scale:
+        return "each row has a scale of its own"
+    return None
+
+
 def fixed_slopes(spec: PairSpec) -> dict[str, float]:
     """The gradient of l_i in `RowWeights` with respect to each statistic; empty where it depends on the statistics."""
     if spec.softplus:

@@ -265,6 +265,7 @@ class Stats:
     row_top_col: MaybeTensor = None  # (n,) int64, the global index of its column
     row_picked: MaybeTensor = None  # (n, K) scores of the picked columns
     col_lse: MaybeTensor = None  # (m,)
+    row_shift: MaybeTensor = None  # (n,) the shift of these statistics, only in the result of `pair_stats`
 
     def merge(self, other: Stats) -> Stats:
         """Statistics of both."""

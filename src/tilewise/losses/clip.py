@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -61,7 +63,8 @@ def clip_loss(
 
     if reduction == "none" or name:
         must_match = call_settings(name, reduction=reduction, logit_scale=logit_scale)
-        stats = pair_stats(a, b, scale, keys=keys(), spec=SPEC, options=options, group_name=name, must_match=must_match)
+        how: dict[str, Any] = {"spec": SPEC, "options": options, "group_name": name, "must_match": must_match}
+        stats = pair_stats(a, b, scale, full_keys=keys, **how)
         loss = reduce_rows(torch.lerp(stats.row_lse, stats.col_lse, 0.5) - stats.row_pos, reduction, name)
     else:
         loss = pair_loss(a, b, scale, weights=row_weights(a, reduction), full_keys=keys, spec=SPEC, options=options)

@@ -211,9 +211,10 @@ def linear_cross_entropy(
         how = {"full_keys": lambda: keys_of(key), "spec": spec, "options": options}
         loss = pair_loss(a, c, scale, bias, weights=weights, keys=PairKeys(row_key=key), **how)
         return loss + torch.zeros_like(total).masked_fill(total == 0, torch.nan)  # NaN if no row is valid
-    keys = keys_of(key)._replace(col_weight=col_weight)
-    row_shift = keys.row_shift
-    stats = pair_stats(a, c, scale, bias, keys=keys, spec=spec, options=options, group_name=name)
+    keys = PairKeys(row_key=key, col_weight=col_weight)
+    how = {"full_keys": lambda: keys_of(key)._replace(col_weight=col_weight), "spec": spec, "options": options}
+    stats = pair_stats(a, c, scale, bias, keys=keys, group_name=name, **how)
+    row_shift = stats.row_shift
     # A target out of range has 0 positives, and 0 / 0 gives NaN, also as a gradient. An ignored row is no error.
     positives = torch.where(valid, stats.num_positives.detach(), 1.0)
     loss_n = (stats.row_lse - stats.row_pos) * (positives / positives)

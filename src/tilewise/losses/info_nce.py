@@ -141,18 +141,18 @@ def info_nce(
         shard_of_columns(b, must_match, group_name)
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
-    keys = full_keys()
-    shift = keys.row_shift
     other = None  # the losses of the keys, in the other direction
     if not in_batch or harder.in_batch:
+        keys = full_keys()
+        shift = keys.row_shift
         pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
         if in_batch:  # all keys but the query's own, which is not raised
             others = replace(spec, positive="none", mask_self=True)
             others_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
             lse = torch.logaddexp(pos, others_lse)
     else:
-        stats = pair_stats(a, b, scale, keys=keys, spec=spec, **how)
-        pos, lse = stats.row_pos, stats.row_lse
+        stats = pair_stats(a, b, scale, keys=keys, full_keys=full_keys, spec=spec, **how)
+        pos, lse, shift = stats.row_pos, stats.row_lse, stats.row_shift
         if stats.col_lse is not None:
             other = stats.col_lse - pos
     if symmetric and apart:

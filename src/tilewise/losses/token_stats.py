@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from tilewise.losses.per_token import check_id_range, check_token_ids, check_tok
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
-from tilewise.options import TileOptions
+from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
 WANT = ("log_prob", "entropy", "log_sum_sq_prob", "mean_logit", "argmax", "correct", "logsumexp")
@@ -139,27 +140,34 @@ def linear_token_stats(
     >>> stats.argmax.tolist(), stats.correct.tolist(), stats.accuracy.item()
     ([0, 1, -1], [True, False, False], 0.5)
     """
-    options, name = _check.check_row_options(options, group)
-    names = _check_want(want, target, pick)
-    ignore_index, shift = check_ignore_index(ignore_index), check_shift(shift)
+    options, name = (DEFAULT_OPTIONS, "") if options is group is None else _check.check_row_options(options, group)
+    names = DEFAULT if want is None and target is not None else _check_want(want, target, pick)
+    if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
+        ignore_index = check_ignore_index(ignore_index)
+    if type(shift) is not int or shift != 0:
+        shift = check_shift(shift)
     a, c, bias, cap, shape = check_head(input, linear_weight, linear_bias, softcap, shift)
-    scale = _check.check_scalar("logit_scale", logit_scale, a, rows="multiply the states in input by it")
-    t = check_token_temperature(temperature, input, shift)
-    scale, bias, cap = tempered(t, scale, bias, cap, stat_dtype(a.dtype))
-    y = valid = key = row_shift = row_scale = None
+    scale = _check.check_scale("logit_scale", logit_scale, a, rows="multiply the states in input by it")
+    t: float | Tensor = 1.0
+    if type(temperature) is not float or temperature != 1.0:
+        t = check_token_temperature(temperature, input, shift)
+        scale, bias, cap = tempered(t, _check.scale_tensor(scale, a), bias, cap, stat_dtype(a.dtype))
+    y = valid = key = row_scale = None
     ids = None if pick is None else check_token_ids("pick", pick, input, shift)
-    settings = {"ignore_index": ignore_index, "shift": shift, "logit_scale": logit_scale, "temperature": temperature}
-    picks = None if ids is None else ids.shape[1]
-    must_match = call_settings(name, want="+".join(names), pick=picks, **settings)
-    start, classes = shard_of_columns(c, must_match, name)
+    start: int | Tensor = 0
+    classes: int | Tensor = c.shape[0]
+    if name:
+        picks, numbers = None if ids is None else ids.shape[1], {"logit_scale": logit_scale, "temperature": temperature}
+        settings = {"want": "+".join(names), "pick": picks, "ignore_index": ignore_index, "shift": shift}
+        start, classes = shard_of_columns(c, call_settings(name, **settings, **numbers), name)
+    known = False  # whether every target is a class
     if target is not None:
-        y, _ = _check_target(target, input, shift, ignore_index, classes)
+        y, known = _check_target(target, input, shift, ignore_index, classes)
+        known = known and not name and "log_prob" in names
         valid = y != ignore_index
-        key = torch.where(valid, y, -1)
-        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+        key = y if known else torch.where(valid, y, -1)
     if isinstance(t, Tensor):
         row_scale = row_scale_of(t, valid)
-        row_shift = None if row_shift is None else row_shift * row_scale
     inside = None
     if ids is not None:
         counted = None if valid is None else valid[:, None]
@@ -167,60 +175,76 @@ def linear_token_stats(
     col_weight = None
     if "mean_logit" in names:
         col_weight = torch.ones(c.shape[0], dtype=stat_dtype(a.dtype), device=a.device) / classes
-    stats = pair_stats(
-        a,
-        c,
-        scale,
-        bias,
-        keys=PairKeys(row_key=key, row_shift=row_shift, col_weight=col_weight, pick=ids, row_scale=row_scale),
-        spec=PairSpec(
-            row_lse=True,
-            row_sum=col_weight is not None,
-            row_entropy="entropy" in names,
-            row_sum_sq="log_sum_sq_prob" in names,
-            row_top="argmax" in names or "correct" in names,
-            row_picked=ids is not None,
-            positive="one" if "log_prob" in names else "none",
-            softcap=cap,
-            drop_rows=key is not None,
-            same_rows=bool(name),
-        ),
-        options=options,
-        group_name=name,
-    )
-    found = _found(stats, names, valid, row_shift)
+    keys = PairKeys(row_key=key, col_weight=col_weight, pick=ids, row_scale=row_scale)
+
+    def full_keys() -> PairKeys:
+        if key is None:
+            return keys
+        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+        return keys._replace(row_shift=row_shift if row_shift is None or row_scale is None else row_shift * row_scale)
+
+    spec = _spec_of(names, ids is not None, cap, key is not None, known, bool(name))
+    stats = pair_stats(a, c, scale, bias, keys=keys, full_keys=full_keys, spec=spec, options=options, group_name=name)
+    found = _found(stats, names, y, None if known else valid)
+    if valid is not None:
+        found["valid"] = valid
     if inside is not None:
         picked = torch.where(inside, stats.row_picked - stats.row_lse[:, None], torch.nan)
         found["picked"] = picked if valid is None else torch.where(valid[:, None], picked, 0.0)
-    if "correct" in names:
-        assert valid is not None
-        found["correct"] = (stats.row_top_col == y) & valid
-    return TokenStats(**{field: value.reshape((*shape, *value.shape[1:])) for field, value in found.items()})
+    if len(shape) != 1:
+        found = {field: value.reshape((*shape, *value.shape[1:])) for field, value in found.items()}
+    return TokenStats(**found)
 
 
-def _found(stats: Stats, names: tuple[str, ...], valid: Tensor | None, row_shift: Tensor | None) -> dict[str, Tensor]:
-    """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in."""
+@functools.lru_cache(maxsize=64)
+def _spec_of(names: tuple[str, ...], picked: bool, cap: float, targets: bool, known: bool, same_rows: bool) -> PairSpec:
+    """What to compute. ``known``: every target is a class, and no token is ignored."""
+    return PairSpec(
+        row_lse=True,
+        row_sum="mean_logit" in names,
+        row_entropy="entropy" in names,
+        row_sum_sq="log_sum_sq_prob" in names,
+        row_top="argmax" in names or "correct" in names,
+        row_picked=picked,
+        positive="one" if "log_prob" in names else "none",
+        softcap=cap,
+        in_range=known,
+        drop_rows=targets and not known,
+        same_rows=same_rows,
+    )
+
+
+def _found(stats: Stats, names: tuple[str, ...], y: Tensor | None, valid: Tensor | None) -> dict[str, Tensor]:
+    """The requested statistics, (n,) each, with the fixed values of ignored tokens filled in; ``valid``: if any."""
     found: dict[str, Tensor] = {}
     lse, top = stats.row_lse, stats.row_top_col
     if "log_prob" in names:
-        assert valid is not None
-        # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none either, but is no error.
-        found["log_prob"] = stats.row_pos / torch.where(valid, stats.num_positives.detach(), 1.0) - lse
+        pos = stats.row_pos
+        if valid is not None:
+            # A target out of range has 0 positives, and 0 / 0 gives NaN. An ignored row has none, but is no error.
+            pos = pos / torch.where(valid, stats.num_positives.detach(), 1.0)
+        found["log_prob"] = pos - lse
     if "logsumexp" in names:
-        found["logsumexp"] = lse if row_shift is None else lse + row_shift
-    others = {"entropy": stats.row_entropy, "log_sum_sq_prob": stats.row_sum_sq, "mean_logit": stats.row_sum}
-    found |= {field: value for field, value in others.items() if field in names}
+        found["logsumexp"] = lse if stats.row_shift is None else lse + stats.row_shift
+    if "entropy" in names:
+        found["entropy"] = stats.row_entropy
+    if "log_sum_sq_prob" in names:
+        found["log_sum_sq_prob"] = stats.row_sum_sq
+    if "mean_logit" in names:
+        found["mean_logit"] = stats.row_sum
     if valid is not None:
-        found = {field: torch.where(valid, value, 0.0) for field, value in found.items()} | {"valid": valid}
+        found = {field: torch.where(valid, value, 0.0) for field, value in found.items()}
     if "argmax" in names:
         found["argmax"] = top if valid is None else torch.where(valid, top, -1)
+    if "correct" in names:
+        found["correct"] = top == y if valid is None else (top == y) & valid
     return found
 
 
 def _check_want(want: Sequence[str] | None, target: Tensor | None, pick: Tensor | None) -> tuple[str, ...]:
     """Check the requested fields. Returns their names, without "picked", which ``pick`` requests."""
     if want is None:
-        return tuple(field for field in DEFAULT if target is not None or field not in NEED_TARGET)
+        return DEFAULT if target is not None else tuple(field for field in DEFAULT if field not in NEED_TARGET)
     known = ", ".join((*WANT, "picked"))
     if not isinstance(want, Iterable) or isinstance(want, Tensor):
         raise DtypeError(f"want is a sequence of names among {known}, got {want!r:.60}. Pass a tuple of names")

@@ -17,7 +17,7 @@ from tilewise.ops.budget import with_budget
 from tilewise.ops.call import LEAVES, NO_KEYS, TENSORS, Call, PairKeys, Settings, encode, holds_numbers, needs_of
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS, Operator
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
-from tilewise.ops.small import Rest, SmallLoss, find_job
+from tilewise.ops.small import Rest, SmallLoss, SmallStats, find_job
 from tilewise.options import TileOptions
 
 
@@ -28,6 +28,7 @@ def pair_stats(
     bias: Tensor | None = None,
     *,
     keys: PairKeys = NO_KEYS,
+    full_keys: Callable[[], PairKeys] | None = None,
     spec: PairSpec,
     options: TileOptions,
     group_name: str = "",
@@ -35,24 +36,35 @@ def pair_stats(
 ) -> Stats:
     """The statistics that ``spec`` requests, differentiable in ``a``, ``b``, ``scale`` and ``bias``.
 
+    `Stats.row_shift` of the result is the shift of each row; None for no shift.
+
     Args:
         a: (n, d) rows.
         b: (m, d) columns, or None when they are the rows themselves (``spec.symmetric``).
         scale: 0-d tensor, or a number, which gets no gradient.
         bias: (m,) or None.
         keys: integer keys and shifts.
+        full_keys: makes the keys with the shifts of rows and columns. Small calls have shifts of their own.
         group_name: the process group over which the columns are sharded, "" for this process alone.
         must_match: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
     """
     assert spec.symmetric == (b is None)
-    options = with_budget(options, a.device, group_name)
+    if group_name or options.workspace_mib == "auto":
+        options = with_budget(options, a.device, group_name)
+    if not group_name and holds_numbers(a) and (job := find_job(a, b, scale, bias, None, keys, spec, options)):
+        tensor, number = (None, scale) if type(scale) is float else (scale, None)
+        *values, shift = SmallStats.apply(a, b, tensor, bias, Rest(job, number, keys, None, spec, options))
+        shift = keys.row_shift if shift is None else shift
+        return Stats(**dict(zip(job.names, values, strict=True)), row_shift=shift)
+    if full_keys is not None:
+        keys = full_keys()
     settings = Settings(spec, options, group_name, needs_of(a, b, scale, bias), must_match=must_match)
     values = _apply(PAIR_STATS, (a, b, scale, bias), keys, None, None, settings)
     if torch.compiler.is_compiling():  # a compiler cannot trace a cached function
         names: Sequence[str] = [stat.name for stat in STATISTICS if stat.wanted(spec)]
     else:
         names = wanted_names(spec)
-    return Stats(**dict(zip(names, values, strict=False)))
+    return Stats(**dict(zip(names, values, strict=False)), row_shift=keys.row_shift)
 
 
 def pair_loss(

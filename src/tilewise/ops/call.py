@@ -124,7 +124,7 @@ class Call(NamedTuple):
         kind = rows, cols, width, a.dtype, a.device, row_key is not None, skips, 0, guide_width
         return PairShape(*kind, picks=picks, has_row_scale=row_scale is not None)
 
-    def small_key(self, shape: PairShape) -> SmallKey:
+    def small_key(self, shape: PairShape, *, scalar: bool = True) -> SmallKey:
         """What the work of a small call depends on; ``shape`` is that of the rows that count."""
         (spec, options, _, needs), (_, _, scale, bias) = self.settings[:4], self.leaves
         one_bias = bias is not None and bias.stride(0) == 0 and spec.softplus
@@ -132,7 +132,8 @@ class Call(NamedTuple):
         present = {name for name, tensor in tensors.items() if tensor is not None}
         if isinstance(scale, Tensor):
             present.add("scale")
-        return SmallKey(shape, spec, needs, options.precision, frozenset(present), one_bias, self.settings.kept)
+        kept = self.settings.kept
+        return SmallKey(shape, spec, needs, options.precision, frozenset(present), one_bias, kept, scalar)
 
 
 def operator_schema(more: str = "") -> str:

@@ -152,7 +152,7 @@ def _work(call: Call, way: Route, gradient_bytes: int) -> tuple[str, int, int]:
     accumulators = _accumulator_bytes(call, way) if any(needs) else 0
     if way.strategy == "small":
         assert way.backend.small is not None
-        program, workspace = way.backend.small.describe(call.small_key(call.shape))
+        program, workspace = way.backend.small.describe(call.small_key(call.shape, scalar=way.forms_gradients))
         return program, accumulators, workspace
     if not group_name:
         job = call.pair(), call.weights(), needs, spec, options

@@ -62,6 +62,7 @@ class PairStats:
         found = strategies.find_stats(call, call.pair(), way, eager=eager)
         wanted, kind = wanted_stats(spec), stat_dtype(call.leaves[0].dtype)
         values = [getattr(found.stats, stat.name) for stat in wanted]
+        values = [call.leaves[0].new_ones(call.shape.rows) if value is None else value for value in values]  # positives
         outputs = [v if stat.integer else v.to(kind) for stat, v in zip(wanted, values, strict=True)]
         if not eager:
             return Done(outputs, _plan_tensors(found.plan))
@@ -87,7 +88,9 @@ class PairStats:
         wanted = wanted_stats(call.settings.spec)
         coming = {stat.name: grad for stat, grad in zip(wanted, grads, strict=False) if stat.gradient}
         found = _found(once, wanted_names(call.settings.spec), saved)
-        return strategies.stats_backward(call, found, GradStats(**coming), needs, once is not None)
+        way = strategies.route_of(call, scalar=False, eager=eager)
+        small = way if way.strategy == "small" else None
+        return strategies.stats_backward(call, found, GradStats(**coming), needs, once is not None, small)
 
     def jvp(self, call: Call, along: Grads, coming: Sequence[bool]) -> list[Tensor]:
         """The derivatives of the outputs that are ``coming``, along directions of the four leaves."""

@@ -15,6 +15,7 @@ from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
 from tilewise.ops.call import holds_numbers, plain_operator
 from tilewise.ops.row_blocks import block_rows
+from tilewise.ops.strategies import without_autocast
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 OptTensor = Optional[Tensor]  # noqa: UP045 - torch.library reads this form only
@@ -75,26 +76,43 @@ def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> T
 
 
 def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
-    out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-    with torch.autocast(a.device.type, enabled=False), matmul_precision(precision):
-        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
-            out[part] = torch.bmm(_kept(own, keep, part), a[part].to(out.dtype)[:, :, None]).squeeze(2)
+    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
+    with without_autocast(a), matmul_precision(precision):
+        if len(parts) <= 1:
+            return _some_scores(a, own, keep)
+        out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
+        for part in parts:
+            out[part] = _some_scores(a[part], own[part], None if keep is None else keep[part])
     return out
 
 
-def _kept(own: Tensor, keep: Tensor | None, part: slice) -> Tensor:
-    kept = own[part].to(stat_dtype(own.dtype))
-    return kept if keep is None else torch.where(keep[part, :, None], kept, 0.0)
+def _some_scores(a: Tensor, own: Tensor, keep: Tensor | None) -> Tensor:
+    kept = _kept(own, keep)
+    return torch.bmm(kept, a.to(kept.dtype)[:, :, None])[:, :, 0]
+
+
+def _kept(own: Tensor, keep: Tensor | None) -> Tensor:
+    kept = own.to(stat_dtype(own.dtype))
+    return kept if keep is None else torch.where(keep[:, :, None], kept, 0.0)
 
 
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
-    grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
-    with torch.autocast(a.device.type, enabled=False), matmul_precision(precision):
-        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
-            g_nk = grad[part] if keep is None else torch.where(keep[part], grad[part], 0.0)
-            grad_a[part] = torch.bmm(g_nk[:, None, :], _kept(own, keep, part)).squeeze(1).to(a.dtype)
-            grad_own[part] = (g_nk[:, :, None] * a[part, None, :].to(g_nk.dtype)).to(own.dtype)
+    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
+    with without_autocast(a), matmul_precision(precision):
+        if len(parts) <= 1:
+            return _some_grads(a, own, keep, grad)
+        grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
+        for part in parts:
+            found = _some_grads(a[part], own[part], None if keep is None else keep[part], grad[part])
+            grad_a[part], grad_own[part] = found
     return grad_a, grad_own
+
+
+def _some_grads(a: Tensor, own: Tensor, keep: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    g_nk = grad if keep is None else torch.where(keep, grad, 0.0)
+    grad_a = torch.bmm(g_nk[:, None, :], _kept(own, keep))[:, 0]
+    grad_own = g_nk[:, :, None] * a[:, None, :].to(g_nk.dtype)
+    return grad_a.to(a.dtype), grad_own.to(own.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

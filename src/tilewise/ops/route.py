@@ -1,6 +1,6 @@
 """Which strategy computes a call, and why. The size thresholds of that choice are in `limits`.
 
-    small       a scalar loss of a small batch: all scores at once, gradients in forward.
+    small       all scores at once, for a small batch. Gradients of a scalar loss in forward, of statistics in backward.
     two_pass    statistics in forward, scores recomputed in backward: four products. Always possible.
     one_pass    a scalar loss and its gradients in forward: three products, if the memory allows.
     filtered    gradients without the (row, tile) entries that carry almost no probability; a ``filter_tolerance``.
@@ -37,11 +37,7 @@ class Route(NamedTuple):
     reason: str
     backend: Backend
     too_small: bool = False  # whether the size of the call is the only reason not to use the filter
-
-    @property
-    def forms_gradients(self) -> bool:
-        """Whether forward computes the gradients too."""
-        return self.strategy in ("small", "one_pass")
+    forms_gradients: bool = False  # whether forward computes the gradients too
 
     @property
     def one_pass(self) -> OnePass:
@@ -91,8 +87,9 @@ def _route(
         return Route("two_pass", "over a group every block is computed twice", backend)
     if options.batch_invariant:
         return Route("two_pass", "batch_invariant=True: blocks of rows have a fixed size", backend)
-    if scalar and options.filter_tolerance == 0.0 and _why_not_small(shape, spec, options, backend, limits) is None:
-        return Route("small", "all scores fit the workspace at once, and there are few of them", backend)
+    if options.filter_tolerance == 0.0 and _why_not_small(shape, spec, options, backend, limits, scalar) is None:
+        reason = "all scores fit the workspace at once, and there are few of them"
+        return Route("small", reason, backend, forms_gradients=scalar)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
     if spec.guide != "none":
@@ -106,7 +103,8 @@ def _route(
         return Route("two_pass", "the loss needs the statistics of each row", backend)
     why_two = _why_not_one_pass(shape, spec, options, backend, limits)
     if why_two is None:
-        return Route("one_pass", "the loss is a scalar, and the workspace is large enough", backend)
+        reason = "the loss is a scalar, and the workspace is large enough"
+        return Route("one_pass", reason, backend, forms_gradients=True)
     return Route("two_pass", why_two, backend)
 
 
@@ -151,9 +149,9 @@ def _why_not_filtered(
 
 
 def _why_not_small(
-    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits
+    shape: PairShape, spec: PairSpec, options: TileOptions, backend: Backend, limits: Limits, scalar: bool
 ) -> str | None:
-    """Why a scalar loss is not computed from one block of scores, or None."""
+    """Why a scalar loss, or statistics, are not computed from one block of scores, or None."""
     if backend.small is None:
         return f"the backend {backend.name} offers no strategy for small batches"
     if options.gradients == "backward":
@@ -164,7 +162,7 @@ def _why_not_small(
         return "there are so many scores that tiles are faster"
     if backend.small.block_bytes(shape, spec) > options.small_bytes:
         return "the workspace does not hold all scores"
-    return backend.small.why_not(shape, spec, options)
+    return backend.small.why_not(shape, spec, options, scalar=scalar)
 
 
 def _why_not_one_pass(

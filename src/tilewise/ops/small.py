@@ -15,16 +15,17 @@ from torch import Tensor
 
 from tilewise.kernels.backend import SmallJob
 from tilewise.kernels.registry import forget_with_backends
-from tilewise.kernels.spec import Needs, PairSpec, RowWeights
+from tilewise.kernels.spec import STATISTICS, GradStats, Needs, Pair, PairSpec, RowWeights
 from tilewise.ops import limits
 from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, holds_numbers, needs_of
-from tilewise.ops.operators import PAIR_LOSS
-from tilewise.ops.registered import registered_backward
+from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS
+from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
 from tilewise.ops.strategies import NOTHING, route_of, small_facts, small_job
 from tilewise.options import TileOptions
 
 MOST_KINDS = 1024
 NO_FACTS = (None,) * 6
+NO_GRADIENT = (*(stat.name for stat in STATISTICS if not stat.gradient), "row_shift")
 _jobs: dict[Any, SmallJob | None] = {}
 forget_with_backends(_jobs.clear)
 
@@ -34,12 +35,12 @@ def find_job(
     b: Tensor | None,
     scale: Any,
     bias: Tensor | None,
-    weights: RowWeights,
+    weights: RowWeights | None,
     keys: PairKeys,
     spec: PairSpec,
     options: TileOptions,
-) -> SmallJob | None:
-    """The job of a call whose strategy is `small`; None for another strategy.
+) -> Any:
+    """The `SmallJob` of a call whose strategy is `small`, or without ``weights`` its `SmallStatsJob`; or None.
 
     On a CPU, rows that may be ignored are counted and dropped first, which `strategies` does.
     """
@@ -61,9 +62,9 @@ def find_job(
         row_skip is None,
         col_skip is None,
         keys.row_scale is None,
-        weights.each is None,
-        weights.square is None,
-        weights.kept,
+        None if keys.pick is None else keys.pick.shape[1],
+        keys.guide_a is None,
+        None if weights is None else (weights.each is None, weights.square is None, weights.kept),
         torch.is_grad_enabled(),
         limits.current(),
     )
@@ -73,11 +74,12 @@ def find_job(
         pass
     if len(_jobs) >= MOST_KINDS:
         _jobs.clear()
-    settings = Settings(spec, options, "", needs_of(a, b, scale, bias), kept=weights.kept)
-    call = Call((a, b, scale, bias), (*keys, weights.each, weights.square), settings)
-    way, job = route_of(call, scalar=True, eager=True), None
+    scalar, given = weights is not None, weights or RowWeights()
+    settings = Settings(spec, options, "", needs_of(a, b, scale, bias), kept=given.kept)
+    call = Call((a, b, scale, bias), (*keys, given.each, given.square), settings)
+    way, job = route_of(call, scalar=scalar, eager=True), None
     if way.strategy == "small" and not (spec.drop_rows and a.device.type == "cpu"):
-        job = small_job(way, call.pair(), call)
+        job = small_job(way, call.pair(), call, scalar=scalar)
     _jobs[key] = job
     return job
 
@@ -85,10 +87,10 @@ def find_job(
 class Rest(NamedTuple):
     """A call without its leaves: one argument of the autograd function."""
 
-    job: SmallJob
+    job: Any  # `SmallJob` or `SmallStatsJob`
     number: float | None  # the scale, if it is no tensor
     keys: PairKeys
-    weights: RowWeights
+    weights: Any  # `RowWeights`, for a scalar loss
     spec: PairSpec
     options: TileOptions
 
@@ -129,3 +131,41 @@ class SmallLoss(torch.autograd.Function):
         for grad, leaf in zip(found, leaves, strict=True):
             typed.append(grad if grad is None or grad.dtype is leaf.dtype else grad.to(leaf.dtype))
         return *typed, None
+
+
+class SmallStats(torch.autograd.Function):
+    """Statistics of a small batch, and the shift of each row. Backward computes the scores again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: Rest) -> Any:
+        """The statistics in the order of `wanted_stats`, and the shift; None for one that is not computed."""
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, b, scale, bias)
+        kind = a.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
+            found = rest.job.forward(pair_of(a, b, scale, bias, rest), own_shift=rest.keys.row_shift is None)
+        values = vars(found)
+        ctx.mark_non_differentiable(*[values[name] for name in NO_GRADIENT if values[name] is not None])
+        return *[values[name] for name in rest.job.names], found.row_shift
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradients of the leaves."""
+        leaves: Sequence[Any] = ctx.saved_tensors
+        rest, needs = ctx.rest, Needs(*ctx.needs_input_grad[:4])
+        if nothing_to_do(needs, "", grads):
+            return (None,) * 5
+        a, b, scale, bias = leaves
+        if torch.is_grad_enabled() or not holds_numbers(a):  # it may be differentiated again
+            scale = scale if rest.number is None else rest.number
+            call = Call((a, b, scale, bias), (*rest.keys, None, None), Settings(rest.spec, rest.options, "", needs))
+            return *registered_backward(PAIR_STATS, call, [], grads[:-1], needs), None
+        coming = dict(zip(rest.job.names, grads, strict=False))
+        found = rest.job.backward(pair_of(a, b, scale, bias, rest), GradStats(**coming), needs)
+        return *in_types(found, leaves, needs), None
+
+
+def pair_of(a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, rest: Rest) -> Pair:
+    """The tensors of a call; a scale that is a number stays one."""
+    return Pair(a, a if b is None else b, scale if rest.number is None else rest.number, bias, *rest.keys)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.errors import GradientError
 from tilewise.kernels import filter_plan as plans
-from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey
+from tilewise.kernels.backend import Backend, OnePass, SmallJob, SmallKey, SmallStatsJob
 from tilewise.kernels.registry import choose_backend, directional_derivatives, forget_with_backends
 from tilewise.kernels.scalar_loss import padded
 from tilewise.kernels.spec import Backward, FilterPlan, Grads, GradStats, Needs, Pair, RowWeights, Stats, may_save
@@ -108,6 +108,9 @@ def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *,
     fewer = pair if rows is None else rows.of_pair(pair)
     if way.strategy == "filtered":
         return _filtered(call, pair, fewer, rows, eager=eager)
+    if way.strategy == "small":
+        job = small_job(way, fewer, call, scalar=False)
+        return Found(job.forward(fewer, own_shift=False))
     backend = way.backend if rows is None else in_blocks(choose_backend(fewer.shape, spec, options), options)
     found = _two_pass(backend, fewer, call, save=eager)
     if is_recording() and way.too_small:
@@ -157,8 +160,13 @@ def _record(plan: FilterPlan, pair: Pair, options: TileOptions) -> None:
     record(plan, pair.row_key >= 0, plans.tolerance_of(options, pair.a.dtype))
 
 
-def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool) -> Grads:
-    """Gradients by `two_pass` or `filtered`. Without ``rows_known``, the rows to drop are determined again."""
+def stats_backward(
+    call: Call, found: Found, grad: GradStats, needs: Needs, rows_known: bool, small: Route | None = None
+) -> Grads:
+    """Gradients by `two_pass` or `filtered`, or with its route by `small`.
+
+    Without ``rows_known``, the rows to drop are determined again.
+    """
     spec, options, group_name = call.settings[:3]
     pair = call.pair()
     with without_autocast(pair.a):
@@ -177,6 +185,8 @@ def stats_backward(call: Call, found: Found, grad: GradStats, needs: Needs, rows
             from tilewise.ops.distributed.ring_stats import ring_backward
 
             grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name)
+        elif small is not None:
+            grads = small_job(small, pair, call, scalar=False).backward(pair, grad, needs)
         else:
             backend = found.backend or in_blocks(choose_backend(pair.shape, spec, options), options)
             grads = backend.backward(pair, stats, grad, needs, spec, options, saved=found.saved)
@@ -238,14 +248,14 @@ def small_facts(keys: Sequence[Any], weights: RowWeights) -> tuple[Any, ...]:
     return *keys, weights.each, square if square is None or weights.share == 1.0 else square / weights.share
 
 
-def small_job(way: Route, pair: Pair, call: Call) -> SmallJob:
-    """The backend's job for a small call of this pair."""
+def small_job(way: Route, pair: Pair, call: Call, *, scalar: bool = True) -> Any:
+    """The backend's `SmallJob` for a small call of this pair, or without ``scalar`` its `SmallStatsJob`."""
     small: Any = way.backend.small  # mypy takes no protocol for hashable
-    return _job(small, call.small_key(pair.shape))
+    return _job(small, call.small_key(pair.shape, scalar=scalar))
 
 
 @functools.lru_cache(maxsize=1024)
-def _job(small: Any, key: SmallKey) -> SmallJob:
+def _job(small: Any, key: SmallKey) -> SmallJob | SmallStatsJob:
     """Eager and registered calls share a job: kernels that an eager call has loaded are there in a captured one."""
     return small.job(key)
 

@@ -18,18 +18,21 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton_impl.bits import DIAGONAL, MANY, SOFTCAP
-from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, positives, score_tile
+from tilewise.kernels.triton_impl.primitives import LN2
+from tilewise.kernels.triton_impl.small.row_tiles import (
+    SIGMOID,
+    STATS,
+    cap_factor,
+    factor_of,
+    loaded_tile,
+    row_sums,
+    safe,
+    write_gradient,
+)
 
-# Values of LOSS
-STATS = tl.constexpr(0)  # the softmax of each row, without G
-SOFTMAX = tl.constexpr(1)
-SIGMOID = tl.constexpr(2)
-
-
-@triton.jit
-def factor_of(scale, number):
-    """The factor of the scores: the number that ``scale`` points to, or without it ``number``."""
-    return tl.load(scale).to(tl.float32) if scale is not None else number
+# Values of KEPT
+IGNORED = tl.constexpr(1)
+COUNTED = tl.constexpr(2)
 
 
 @triton.jit
@@ -39,22 +42,19 @@ def weight_of(kept_share, share):
 
 
 @triton.jit
+def kept_weight(share, row_key, ignored, n, BLOCK: tl.constexpr):
+    """``share`` divided by the number of rows whose key is not ``ignored``; inf if there are none."""
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        kept += (tl.load(row_key + at, mask=at < n, other=ignored) != ignored).to(tl.float32)
+    return share / tl.sum(kept, 0)
+
+
+@triton.jit
 def finite(weight):
     """0 for the weight of a mean over no rows, whose gradients are 0."""
     return tl.where(weight == float("inf"), 0.0, weight)
-
-
-@triton.jit
-def safe(top):
-    """The shift of exponentials: 0 where all scores are -inf."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def cap_factor(x, softcap):
-    """The derivative of the soft cap, from capped scores in units of log2; 0 for an excluded pair."""
-    t = x * (1.0 / LOG2E) / softcap
-    return tl.where(x == float("-inf"), 0.0, 1.0 - t * t)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE: tl.constexp
     if MANY == POSITIVE:
         w = tl.where(count > 0.0, w, 0.0)
     elif DIAGONAL != POSITIVE:
-        if KEPT:
+        if KEPT != 0:
             w = tl.where(tl.load(row_key + rows, mask=ok, other=0) == ignored, 0.0, w)
         w = tl.where((count == 0.0) & (w != 0.0), float("nan"), w)
     return w
@@ -77,33 +77,17 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
                 LOSS: tl.constexpr, KEPT: tl.constexpr, WHOLE: tl.constexpr, TOTAL: tl.constexpr):  # fmt: skip
     """The loss of R rows, and either their statistics for `both_kernel` or G and the rows' part of the scale's gradient.
 
-    WHOLE: G is multiplied by the scale and the common weight; TOTAL: so are the losses by that weight. KEPT: a row whose key is ``ignored`` has the weight 0.
+    WHOLE: G is multiplied by the scale and the common weight; TOTAL: so are the losses by that weight.
+    KEPT: a row whose key is ``ignored`` has the weight 0; with COUNTED, the common weight is `kept_weight`.
     With other steps of ``x`` the columns of the scores are the rows of this kernel.
     """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     ok = rows < n
     s = factor_of(scale, number)
     at = x + rows.to(tl.int64)[:, None] * row_step
-    top = tl.full((R,), float("-inf"), tl.float32)
-    total = tl.zeros((R,), tl.float32)  # sum of exp(score - top), or of softplus
-    at_positive, count = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
-    for start in range(0, m, C):
-        cols = start + tl.arange(0, C)
-        here = ok[:, None] & (cols < m)[None, :]
-        acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-        v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                       SCORE, POSITIVE)  # fmt: skip
-        hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
-        count += tl.sum(hit.to(tl.float32), 1)
-        if SIGMOID == LOSS:
-            v = tl.where(hit, -v, v)
-            plus = tl.maximum(v, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(v)))
-            total += tl.sum(tl.where(here, plus, 0.0), 1)
-        else:
-            at_positive += tl.sum(tl.where(hit, v, 0.0), 1)
-            high = tl.maximum(top, tl.max(v, 1))
-            total = total * tl.exp2(top - safe(high)) + tl.sum(tl.exp2(v - safe(high)[:, None]), 1)
-            top = high
+    top, total, at_positive, count, _, _, _ = row_sums(
+        at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step, R, C, SCORE, POSITIVE, LOSS, 0
+    )
     w = row_weights(rows, ok, count, row_key, weight, ignored, POSITIVE, KEPT)
     if SIGMOID == LOSS:
         value = total
@@ -115,13 +99,17 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         f = w
         h = w / each
     value = tl.where(w == 0.0, 0.0, w * value * LN2)
+    if COUNTED == KEPT:
+        common = kept_weight(share, row_key, ignored, n, 1024)
+    else:
+        common = weight_of(kept_share, share)
     if square is not None:
         z = tl.load(square + rows, mask=ok, other=0.0)
         lse = (tl.log2(total) + top) * LN2
         value += tl.where(z == 0.0, 0.0, z * lse * lse)
         f += tl.where(z == 0.0, 0.0, 2.0 * z * lse)
     if TOTAL:
-        value = value * weight_of(kept_share, share)
+        value = value * common
     tl.store(loss + rows, value, mask=ok)
     if STATS == LOSS:
         tl.store(top_out + rows, safe(top), mask=ok)
@@ -129,34 +117,9 @@ def rows_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(factor_out + rows, f, mask=ok)
         tl.store(hit_out + rows, h, mask=ok)
     elif g is not None:
-        each = f if SIGMOID == LOSS else f / total
-        times = finite(weight_of(kept_share, share)) * s if WHOLE else 1.0
-        for_scale, for_bias = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
-        for start in range(0, m, C):
-            cols = start + tl.arange(0, C)
-            here = ok[:, None] & (cols < m)[None, :]
-            acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
-            v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                           SCORE, POSITIVE)  # fmt: skip
-            hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
-            if SIGMOID == LOSS:
-                signed = tl.where(hit, -v, v)
-                e = tl.exp2(-tl.abs(signed))
-                p = tl.where(signed > 0.0, 1.0, e) / (1.0 + e) * each[:, None]
-                grad = tl.where(hit, -p, p)
-            else:
-                grad = tl.exp2(v - safe(top)[:, None]) * each[:, None] - tl.where(hit, h[:, None], 0.0)
-            if SOFTCAP & SCORE:
-                grad = grad * cap_factor(v, softcap)
-            grad = tl.where((f == 0.0)[:, None], 0.0, grad)
-            for_scale += tl.sum(tl.where(here, grad * acc, 0.0), 1)
-            for_bias += tl.sum(tl.where(here, grad, 0.0), 1)
-            grad = grad * times
-            tl.store(g + rows.to(tl.int64)[:, None] * m + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
-        if dot is not None:
-            tl.store(dot + rows, for_scale, mask=ok)
-        if bias_dot is not None:
-            tl.store(bias_dot + rows, for_bias, mask=ok)
+        times = finite(common) * s if WHOLE else 1.0
+        write_gradient(at, rows, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, col_step,
+                       top, total, f, h, None, times, g, dot, bias_dot, R, C, SCORE, POSITIVE, LOSS)  # fmt: skip
 
 
 @triton.jit
@@ -169,13 +132,10 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
     rows = tl.program_id(0) // col_tiles * R + tl.arange(0, R)
     cols = tl.program_id(0) % col_tiles * C + tl.arange(0, C)
     ok_row, ok_col = rows < n, cols < m
-    here = ok_row[:, None] & ok_col[None, :]
-    place = rows.to(tl.int64)[:, None] * m + cols[None, :]
-    acc = tl.load(x + place, mask=here, other=0.0)
+    place = rows.to(tl.int64)[:, None] * m
     s = factor_of(scale, number)
-    v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
-                   SCORE, POSITIVE)  # fmt: skip
-    hit = here & positives(rows, cols, n, m, row_key, col_key, 0, 0, SCORE, POSITIVE)
+    acc, v, hit, here = loaded_tile(x + place, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key,
+                                    1, SCORE, POSITIVE)  # fmt: skip
     f_row, f_col = (
         tl.load(row_factor + rows, mask=ok_row, other=0.0),
         tl.load(col_factor + cols, mask=ok_col, other=0.0),
@@ -194,17 +154,13 @@ def both_kernel(x, scale, number, bias, softcap, row_key, col_key, row_skip, col
         tl.store(dot + tl.program_id(0), tl.sum(tl.sum(tl.where(here, grad * acc, 0.0), 1), 0))
     if WHOLE:
         grad = grad * (s * share)
-    tl.store(g + place, grad.to(g.dtype.element_ty), mask=here)
+    tl.store(g + place + cols[None, :], grad.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def share_kernel(share, row_key, ignored, out, n, BLOCK: tl.constexpr):
-    """``share`` divided by the number of rows whose key is not ``ignored``; inf if there are none."""
-    kept = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        kept += (tl.load(row_key + at, mask=at < n, other=ignored) != ignored).to(tl.float32)
-    tl.store(out, share / tl.sum(kept, 0))
+    """`kept_weight`, for more rows than each program of `rows_kernel` should count."""
+    tl.store(out, kept_weight(share, row_key, ignored, n, BLOCK))
 
 
 @triton.jit

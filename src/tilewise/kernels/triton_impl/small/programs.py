@@ -5,16 +5,19 @@ Axes: n rows of a, m rows of b, d features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewise.kernels.backend import SmallKey
+from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Needs
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.program import Buffer, Program
-from tilewise.kernels.triton_impl.scores import POSITIVE, bit_sum, cdiv
-from tilewise.kernels.triton_impl.small import kernels
+from tilewise.kernels.triton_impl.scores import POSITIVE, bit_sum, cdiv, vector
+from tilewise.kernels.triton_impl.small import kernels, row_tiles
 
 IN_REGISTERS = 2048  # scores that a program of `rows_kernel` has at a time
 ENOUGH_PROGRAMS = 512  # for all multiprocessors
@@ -22,6 +25,7 @@ COLUMN_ROWS = 32  # where columns are read as rows: neighbours in memory that th
 FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
 BOTH_COLS = 128
 BLOCK = 4096  # numbers of a program of `gradient_kernel`
+COUNTED_ROWS = 2048  # of which each program of `rows_kernel` counts those that are not ignored
 FACTS = ("row_key", "col_key", "row_skip", "col_skip", "weight", "square")
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
@@ -46,69 +50,47 @@ def loss_program(key: SmallKey) -> Program:
     shape, spec, needs = key.shape, key.spec, key.needs
     n, m, d, wide = shape.rows, shape.cols, shape.width, torch.float32
     p = Program()
-    a, b = p.given("a"), p.given("b")
-    if spec.symmetric:
-        b = a
-    given: dict[str, Buffer | None] = {"scale": p.given("scale"), "number": p.given("number"), "bias": p.given("bias")}
-    given |= {name: p.given(name) for name in FACTS}
-    share = p.given("share")
-    score = bit_sum(
-        (bit.ONE_BIAS, key.one_bias),
-        (bit.BIAS, "bias" in key.present and not key.one_bias),
-        (bit.SOFTCAP, spec.softcap),
-        (bit.SKIP, shape.has_skips),
-        (bit.MASK_SELF, spec.mask_self),
-    )
-    diagonal = spec.positive == "one" and not shape.has_row_key
-    scores: dict[str, Any] = {**given, "softcap": float(spec.softcap), "n": n, "m": m, "SCORE": score}
-    scores |= {"POSITIVE": bit.DIAGONAL.value if diagonal else POSITIVE[spec.positive]}
-    weight, square = scores.pop("weight"), scores.pop("square")
+    a, b, scores = given_scores(p, key, FACTS)
+    weight, square, share = scores.pop("weight"), scores.pop("square"), p.given("share")
 
-    def vector(name: str, size: int) -> Buffer:
+    def scratch(name: str, size: int) -> Buffer:
         return p.scratch(name, (size,), wide)
 
     loss = p.output("loss", (), wide)
     common: dict[str, Any] = {"share": share}
-    if key.kept:
-        common["kept_share"] = vector("kept_share", 1)
-        row_key, ignored = given["row_key"], spec.ignored
-        p.launch(
-            kernels.share_kernel,
-            1,
-            share=share,
-            row_key=row_key,
-            ignored=ignored,
-            out=common["kept_share"],
-            n=n,
-            BLOCK=1024,
-        )
+    whole = is_whole(shape.dtype, needs)
+    # Without other sums than that of the losses, torch adds them up.
+    total = whole and not spec.col_lse and not needs.scale
+    counted = key.kept and total and n <= COUNTED_ROWS
+    if key.kept and not counted:
+        common["kept_share"] = out = scratch("kept_share", 1)
+        how = {"row_key": scores["row_key"], "ignored": spec.ignored, "n": n, "BLOCK": 1024}
+        p.launch(kernels.share_kernel, 1, share=share, out=out, **how)
     x = p.scratch("x", (n, m), wide)
     p.product(x, a, b.t)
     saved = saved_type(shape.dtype, needs)
     g = p.scratch("G", (n, m), shape.dtype) if any(needs) else None
-    whole = is_whole(shape.dtype, needs)
-    row_loss, col_loss, two = vector("row_loss", n), None, spec.col_lse or spec.symmetric
+    row_loss, col_loss, two = scratch("row_loss", n), None, spec.col_lse or spec.symmetric
     tile_rows, tile_cols = tile_of(n, m)
     both_rows = 32 if n * m <= FEW else 64
     dots = cdiv(n, both_rows) * cdiv(m, BOTH_COLS) if two else n
-    dot = vector("dot", dots) if needs.scale else None
-    bias_dot = vector("bias_dot", n) if needs.bias and key.one_bias else None
+    dot = scratch("dot", dots) if needs.scale else None
+    bias_dot = scratch("bias_dot", n) if needs.bias and key.one_bias else None
+    kept = kernels.COUNTED.value if counted else int(spec.drop_rows)
     rows: dict[str, Any] = {"x": x, "weight": weight, "square": square, "ignored": spec.ignored, "row_step": m}
-    rows |= {"col_step": 1, "R": tile_rows, "C": tile_cols, "KEPT": spec.drop_rows, **scores}
-    # Without other sums than that of the losses, torch adds them up.
-    total = whole and not spec.col_lse and not needs.scale
+    rows |= {"col_step": 1, "R": tile_rows, "C": tile_cols, "KEPT": kept, **scores}
     rows |= {"WHOLE": whole, "TOTAL": total, **common}
     if not two:
-        kind = kernels.SIGMOID.value if spec.softplus else kernels.SOFTMAX.value
+        kind = row_tiles.SIGMOID.value if spec.softplus else row_tiles.SOFTMAX.value
         more = {"loss": row_loss, "dot": dot, "bias_dot": bias_dot, "g": g, "LOSS": kind}
         p.launch(kernels.rows_kernel, cdiv(n, tile_rows), **more, **rows)
     else:
-        stats = {name: vector(f"row_{name}", n) for name in PARTS}
-        more = {f"{name}_out": value for name, value in stats.items()} | {"LOSS": kernels.STATS.value}
+        stats = {name: scratch(f"row_{name}", n) for name in PARTS}
+        more = {f"{name}_out": value for name, value in stats.items()} | {"LOSS": row_tiles.STATS.value}
         p.launch(kernels.rows_kernel, cdiv(n, tile_rows), loss=row_loss, **more, **rows)
         other = stats
         if spec.col_lse:
-            other, col_loss = {name: vector(f"col_{name}", m) for name in PARTS}, vector("col_loss", m)
+            other, col_loss = {name: scratch(f"col_{name}", m) for name in PARTS}, scratch("col_loss", m)
             more |= {f"{name}_out": value for name, value in other.items()}
             rows |= {"row_step": 1, "col_step": m, "R": COLUMN_ROWS, "C": min(256, tile_cols), "n": m, "m": n}
             rows |= {"row_skip": rows["col_skip"], "col_skip": rows["row_skip"]}
@@ -130,9 +112,9 @@ def loss_program(key: SmallKey) -> Program:
         order.append(p.output("dB", (m, d), saved))
         p.product(order[-1], g.t, a)
     sums: dict[str, Any] = {"row_loss": row_loss, "col_loss": col_loss, "dot": dot, "bias_dot": bias_dot}
-    sums |= {"loss_out": loss, "scale": given["scale"], "number": given["number"], **common}
+    sums |= {"loss_out": loss, "scale": scores["scale"], "number": scores["number"], **common}
     if not whole:
-        sums |= {"unit_out": vector("unit", 1), "factor_out": p.output("factor", (), wide)}
+        sums |= {"unit_out": scratch("unit", 1), "factor_out": p.output("factor", (), wide)}
     if needs.scale:
         order.append(p.output("dscale", (), wide))
         sums["scale_out"] = order[-1]
@@ -153,6 +135,25 @@ def loss_program(key: SmallKey) -> Program:
         order.append(sums["factor_out"])
     p.outputs = order
     return p.done()
+
+
+def given_scores(p: Program, key: SmallKey, facts: Sequence[str]) -> tuple[Buffer, Buffer, dict[str, Any]]:
+    """Declares a, b, scale, number, bias and ``facts``. Returns a, b, and what the scores of a kernel need by name."""
+    shape, spec = key.shape, key.spec
+    a, b = p.given("a"), p.given("b")
+    given = {name: p.given(name) for name in ("scale", "number", "bias", *facts)}
+    score = bit_sum(
+        (bit.ONE_BIAS, key.one_bias),
+        (bit.BIAS, "bias" in key.present and not key.one_bias),
+        (bit.SOFTCAP, spec.softcap),
+        (bit.SKIP, shape.has_skips),
+        (bit.MASK_SELF, spec.mask_self),
+    )
+    positive = POSITIVE[spec.positive]
+    if spec.positive == "one" and not shape.has_row_key:
+        positive = bit.DIAGONAL.value
+    more = {"softcap": float(spec.softcap), "n": shape.rows, "m": shape.cols, "SCORE": score, "POSITIVE": positive}
+    return a, a if spec.symmetric else b, {**given, **more}
 
 
 def tile_of(n: int, m: int) -> tuple[int, int]:
@@ -189,3 +190,29 @@ def gradient_program(
         named |= {"scale": given[2], "scale_out": p.output("scale_out", (), torch.float32)}
     p.launch(kernels.gradient_kernel, blocks, **named)
     return p.done()
+
+
+def given_values(
+    key: SmallKey, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The tensors and numbers that `given_scores` declares."""
+    tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
+    if tensor is not None and tensor.dtype is not torch.float32:
+        tensor = tensor.float()
+    if bias is not None:
+        bias = vector((bias[:1] if key.one_bias else bias).to(torch.float32))
+    for value in facts:
+        if value is not None:
+            facts = [None if value is None else vector(value) for value in facts]
+            break
+    return a, b, tensor, number, bias, *facts
+
+
+def run_small(program: Program, key: SmallKey, given: Sequence[Any]) -> list[Tensor]:
+    """The program's outputs. Contexts cost as much as a launch, so they are entered only where they change something."""
+    device, precision = key.shape.device, key.precision
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    if here and precision == "torch" and not torch.is_grad_enabled():
+        return program.run(device, *given)
+    with torch.cuda.device(device if device.type == "cuda" else -1), torch.no_grad(), matmul_precision(precision):
+        return program.run(device, *given)

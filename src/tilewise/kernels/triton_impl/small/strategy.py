@@ -14,31 +14,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewise.kernels.backend import Like, SmallKey
-from tilewise.kernels.precision import matmul_precision
-from tilewise.kernels.scalar_loss import SMALL_STATISTICS
-from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype, wanted_names
-from tilewise.kernels.triton_impl.program import Program
-from tilewise.kernels.triton_impl.scores import vector
-from tilewise.kernels.triton_impl.small.programs import gradient_program, is_whole, loss_program, saved_type
+from tilewise.kernels.scalar_loss import why_not_small
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype
+from tilewise.kernels.triton_impl.small.programs import (
+    given_values,
+    gradient_program,
+    is_whole,
+    loss_program,
+    run_small,
+    saved_type,
+)
+from tilewise.kernels.triton_impl.small.stats import TritonStatsJob, stats_program, why_not_stats
 from tilewise.options import TileOptions
 
 
 class TritonSmall:
     """The capability `small` of the Triton backend."""
 
-    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions) -> str | None:
-        """Why this loss cannot be computed from one block of scores, or None."""
-        if set(wanted_names(spec)) not in SMALL_STATISTICS or spec.guide != "none":
-            return "it has other statistics than a softmax or a sigmoid loss, or a guide"
-        if spec.softplus and spec.positive != "one":
-            return "a sigmoid loss has one positive in each row"
-        if shape.has_row_scale:
-            return "each row has a scale of its own"
-        return None
+    def why_not(self, shape: PairShape, spec: PairSpec, options: TileOptions, *, scalar: bool = True) -> str | None:
+        """See `Small`."""
+        return why_not_small(shape, spec) if scalar else why_not_stats(shape, spec)
 
     def block_bytes(self, shape: PairShape, spec: PairSpec) -> int:
         """Scores, and G in the type of the features."""
@@ -56,13 +54,13 @@ class TritonSmall:
         found = [like if need else ((0,), stat) for need, like in zip(needs, sizes, strict=True)]
         return [*found, ((0,) if is_whole(shape.dtype, needs) else (), stat)]
 
-    def job(self, key: SmallKey) -> TritonJob:
+    def job(self, key: SmallKey) -> TritonJob | TritonStatsJob:
         """The work for calls of one kind."""
-        return TritonJob(key)
+        return TritonJob(key) if key.scalar else TritonStatsJob(key)
 
     def describe(self, key: SmallKey) -> tuple[str, int]:
         """The program of forward, and its memory."""
-        program = loss_program(key)
+        program = loss_program(key) if key.scalar else stats_program(key, own_shift=True)
         return str(program), program.scratch_bytes
 
 
@@ -72,7 +70,7 @@ class TritonJob:
     def __init__(self, key: SmallKey) -> None:
         self.key, shape, needs = key, key.shape, key.needs
         self.program = loss_program(key)
-        self.device, self.cols = shape.device, shape.cols
+        self.cols = shape.cols
         sizes = (shape.rows, shape.width) if needs.a else None, (shape.cols, shape.width) if needs.b else None
         # Of a first backward, which may overwrite the saved gradients, and of any other one
         self.gradients = {
@@ -85,21 +83,9 @@ class TritonJob:
     ) -> tuple[Tensor, Sequence[Any]]:
         """The loss, and what `saved_like` lists."""
         key = self.key
-        tensor, number = (scale, None) if isinstance(scale, Tensor) else (None, scale)
-        if tensor is not None and tensor.dtype is not torch.float32:
-            tensor = tensor.float()
-        if key.one_bias:
-            assert bias is not None
-            bias = bias[:1]
-        if bias is not None:
-            bias = vector(bias.to(torch.float32))
-        for value in facts:
-            if value is not None:
-                facts = [None if value is None else vector(value) for value in facts]
-                break
         if key.spec.col_lse:  # the loss is the mean of two directions
             share *= 0.5
-        found = self._run(self.program, (a, b, tensor, number, bias, *facts, share))
+        found = run_small(self.program, key, (*given_values(key, a, b, scale, bias, facts), share))
         loss, *grads = found
         values = [grads.pop(0) if need else None for need in key.needs]
         factor = grads.pop() if grads else None
@@ -107,21 +93,12 @@ class TritonJob:
             values[3] = (values[3] / self.cols).expand(self.cols)
         return loss, (*values, factor)
 
-    def _run(self, program: Program, given: Sequence[Any]) -> list[Tensor]:
-        """The program's outputs. Contexts cost as much as a launch, so they are entered only where they change something."""
-        device, precision = self.device, self.key.precision
-        here = device.type != "cuda" or device.index == torch.cuda.current_device()
-        if here and precision == "torch" and not torch.is_grad_enabled():
-            return program.run(device, *given)
-        with torch.cuda.device(device if device.type == "cuda" else -1), torch.no_grad(), matmul_precision(precision):
-            return program.run(device, *given)
-
     def backward(self, saved: Sequence[Any], grad_output: Tensor, *, overwrite: bool) -> list[Tensor | None]:
         """The four gradients."""
         a, b, scale, bias, factor = saved
         needs = self.key.needs
         if needs.a or needs.b or needs.scale:
-            made = self._run(self.gradients[overwrite], (a, b, scale, factor, grad_output))
+            made = run_small(self.gradients[overwrite], self.key, (a, b, scale, factor, grad_output))
             if needs.scale:
                 scale = made.pop()
             if not (overwrite and self.in_place):
