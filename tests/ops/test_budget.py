@@ -14,7 +14,6 @@ from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.ops import budget
 from tilewise.ops.budget import budget_mib, default_mib, sized, with_budget
-from tilewise.ops.route import route
 
 AUTO = tw.TileOptions(workspace_mib="auto")
 CPU = torch.device("cpu")
@@ -139,6 +138,7 @@ def test_it_never_falls_by_much_with_more_rows():
         ({}, PairSpec(row_lse=True, col_lse=True, positive="one"), BOTH),
         ({}, PairSpec(row_lse=True, symmetric=True, positive="many"), BOTH),
         ({}, PairSpec(softplus=True, positive="one"), BOTH),
+        ({}, PairSpec(row_lse=True, guide="kl", drop_rows=True), BOTH),
         ({"key": False, "d": 512}, PairSpec(row_lse=True, positive="one"), BOTH),
     ],
 )
@@ -149,24 +149,21 @@ def test_other_calls_have_256(change, spec, needs):
     assert sized(options, head_shape(16_384, 128_256, 2048), HEAD, BOTH).workspace_mib == 2036, "and the head has more"
 
 
-def test_bits_of_invariant_rows_do_not_depend_on_their_number():
-    options = tw.TileOptions(batch_invariant=True)
-    assert sized(options, head_shape(65_536, 128_256, 2048), HEAD, BOTH) is options
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_invariant": True}, {"filter_tolerance": 1e-2}, {"filter_tolerance": "rounding"}, {"workspace_mib": 256}],
+    ids=str,
+)
+def test_other_options_have_256(settings):
+    """Bits of invariant rows do not depend on their number; a filter's plan takes the place; a number is a limit."""
+    options, shape = tw.TileOptions(**settings), head_shape(65_536, 128_256, 2048)
+    assert sized(options, shape, HEAD, BOTH) is options
+    assert options.workspace_bytes == 256 * 2**20
 
 
-def test_a_number_limits_a_head_too():
-    options = tw.TileOptions(workspace_mib=256)
-    assert sized(options, head_shape(65_536, 128_256, 2048), HEAD, BOTH) is options
-
-
-def test_the_filter_counts_with_the_default_for_the_sizes():
-    """Its plan takes 2 bytes for each row and tile of 256 columns, and must fit half of the workspace."""
-    shape = head_shape(131_072, 262_144, 1152, device=CPU)
-    tolerant = tw.TileOptions(filter_tolerance=1e-2)
-    assert "the plan would not fit" in route(shape, HEAD, tolerant, BOTH).reason
-    plan = 131_072 * 1024 * 2
-    assert plan > 128 * 2**20
-    assert plan < sized(tolerant, shape._replace(device=GPU), HEAD, BOTH).workspace_bytes / 2
+def test_rounding_drops_nothing_in_float32():
+    shape = head_shape(65_536, 128_256, 2048, torch.float32)
+    assert sized(tw.TileOptions(filter_tolerance="rounding"), shape, HEAD, BOTH).workspace_mib == 4096
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import os
 
 import torch
 
+from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.spec import Needs, PairShape, PairSpec
 from tilewise.options import DEFAULT_MIB, TileOptions
 
@@ -103,13 +104,16 @@ def default_mib(shape: PairShape) -> int:
 
 
 def _gains(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs) -> bool:
-    """Whether more than the plain default saves time: gradients of a softmax over classes, on a GPU.
+    """Whether more than the plain default saves time: exact gradients of a softmax over classes, on a GPU.
 
-    Not with ``batch_invariant``: a row's bits must not depend on the number of rows.
+    Not beside a filter's plan, nor for a teacher, whose saved scores are four times as large. With ``batch_invariant``
+    a row's bits must not depend on the number of rows.
     """
-    one_sided = spec.row_lse and not (spec.col_lse or spec.symmetric or options.batch_invariant)
-    head = one_sided and (shape.has_row_key or shape.width >= NARROWEST)
-    return head and shape.device.type == "cuda" and any(needs)
+    if shape.device.type != "cuda" or options.batch_invariant or not any(needs):
+        return False
+    if spec.col_lse or spec.symmetric or spec.guide != "none" or plans.tolerance_of(options, shape.dtype) > 0.0:
+        return False
+    return spec.row_lse and (shape.has_row_key or shape.width >= NARROWEST)
 
 
 @functools.lru_cache(maxsize=1024)
