@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, clas
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 QUICK = ((256, 64, 1000),)
 ALONE = "Liger, log-probability alone"
+SMALL = "tilewise, 256 MiB"
 REFERENCE_ROWS = 256  # tokens at a time in float64
 PAGE = RESULTS.parent.parent / "docs" / "post-training.md"
 
@@ -92,6 +94,7 @@ def liger_head() -> Head:
 
 METHODS: dict[str, Callable[[], Head]] = {
     "tilewise": lambda: tilewise_head,
+    SMALL: lambda: partial(tilewise_head, options=tw.TileOptions(workspace_mib=256)),
     "TRL": trl_head,
     ALONE: liger_head,
     "torch.compile, bf16 logits": compiled_head,

@@ -930,13 +930,13 @@ BAD = {
     "workspace 0": (
         lambda: OPTIONS(workspace_mib=0),
         ConfigError,
-        ("workspace_mib must be at least 1", "0", "default is 256"),
+        ("workspace_mib must be at least 1", "0", "leave it out for the default"),
         lambda: with_options(workspace_mib=256),
     ),
     "workspace negative": (
         lambda: OPTIONS(workspace_mib=-5),
         ConfigError,
-        ("workspace_mib must be at least 1", "-5", "256"),
+        ("workspace_mib must be at least 1", "-5", "leave it out"),
         lambda: with_options(workspace_mib=256),
     ),
     "workspace half": (

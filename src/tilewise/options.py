@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 from tilewise.errors import ConfigError
 
 BackendName = Literal["auto", "triton", "torch"]
@@ -41,10 +43,11 @@ class TileOptions:
             serve the call, an error is raised.
         workspace_mib: upper limit of the scratch memory of one call, in MiB. Gradients and statistics, which grow with
             the number of rows plus columns, are not included. With more of it, some losses are faster: they keep
-            scores instead of computing them twice. None, the default, is 256, and 768 for a small batch, whose scores
-            are computed all at once. "auto" is a quarter of the memory that is free on the device at each call, rounded
-            down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside of ``torch.compile`` and for
-            retrieval it is 256.
+            scores instead of computing them twice. None, the default, depends on the sizes of the call only: 768 for a
+            small batch, whose scores are computed all at once; 256 to 4,096 for a softmax over classes on a GPU; 256
+            for all other calls. `tilewise.explain` shows it. "auto" is a quarter of the memory that is free on the
+            device at each call, rounded down to 2**k or 1.5 * 2**k MiB, between 64 MiB and 8 GiB; with a group, inside
+            of ``torch.compile`` and for retrieval it is the default.
         precision: precision of float32 products. "torch" follows ``torch.get_float32_matmul_precision()``,
             "highest" is full float32, "high" permits TF32.
         filter_tolerance: the largest probability mass that the filter may drop from each row in backward. The loss
@@ -85,18 +88,19 @@ class TileOptions:
         check_choice("ring_gradients", self.ring_gradients, get_args(RingGradients))
         check_choice("gradients", self.gradients, get_args(GradientsIn))
         memory = self.workspace_mib
-        known = memory is None or isinstance(memory, int) or (isinstance(memory, str) and memory == "auto")
+        number = isinstance(memory, (int, torch.SymInt))  # a compiler's symbol for a default from sizes
+        known = memory is None or number or (isinstance(memory, str) and memory == "auto")
         if isinstance(memory, bool) or not known:
             how = "Round it" if isinstance(memory, float) else "Pass an int"
             raise ConfigError(f'workspace_mib is a whole number of MiB or "auto", got {memory!r:.60}. {how}')
         if isinstance(memory, int) and memory < 1:
             raise ConfigError(
                 f"workspace_mib must be at least 1, got {memory}. A tile needs scratch memory; "
-                f"the default is {DEFAULT_MIB}"
+                "leave it out for the default"
             )
         tolerance = self.filter_tolerance
-        number = isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0
-        if not number and not (isinstance(tolerance, str) and tolerance == "rounding"):
+        share = isinstance(tolerance, (int, float)) and 0.0 <= tolerance < 1.0
+        if not share and not (isinstance(tolerance, str) and tolerance == "rounding"):
             raise ConfigError(
                 f'filter_tolerance is a probability mass in [0, 1) or "rounding", got {tolerance!r}; 0 is exact'
             )
@@ -112,8 +116,9 @@ class TileOptions:
 
     @property
     def workspace_bytes(self) -> int:
-        """`workspace_mib` in bytes; the default in place of an "auto" that nothing replaced by a number."""
-        return (self.workspace_mib if isinstance(self.workspace_mib, int) else DEFAULT_MIB) * 2**20
+        """`workspace_mib` in bytes; 256 MiB in place of a None or "auto" that nothing replaced by a number."""
+        memory = self.workspace_mib
+        return (DEFAULT_MIB if memory is None or isinstance(memory, str) else memory) * 2**20
 
     @property
     def small_bytes(self) -> int:

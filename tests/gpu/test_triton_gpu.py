@@ -125,26 +125,55 @@ def test_siglip_at_65536_takes_640_mib():
     assert peak_bytes(step) <= 640 * MIB
 
 
+def head(n, vocabulary, d):
+    hidden = torch.randn(n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    classifier = torch.randn(vocabulary, d, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    return hidden, classifier, torch.randint(vocabulary, (n,), device="cuda")
+
+
 def test_cross_entropy_takes_its_gradients_and_the_workspace():
     """Saved columns take 184 MiB of it, from forward on, and float32 row gradients 72. The peak is backward's.
 
     Beside the workspace, the correction of positives has partial sums: 2 x 128 x 2304 numbers in float32, 2.3 MiB.
     """
     n, vocabulary, d = 8192, 256_000, 2304
-    hidden = torch.randn(n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    classifier = torch.randn(vocabulary, d, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
-    target = torch.randint(vocabulary, (n,), device="cuda")
+    hidden, classifier, target = head(n, vocabulary, d)
+    options = GPU.options(workspace_mib=256)
 
     def step():
-        loss = tw.linear_cross_entropy(hidden, classifier, target, options=GPU.options())
+        loss = tw.linear_cross_entropy(hidden, classifier, target, options=options)
         torch.autograd.grad(loss, (hidden, classifier))
 
     assert peak_bytes(step) <= 2 * d * (n + vocabulary) + 260 * MIB
     before = torch.cuda.memory_allocated()
-    loss = tw.linear_cross_entropy(hidden, classifier, target, options=GPU.options())
+    loss = tw.linear_cross_entropy(hidden, classifier, target, options=options)
     assert torch.cuda.memory_allocated() - before <= 2 * d * vocabulary + 186 * MIB, "between the passes"
     del loss
     assert torch.cuda.memory_allocated() - before <= MIB
+
+
+@pytest.mark.parametrize("n, vocabulary, d", [(8192, 256_000, 2304), (16_376, 128_256, 2048), (40_000, 128_256, 1024)])
+def test_the_default_takes_no_more_than_explain_says(n, vocabulary, d):
+    leaves = head(n, vocabulary, d)
+    (found,) = tw.explain(tw.linear_cross_entropy, *leaves).calls
+    assert "the default for these sizes" in found.workspace_limit
+    peak = peak_bytes(lambda: torch.autograd.grad(tw.linear_cross_entropy(*leaves), leaves[:2]))
+    assert peak <= found.peak_bytes + 24 * (n + vocabulary) * 8 + 12 * MIB
+    logits = 2 * n * vocabulary
+    assert peak <= 0.7 * (logits + found.gradient_bytes) + found.accumulator_bytes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_full_card_gives_the_same_bits(compiled):
+    leaves = head(16_376, 128_256, 1024)
+    loss = torch.compile(tw.linear_cross_entropy, fullgraph=True) if compiled else tw.linear_cross_entropy
+    empty = torch.autograd.grad(loss(*leaves), leaves[:2])
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    other = torch.empty(free - 6 * 2**30, dtype=torch.uint8, device="cuda")  # 6 GiB remain
+    full = torch.autograd.grad(loss(*leaves), leaves[:2])
+    del other
+    assert all(torch.equal(one, two) for one, two in zip(empty, full, strict=True))
 
 
 # Which backend ---------------------------------------------------------------------------------------------------

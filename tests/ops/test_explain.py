@@ -304,7 +304,8 @@ def test_the_program_is_printed_below_the_decision():
     found = tw.explain(tw.clip_loss, x, y, 3.0, options=tw.TileOptions(backend="triton"))
     lines = str(found).splitlines()
     assert lines[3].startswith("  memory  ")
-    assert lines[4:6] == ["  program", "    1. x = a @ b'"]
+    assert lines[4] == "  workspace at most 768 MiB: the default of a small batch"
+    assert lines[5:7] == ["  program", "    1. x = a @ b'"]
     assert "\n    4. both_kernel x 2: x," in str(found)
     assert lines[-1] == "    peak: 37,888 bytes"
     options = tw.TileOptions(backend="triton", gradients="backward")

@@ -40,7 +40,7 @@ def hopper(monkeypatch):
 def test_this_machine():
     done = CliRunner().invoke(app, ["doctor", "--json"])
     found = json.loads(done.stdout)
-    assert set(found["versions"]) == {"tilewise", "python", "torch", "triton", "cuda", "driver"}
+    assert set(found["versions"]) == {"tilewise", "python", "torch", "triton", "assembler", "cuda", "driver"}
     assert found["versions"]["torch"] == torch.__version__
     assert len(found["calls"]) == 4
     assert {call["strategy"] for call in found["calls"]} <= {"one_pass", "two_pass"}
@@ -67,6 +67,19 @@ def test_a_card_without_problems(hopper):
 def test_a_card_without_notes(hopper, monkeypatch):
     monkeypatch.setattr(known_faults, "triton_version", lambda: "3.9.0")
     assert doctor.check_up().notes == []
+
+
+def test_the_assembler_is_that_which_triton_uses(monkeypatch, tmp_path):
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.4, V13.4.59\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
+    assert doctor.assembler_version() == "ptxas 13.4.59"
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "missing"))
+    assert doctor.assembler_version() is None
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    if doctor.registry.installed("triton"):
+        assert "ptxas" in (doctor.assembler_version() or "")
 
 
 def test_tuned_sizes_are_found(hopper):

@@ -1,15 +1,26 @@
-"""The number for ``workspace_mib="auto"``: a share of the memory that is free when a loss is called."""
+"""How many MiB a call may take if ``workspace_mib`` is no number: from its sizes, or, for "auto", from free memory.
+
+The default is 256 MiB, and more for a softmax over classes on a GPU, where exponentials that forward keeps save time.
+It depends on sizes, types and settings only, so results have the same bits whatever else is on the card.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import torch
 
-from tilewise.options import TileOptions
+from tilewise.kernels import filter_plan as plans
+from tilewise.kernels.spec import Needs, PairShape, PairSpec
+from tilewise.options import DEFAULT_MIB, TileOptions
 
 MIB = 2**20
+ALL_ROWS_MIB, MOST_MIB = 576, 4096
+FEWEST_ROWS, MOST_ROWS, WHOLE_ROWS = 2048, 8192, 256  # rows whose exponentials are kept, and what divides their number
+ONE_MACRO = 16384  # with more rows and classes, two passes need a float32 sum of the classifier's gradient too
+NARROWEST = 1024  # features; with fewer, forward of two passes saves nothing
 SHARE = 4  # a quarter of what is free
 LEAST, MOST = 64, 8192  # MiB; more than 8 GiB was not measured
 
@@ -46,3 +57,65 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # not on macOS and Windows
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def sized(options: TileOptions, shape: PairShape, spec: PairSpec, needs: Needs) -> TileOptions:
+    """The options with the number for these sizes, if the user gave none and it is not the plain default."""
+    if isinstance(options.workspace_mib, (int, torch.SymInt)) or not _gains(shape, spec, options, needs):
+        return options
+    mib = default_mib(shape)
+    with_mib = _with_mib if isinstance(mib, int) else _with_mib.__wrapped__  # a compiler's symbol is no key of a cache
+    return with_mib(options, mib)
+
+
+def limit_and_reason(options: TileOptions, shape: PairShape, spec: PairSpec, needs: Needs) -> tuple[int, str]:
+    """The MiB that a call may take, and why, for `explain`."""
+    if isinstance(options.workspace_mib, int):
+        return options.workspace_mib, "workspace_mib"
+    if not _gains(shape, spec, options, needs):
+        return DEFAULT_MIB, "the default"
+    mib = default_mib(shape)
+    rows = min(mib * MIB // row_bytes(shape), shape.rows)
+    return mib, f"the default for these sizes, about the exponentials of {rows:,} rows"
+
+
+def row_bytes(shape: PairShape) -> int:
+    """The memory of a row's exponentials, its scaled features and its sums of tiles."""
+    return shape.dtype.itemsize * (shape.cols + shape.width) + shape.cols // 32
+
+
+def default_mib(shape: PairShape) -> int:
+    """The default for a softmax over classes on a GPU.
+
+    A quarter of the rows, 2,048 to 8,192 of them, with a float32 sum of the classifier's gradient up to 16,384 rows;
+    at most two thirds of what a loss takes that stores all logits, and 4 GiB; at least all rows, or 576 MiB of them.
+
+    >>> head = PairShape(65536, 128256, 2048, torch.bfloat16, torch.device("cuda"))
+    >>> default_mib(head), default_mib(head._replace(rows=1024))
+    (2068, 259)
+    """
+    n, classes, width, item, row = shape.rows, shape.cols, shape.width, shape.dtype.itemsize, row_bytes(shape)
+    # Rounded up, because a few rows fewer than a power of 2 (as with ``shift=1``) should not add a block.
+    rows = min(max(-(-n // (4 * WHOLE_ROWS)) * WHOLE_ROWS, FEWEST_ROWS), MOST_ROWS)
+    fast = min(n * row, rows * row + (4 * classes * width if n <= ONE_MACRO else 0))
+    two_thirds = (2 * item * n * classes - item * (n + classes) * width) // 3  # gradients not counted
+    least = max(min(n * row, ALL_ROWS_MIB * MIB), DEFAULT_MIB * MIB)
+    return -(-max(min(fast, two_thirds, MOST_MIB * MIB), least) // MIB)
+
+
+def _gains(shape: PairShape, spec: PairSpec, options: TileOptions, needs: Needs) -> bool:
+    """Whether more than the plain default saves time: exact gradients of a softmax over classes, on a GPU.
+
+    Not beside a filter's plan, nor for a teacher, whose saved scores are four times as large. With ``batch_invariant``
+    a row's bits must not depend on the number of rows.
+    """
+    if shape.device.type != "cuda" or options.batch_invariant or not any(needs):
+        return False
+    if spec.col_lse or spec.symmetric or spec.guide != "none" or plans.tolerance_of(options, shape.dtype) > 0.0:
+        return False
+    return spec.row_lse and (shape.has_row_key or shape.width >= NARROWEST)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_mib(options: TileOptions, mib: int) -> TileOptions:
+    return dataclasses.replace(options, workspace_mib=mib)

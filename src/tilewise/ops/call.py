@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise._version import __version__
 from tilewise.kernels.backend import SMALL_TENSORS, SmallKey
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
+from tilewise.ops.budget import sized
 from tilewise.options import TileOptions
 
 
@@ -101,6 +102,11 @@ class Call(NamedTuple):
     def _scale_tensor(self) -> Tensor:
         a = self.leaves[0]
         return torch.full((), self.leaves[2], dtype=stat_dtype(a.dtype), device=a.device)
+
+    @property
+    def options(self) -> TileOptions:
+        """Those of the call, with the workspace for its sizes; n is that before ignored rows are dropped."""
+        return sized(self.settings.options, self.shape, self.settings.spec, self.settings.needs)
 
     @property
     def row_weight(self) -> Tensor | None:

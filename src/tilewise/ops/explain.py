@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_map_only
 from tilewise.errors import ConfigError
 from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, may_save, stat_dtype
+from tilewise.ops.budget import limit_and_reason
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
 from tilewise.ops.rows import copied_bytes
+from tilewise.options import DEFAULT_SMALL_MIB
 from tilewise.ring.exchange import find_exchange
 
 MIB = 2**20
@@ -37,8 +39,9 @@ class Decision:
         gradient_bytes: the gradients that are returned.
         accumulator_bytes: float32 sums or saved float32 gradients of half types; over a group also the blocks that
             travel and the sums over them, for shards of equal size.
-        workspace_bytes: what a call of these sizes uses of ``TileOptions.workspace_mib``.
+        workspace_bytes: what a call of these sizes uses of the workspace.
         copy_bytes: if some tokens are ignored, a copy of the others, and their gradient before it is put back.
+        workspace_limit: the most workspace that the call may use, and why: ``TileOptions.workspace_mib`` or a default.
         program: on the Triton backend, the steps of forward and backward, their buffers, and the exact peak of their
             memory; "" for the filter, over a group, and on other backends.
     """
@@ -57,6 +60,7 @@ class Decision:
     workspace_bytes: int
     refused: tuple[tuple[str, str], ...] = ()
     copy_bytes: int = 0
+    workspace_limit: str = ""
     program: str = ""
 
     @property
@@ -79,7 +83,8 @@ class Decision:
             f"{self.operator}: {self.rows:,} x {self.cols:,} scores of width {self.width:,}, {kind} on {self.device}\n"
             f"  backend   {self.backend}{refused}\n"
             f"  strategy  {self.strategy}: {self.reason}\n"
-            f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory}){program}"
+            f"  memory    at most {-(-self.peak_bytes // MIB):,} MiB above the inputs ({memory})\n"
+            f"  workspace {self.workspace_limit}{program}"
         )
 
 
@@ -123,6 +128,7 @@ def note(operator: str, call: Call, way: Route) -> None:
         accumulator_bytes=accumulator_bytes + _ring_bytes(call),
         workspace_bytes=workspace_bytes,
         refused=tuple(refusals(shape, settings.spec, settings.options).items()),
+        workspace_limit=_workspace_limit(call, way),
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
         program=program,
     )
@@ -136,7 +142,7 @@ def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
 
 
 def _accumulator_bytes(call: Call, way: Route) -> int:
-    spec, options, _, needs = call.settings[:4]
+    spec, options, needs = call.settings.spec, call.options, call.settings.needs
     if not way.forms_gradients:
         return way.backend.accumulator_bytes(call.shape, needs, spec, options)
     if call.shape.dtype not in HALF_TYPES:
@@ -148,14 +154,14 @@ def _accumulator_bytes(call: Call, way: Route) -> int:
 
 def _work(call: Call, way: Route, gradient_bytes: int) -> tuple[str, int, int]:
     """`Decision.program`, bytes of accumulators without those of a group, and `Decision.workspace_bytes`."""
-    spec, options, group_name, needs = call.settings[:4]
+    spec, _, group_name, needs = call.settings[:4]
     accumulators = _accumulator_bytes(call, way) if any(needs) else 0
     if way.strategy == "small":
         assert way.backend.small is not None
         program, workspace = way.backend.small.describe(call.small_key(call.shape, scalar=way.forms_gradients))
         return program, accumulators, workspace
     if not group_name:
-        job = call.pair(), call.weights(), needs, spec, options
+        job = call.pair(), call.weights(), needs, spec, call.options
         found = way.backend.describe(*job, strategy=way.strategy, save=may_save(needs, spec))
         if found is not None:
             return found[0], 0, max(0, found[1] - gradient_bytes)
@@ -163,12 +169,22 @@ def _work(call: Call, way: Route, gradient_bytes: int) -> tuple[str, int, int]:
 
 
 def _workspace_bytes(call: Call, way: Route) -> int:
-    shape, options = call.shape, call.settings.options
+    shape, options = call.shape, call.options
     used = way.backend.workspace_bytes(shape, call.settings.spec, options, way.strategy)
     if shape.dtype in HALF_TYPES:
         return used
     # Before that, `positive_shift` multiplies each row by its own column.
     return max(used, min(options.workspace_bytes // 2, 2 * shape.rows * shape.width * shape.dtype.itemsize))
+
+
+def _workspace_limit(call: Call, way: Route) -> str:
+    """`Decision.workspace_limit`. Over a group, for shards of equal size."""
+    spec, options, _, needs = call.settings[:4]
+    if way.strategy == "small" and options.workspace_mib is None:
+        mib, reason = DEFAULT_SMALL_MIB, "the default of a small batch"
+    else:
+        mib, reason = limit_and_reason(options, call.shape, spec, needs)
+    return f"at most {mib:,} MiB: {reason}"
 
 
 def _ring_bytes(call: Call) -> int:

@@ -136,13 +136,13 @@ class PairLoss:
 
     def like(self, call: Call) -> list[Like]:
         """Sizes and types of the loss and the saved tensors of the registered operator."""
-        spec, options, _, needs = call.settings[:4]
+        spec, needs = call.settings.spec, call.settings.needs
         way = strategies.route_of(call, scalar=True, eager=False)
         if is_explaining():
             note(self.name, call, way)
         loss: list[Like] = [((), stat_dtype(call.leaves[0].dtype))]
         if way.forms_gradients:
-            return loss + way.saved_like(call.shape, needs, spec, options)
+            return loss + way.saved_like(call.shape, needs, spec, call.options)
         vectors = _stats_like(call, (*saved_names(spec), *_saved_gradients(spec)))
         return loss + vectors + (_plan_like(call) if way.strategy == "filtered" else [])
 

@@ -19,6 +19,7 @@ from tilewise.kernels import filter_plan as plans
 from tilewise.kernels.backend import Backend, Like, OnePass
 from tilewise.kernels.registry import choose_backend, forget_with_backends
 from tilewise.kernels.spec import Needs, PairShape, PairSpec, wanted_names
+from tilewise.ops.budget import sized
 from tilewise.ops.limits import Limits, current
 from tilewise.ops.row_blocks import in_blocks
 from tilewise.options import TileOptions
@@ -92,6 +93,7 @@ def _route(
         return Route("small", reason, backend, forms_gradients=scalar)
     if not any(needs):
         return Route("two_pass", "no gradient is needed", backend)
+    options = sized(options, shape, spec, needs)
     if spec.guide != "none":
         return Route("two_pass", "a second score matrix is computed in the same tiles", backend)
     if (tolerance := plans.tolerance_of(options, shape.dtype)) > 0.0:

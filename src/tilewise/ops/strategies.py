@@ -76,7 +76,7 @@ def route_of(call: Call, *, scalar: bool, eager: bool) -> Route:
 
 def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
     """Statistics by `two_pass` or `filtered`; ``pair`` is that of the call."""
-    spec, options, group_name, needs = call.settings[:4]
+    spec, _, group_name, needs = call.settings[:4]
     with without_autocast(pair.a):
         pending = PendingRows.of(pair, spec)
         guess = None
@@ -91,7 +91,9 @@ def find_stats(call: Call, pair: Pair, way: Route, *, eager: bool) -> Found:
             from tilewise.ops.distributed.ring_stats import ring_forward
 
             fewer = pair if rows is None else rows.of_pair(pair)
-            found = Found(ring_forward(fewer, spec, options, group_name, needs, call.settings.must_match))
+            settings = call.settings
+            how = settings.options, group_name, needs, settings.must_match
+            found = Found(ring_forward(fewer, spec, *how, rows_given=pair.a.shape[0]))
         else:
             found = _without_group(call, pair, rows, way, eager=eager)
         return found if rows is None else found._replace(stats=rows.scatter_back(found.stats), rows=rows)
@@ -104,7 +106,7 @@ def _may_guess(call: Call, way: Route) -> bool:
 
 def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *, eager: bool) -> Found:
     """Statistics of the rows that stay, of this process alone."""
-    spec, options = call.settings[:2]
+    spec, options = call.settings.spec, call.options
     fewer = pair if rows is None else rows.of_pair(pair)
     if way.strategy == "filtered":
         return _filtered(call, pair, fewer, rows, eager=eager)
@@ -119,7 +121,7 @@ def _without_group(call: Call, pair: Pair, rows: KeptRows | None, way: Route, *,
 
 
 def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
-    spec, options, _, needs = call.settings[:4]
+    spec, options, needs = call.settings.spec, call.options, call.settings.needs
     if save and may_save(needs, spec):
         stats, saved = backend.forward_saving(pair, spec, options)
         return Found(stats, saved=saved, backend=backend)
@@ -128,7 +130,7 @@ def _two_pass(backend: Backend, pair: Pair, call: Call, *, save: bool) -> Found:
 
 def _filtered(call: Call, pair: Pair, fewer: Pair, rows: KeptRows | None, *, eager: bool) -> Found:
     """``fewer`` is the pair without the rows that are dropped. With fewer rows the exact gradients may be faster."""
-    spec, options, _, needs = call.settings[:4]
+    spec, options, needs = call.settings.spec, call.options, call.settings.needs
     plan: FilterPlan | None
     way = route(fewer.shape, spec, options, needs)
     if way.strategy != "filtered":
@@ -169,6 +171,7 @@ def stats_backward(
     """
     spec, options, group_name = call.settings[:3]
     pair = call.pair()
+    options, rows_given = options if group_name else call.options, pair.a.shape[0]
     with without_autocast(pair.a):
         if found.plan is not None:
             chosen = choose_backend(pair.shape, spec, options).filtered
@@ -195,8 +198,8 @@ def stats_backward(
 
 def stats_jvp(call: Call, along: Grads, names: Sequence[str]) -> tuple[Stats, Stats]:
     """The statistics, and the derivatives of those in ``names`` along directions of the leaves: see `registry`."""
-    spec, options, group_name = call.settings[:3]
-    if group_name:
+    spec, options = call.settings.spec, call.options
+    if call.settings.group_name:
         raise GradientError(
             "over a process group, tilewise losses have first derivatives only: a gradient has no derivative, not even "
             "with respect to grad_output. Detach the gradient, or call the loss without group="
@@ -224,7 +227,7 @@ def find_loss(call: Call, way: Route, *, eager: bool) -> tuple[Tensor, OnePassFo
 
     Eager calls save only the rows that count.
     """
-    spec, options, _, needs = call.settings[:4]
+    spec, options, needs = call.settings.spec, call.options, call.settings.needs
     pair, weights = call.pair(), call.weights()
     with without_autocast(pair.a):
         rows = KeptRows.find(pair, spec)
@@ -265,7 +268,7 @@ forget_with_backends(_job.cache_clear)
 
 def loss_backward(call: Call, found: OnePassFound, grad_output: Tensor, *, eager: bool) -> Grads:
     """The gradients that `find_loss` saved, multiplied by ``grad_output``."""
-    spec, options, _, needs = call.settings[:4]
+    spec, options, needs = call.settings.spec, call.options, call.settings.needs
     work, pair, saved, rows = found
     with without_autocast(pair.a):
         if isinstance(work, OnePass):

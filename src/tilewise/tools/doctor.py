@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +109,7 @@ def find_versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": known_faults.triton_version() if registry.installed("triton") else None,
+        "assembler": assembler_version(),
         "cuda": torch.version.cuda,
         "driver": driver_version(),
     }
@@ -115,14 +118,27 @@ def find_versions() -> dict[str, str | None]:
 def driver_version() -> str | None:
     """The version of the NVIDIA driver, or None."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = "" if tool is None else output_of(tool, "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.split("\n")[0].strip() or None
+
+
+def assembler_version() -> str | None:
+    """The assemblers of Triton: that of ``TRITON_PTXAS_PATH`` if it is set, else those in its package; or None."""
+    spec = importlib.util.find_spec("triton")
+    tools = [Path(os.environ["TRITON_PTXAS_PATH"])] if "TRITON_PTXAS_PATH" in os.environ else []
+    if not tools and spec is not None and spec.submodule_search_locations:
+        folder = Path(spec.submodule_search_locations[0]) / "backends" / "nvidia" / "bin"
+        tools = sorted(folder.glob("ptxas*"))
+    versions = {tool.name: re.search(r"V([\d.]+)", output_of(str(tool), "--version")) for tool in tools}
+    return ", ".join(f"{name} {version[1]}" for name, version in versions.items() if version) or None
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; "" if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
+        return ""
 
 
 def find_devices() -> list[Device]:

@@ -34,7 +34,9 @@ Memory = Annotated[
     typer.Option(help="memory of one device, such as 80GiB or 24GB; default: that of this machine's devices, or 80GiB"),
 ]
 Reserve = Annotated[float, typer.Option(help="GiB of each device that are left to libraries")]
-Workspace = Annotated[int, typer.Option(help="MiB of workspace of tilewise on each device")]
+Workspace = Annotated[
+    int, typer.Option(help="MiB of workspace of tilewise on each device; tw.explain shows that of a call")
+]
 
 
 @plan_app.command()

@@ -34,6 +34,7 @@ from tilewise.kernels.spec import (
     Stats,
     wanted_stats,
 )
+from tilewise.ops.budget import sized
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
@@ -48,16 +49,26 @@ SAME = {"row_key": TARGETS, "pick": "picked ids", "row_scale": "temperature of e
 
 
 def ring_forward(
-    pair: Pair, spec: PairSpec, options: TileOptions, group_name: str, needs: Needs, must_match: str = ""
+    pair: Pair,
+    spec: PairSpec,
+    options: TileOptions,
+    group_name: str,
+    needs: Needs,
+    must_match: str = "",
+    *,
+    rows_given: int | None = None,
 ) -> Stats:
     """Statistics of this rank's rows over all columns, and of its columns over all rows.
 
-    ``must_match``: the loss's own settings, which must be equal on every rank.
+    ``must_match``: the loss's own settings, which must be equal on every rank. ``rows_given``: the number of rows
+    before ignored ones were dropped. The default workspace depends on it, and on the largest shard of the columns.
     """
     exchange = find_exchange(group_name)
     if exchange.world == 1:
+        options = _sized(options, pair, spec, needs, rows_given)
         return choose_backend(pair.shape, spec, options).forward(pair, spec, options)
     shards = _agree(exchange, "forward", pair, spec, options, needs, must_match)
+    options = _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
         return merged_forward(exchange, pair, spec, options)
@@ -79,7 +90,7 @@ def ring_forward(
     return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
 
 
-def ring_backward(job: Backward, group_name: str) -> Grads:
+def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = None) -> Grads:
     """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
@@ -87,11 +98,12 @@ def ring_backward(job: Backward, group_name: str) -> Grads:
     exchange = find_exchange(group_name)
     pair, stats, grad, needs, spec, options = job = job._replace(grad=_fill(job.grad, job.spec, job.pair))
     if exchange.world == 1:
+        job = job._replace(options=_sized(options, pair, spec, needs, rows_given))
         return choose_backend(pair.shape, spec, options).backward(*job)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
-    pair = _placed(pair, spec, shards)
+    pair, options = _placed(pair, spec, shards), _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     if spec.same_rows:
-        return summed_backward(exchange, job._replace(pair=pair))
+        return summed_backward(exchange, job._replace(pair=pair, options=options))
     of_columns = _column_stats(spec)
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
@@ -130,6 +142,15 @@ def ring_backward(job: Backward, group_name: str) -> Grads:
     return Grads(
         a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home["bias"].clone() if needs.bias else None
     )
+
+
+def _sized(
+    options: TileOptions, pair: Pair, spec: PairSpec, needs: Needs, rows: int | None, cols: int | None = None
+) -> TileOptions:
+    """The options with the workspace for these numbers of rows and columns; by default those of the pair."""
+    shape = pair.shape
+    shape = shape._replace(rows=shape.rows if rows is None else rows, cols=shape.cols if cols is None else cols)
+    return sized(options, shape, spec, needs)
 
 
 def _agree(
