@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tests import oracles
 from tests.oracles import nt_xent_dense, siglip_dense, supcon_dense
 from torch._subclasses import FakeTensorMode
@@ -289,6 +290,27 @@ BAD = {
         RangeError,
         ("temperature must be positive", "0.0", "logarithm"),
         lambda: (tw.info_nce(A, B, temperature=math.exp(0.0)), infonce(temperature=1.0)),
+    ),
+    "margin below 0": (
+        lambda: tw.margin_softmax_loss(A, B, Y, m2=-0.5),
+        RangeError,
+        ("m1 is above 0, m2 and m3 are at least 0", "1.0, -0.5 and 0.0", "1, 0 and 0"),
+        lambda: (tw.margin_softmax_loss(A, B, Y, m1=1, m2=0, m3=0), ce(A, F.normalize(B), scale=64.0)),
+    ),
+    "no classes sampled": (
+        lambda: tw.margin_softmax_loss(A, B, Y, sample_rate=0),
+        RangeError,
+        ("sample_rate is above 0 and at most 1", "got 0", "Pass 1 for all"),
+        lambda: (
+            tw.margin_softmax_loss(A, B, Y, m2=0.0, sample_rate=1.0),
+            ce(A, F.normalize(B), scale=64.0),
+        ),
+    ),
+    "no classes": (
+        lambda: tw.MarginSoftmaxLoss(4, 0),
+        RangeError,
+        ("num_classes is at least 1", "got 0", "Pass one for each"),
+        lambda: (torch.tensor(tw.MarginSoftmaxLoss(4, 6).weight.shape), torch.tensor([6, 4])),
     ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),

@@ -1,5 +1,7 @@
 """Every loss as one would write it with all logits in memory. For tests only; any dtype up to float64."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -91,6 +93,22 @@ def info_nce_dense(
     if symmetric:
         loss = (loss + F.cross_entropy(columns, torch.arange(n, device=query.device), reduction="none")) / 2
     return reduced(loss, reduction)
+
+
+def margin_softmax_dense(input, weight, target, m1=1.0, m2=0.5, m3=0.0, scale=64.0, reduction="mean"):
+    """One angle at a time. Targets of -100 do not count."""
+    cos = F.normalize(input, dim=1) @ F.normalize(weight, dim=1).T
+    counted = target >= 0
+    own = cos.gather(1, target.clamp(min=0)[:, None])
+    theta = own.acos()
+    phi = m1 * theta + m2
+    k = (phi / torch.pi).floor()
+    raised = (1 - 2 * (k % 2)) * phi.cos() - 2 * k
+    if m1 == 1:
+        raised = torch.where(phi > torch.pi, own - m2 * math.sin(m2), raised)
+    logits = scale * cos.scatter(1, target.clamp(min=0)[:, None], raised - m3)
+    loss = torch.where(counted, F.cross_entropy(logits, target, reduction="none"), 0.0)
+    return loss.sum() / counted.sum() if reduction == "mean" else reduced(loss, reduction)
 
 
 def linear_cross_entropy_dense(

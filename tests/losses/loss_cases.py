@@ -504,6 +504,33 @@ def cross_entropy_everything(make: Maker) -> Problem:
     return cross_entropy_problem(make, bias=True, weight=True, label_smoothing=0.1, softcap=3.0, z_loss=0.01, shift=1)
 
 
+def _margin_softmax(make: Maker, **fixed: float) -> Problem:
+    classes = make.n + 41
+    target = make.integers(classes, make.n)
+    target[::3] = -100
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(6.0),
+    }
+    return Problem(
+        leaves,
+        lambda p, **how: tw.margin_softmax_loss(p.hidden, p.classifier, target, logit_scale=p.scale, **fixed, **how),
+        lambda p, **how: oracles.margin_softmax_dense(p.hidden, p.classifier, target, scale=p.scale, **fixed, **how),
+    )
+
+
+@case
+def margin_arcface(make: Maker) -> Problem:
+    """A margin of 1.7 takes many angles beyond pi."""
+    return _margin_softmax(make, m2=1.7, m3=0.1)
+
+
+@case
+def margin_sphereface(make: Maker) -> Problem:
+    return _margin_softmax(make, m1=2.5, m2=0.0)
+
+
 @case
 def logsumexp(make: Maker) -> Problem:
     columns = make.n + 9
