@@ -22,7 +22,7 @@ from tilewise.errors import (
     RangeError,
     ShapeError,
 )
-from tilewise.losses.info_nce import NO_ID
+from tilewise.losses.negatives import NO_ID
 
 A = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
 B = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), dim=1)
@@ -311,6 +311,39 @@ BAD = {
         RangeError,
         ("num_classes is at least 1", "got 0", "Pass one for each"),
         lambda: (torch.tensor(tw.MarginSoftmaxLoss(4, 6).weight.shape), torch.tensor([6, 4])),
+    ),
+    "labels without a queue": (
+        lambda: tw.supcon_loss(A, PAIRED, queue_labels=Y),
+        ConfigError,
+        ("queue and queue_labels belong together", "got queue_labels alone", "Pass queue too"),
+        lambda: (
+            tw.supcon_loss(A, PAIRED, queue=B, queue_labels=PAIRED),
+            supcon_dense(A.double(), PAIRED, queue=B.double(), queue_labels=PAIRED),
+        ),
+    ),
+    "log_q of the keys alone": (
+        lambda: tw.info_nce(A, B, B9, log_q=-EACH),
+        ShapeError,
+        (r"each shared negative, so its shape is \(15,\)", r"\(6,\)", "Pass 0 for a negative"),
+        lambda: (
+            tw.info_nce(A, B, B9, log_q=torch.cat([-EACH, torch.zeros(9)])),
+            infonce(negatives=B9.double(), log_q=torch.cat([-EACH, torch.zeros(9)])),
+        ),
+    ),
+    "log_q with a gradient": (
+        lambda: tw.info_nce(A, B, log_q=WEIGHT),
+        GradientError,
+        ("log_q is a constant", "requires grad", r"log_q\.detach\(\)"),
+        lambda: (tw.info_nce(A, B, log_q=WEIGHT.detach()), infonce(log_q=WEIGHT.detach())),
+    ),
+    "log_q of an item that was never drawn": (
+        lambda: tw.info_nce(A, B, log_q=COUNTS.log() - COUNTS.sum().log()),
+        RangeError,
+        ("log_q holds finite logarithms", "-inf", "at least once"),
+        lambda: (
+            tw.info_nce(A, B, log_q=COUNTS.clamp(min=1).log() - COUNTS.sum().log()),
+            infonce(log_q=COUNTS.clamp(min=1).log() - COUNTS.sum().log()),
+        ),
     ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),

@@ -150,6 +150,31 @@ def nt_xent(make: Maker) -> Problem:
     )
 
 
+@case
+def nt_xent_decoupled_with_queue(make: Maker) -> Problem:
+    return Problem(
+        {"z": make.unit(make.n // 2 * 2), "temperature": make.number(0.2), "queue": make.unit(make.n + 7)},
+        lambda p, **how: tw.nt_xent(p.z, temperature=p.temperature, decoupled=True, queue=p.queue, **how),
+        lambda p, **how: oracles.nt_xent_dense(p.z, p.temperature, decoupled=True, queue=p.queue, **how),
+    )
+
+
+@case
+def supcon_with_queue(make: Maker) -> Problem:
+    """Some rows have positives in the queue alone."""
+    labels, others = make.integers(make.n, make.n), make.integers(make.n, make.n + 7)
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        return tw.supcon_loss(p.z, labels, temperature=p.temperature, queue=p.queue, queue_labels=others, **how)
+
+    def dense(p: Any, **how: Any) -> Tensor:
+        return oracles.supcon_dense(p.z, labels, p.temperature, queue=p.queue, queue_labels=others, **how)
+
+    return Problem(
+        {"z": make.unit(make.n), "temperature": make.number(0.1), "queue": make.unit(make.n + 7)}, ours, dense
+    )
+
+
 def _supcon(make: Maker, labels: Tensor) -> Problem:
     return Problem(
         {"z": make.unit(make.n), "temperature": make.number(0.1)},
@@ -327,6 +352,27 @@ def info_nce_hardness_of_own_negatives(make: Maker) -> Problem:
 @case
 def info_nce_hardness_in_batch(make: Maker) -> Problem:
     return info_nce_problem(make, make.unit(make.n, 4), hardness=5.0, hardness_mode="in_batch_negatives")
+
+
+@case
+def info_nce_decoupled(make: Maker) -> Problem:
+    return info_nce_problem(make, symmetric=True, decoupled=True)
+
+
+@case
+def info_nce_decoupled_and_corrected(make: Maker) -> Problem:
+    """The sampling probabilities are exact in every type."""
+    count = make.n // 2 + 3
+    guide = make_guide(make, (count,), margin=0.25)
+    log_q = -(torch.arange(make.n + count, device=make.device) % 8).to(make.dtype)
+    how = {"negative_mask": make.flags(count), "symmetric": True, "decoupled": True, "log_q": log_q}
+    return info_nce_problem(make, make.unit(count), guide=guide, **how)
+
+
+@case
+def info_nce_log_q(make: Maker) -> Problem:
+    log_q = -(torch.arange(make.n, device=make.device) % 8).to(make.dtype)
+    return info_nce_problem(make, symmetric=True, log_q=log_q)
 
 
 @case
