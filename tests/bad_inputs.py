@@ -345,6 +345,56 @@ BAD = {
             infonce(log_q=COUNTS.clamp(min=1).log() - COUNTS.sum().log()),
         ),
     ),
+    "statistics as a number": (
+        lambda: tw.pair_stats(A, B, want=3),
+        DtypeError,
+        ("want is a sequence of names", "got 3", "Pass a tuple of names"),
+        lambda: (tw.pair_stats(A, B, want=("logsumexp",)).logsumexp, lse()),
+    ),
+    "labels of the rows alone": (
+        lambda: tw.pair_stats(A, B, row_labels=Y),
+        ConfigError,
+        ("row_labels and col_labels belong together", "got row_labels alone", "Pass col_labels too"),
+        lambda: (
+            tw.pair_stats(A, B, row_labels=Y, col_labels=Y).positive_sum,
+            (A.double() * B.double()).sum(1),
+        ),
+    ),
+    "one pick for each row": (
+        lambda: tw.pair_stats(A, B, pick=Y),
+        ShapeError,
+        (r"K columns for each row, \(6, K\)", r"\(6,\)", r"use \[:, None\]"),
+        lambda: (tw.pair_stats(A, B, pick=Y[:, None]).picked[:, 0], (A.double() * B.double()).sum(1)),
+    ),
+    "shift of another size": (
+        lambda: tw.pair_stats(A, B, shift=EACH[:5]),
+        ShapeError,
+        (r"shift has one number for each row, \(6,\)", r"\(5,\)", "Did a filter"),
+    ),
+    "shift with a gradient": (
+        lambda: tw.pair_stats(A, B, shift=WEIGHT),
+        GradientError,
+        ("shift is a constant", "requires grad", r"shift\.detach\(\)"),
+        lambda: (tw.pair_stats(A, B, shift=WEIGHT.detach()).logsumexp, lse() - 1),
+    ),
+    "statistics that exclude each other": (
+        lambda: tw.pair_stats(A, B, want=("col_logsumexp", "entropy")),
+        ConfigError,
+        ("one call computes col_logsumexp or entropy", "got both", "Call pair_stats for each"),
+        lambda: (
+            tw.pair_stats(A, B, want=["entropy"]).logsumexp + tw.pair_stats(B, A, want="col_logsumexp").col_logsumexp,
+            2 * lse(),
+        ),
+    ),
+    "no picks to exclude": (
+        lambda: tw.pair_stats(A, B, exclude_picked=True),
+        ConfigError,
+        ("leaves out the columns in pick", "got None", r"Pass pick, \(n, K\)"),
+        lambda: (
+            tw.pair_stats(A, B, exclude_picked=True, pick=Y[:, None]).logsumexp,
+            LOGITS.double().fill_diagonal_(-torch.inf).logsumexp(1),
+        ),
+    ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),
         RangeError,

@@ -66,6 +66,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     tw.linear_distillation_stats: STUDENT,
     tw.linear_sparse_distillation_loss: SPARSE,
     tw.linear_logsumexp: {"a": X, "b": Z},
+    tw.pair_stats: {"a": X, "b": Z},
     tw.nearest: PAIRS | {"k": 2},
     tw.retrieval_ranks: PAIRS,
     tw.retrieval_ranks_both: PAIRS,
@@ -158,5 +159,5 @@ def test_modules(module):
 
 def test_every_public_function_and_module_is_here():
     public = {getattr(tw, name) for name in tw.__all__ if callable(getattr(tw, name))}
-    results = {tw.TokenStats, tw.DistillationStats, tw.TilewiseError, tw.explain, tw.record_filtering}
+    results = {tw.TokenStats, tw.PairStats, tw.DistillationStats, tw.TilewiseError, tw.explain, tw.record_filtering}
     assert public - results == (set(CALLS) | set(MODULES)) & public

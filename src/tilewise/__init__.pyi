@@ -22,6 +22,8 @@ from tilewise.losses.siglip import SigLipLoss as SigLipLoss
 from tilewise.losses.siglip import siglip_loss as siglip_loss
 from tilewise.losses.sparse_distillation import LinearSparseDistillationLoss as LinearSparseDistillationLoss
 from tilewise.losses.sparse_distillation import linear_sparse_distillation_loss as linear_sparse_distillation_loss
+from tilewise.losses.statistics import PairStats as PairStats
+from tilewise.losses.statistics import pair_stats as pair_stats
 from tilewise.losses.supcon import SupConLoss as SupConLoss
 from tilewise.losses.supcon import supcon_loss as supcon_loss
 from tilewise.losses.token_stats import TokenStats as TokenStats

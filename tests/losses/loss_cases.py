@@ -599,6 +599,46 @@ def logsumexp(make: Maker) -> Problem:
 
 
 @case
+def pair_statistics(make: Maker) -> Problem:
+    """Two calls: one with labels, ids and a shift, and one that leaves out the columns that it picks."""
+    columns = make.n + 9
+    row_labels, col_labels = make.integers(5, make.n), make.integers(5, columns)
+    row_ids, col_ids = make.integers(columns, make.n), make.integers(columns, columns)
+    pick = (make.integers(columns, make.n, 1) + torch.tensor([9, 0, 4], device=make.device)) % columns
+    shift = (torch.arange(make.n, device=make.device) % 3).double()
+    shares = torch.tensor([0.5, 0.25, 0.125], device=make.device)
+
+    def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
+        given = {"scale": p.scale, "bias": p.bias, **how}
+        keys = {"row_labels": row_labels, "col_labels": col_labels, "row_ids": row_ids, "col_ids": col_ids}
+        one = tw.pair_stats(p.a, p.b, want=("entropy", "log_sum_sq_prob"), shift=shift, softcap=6.0, **keys, **given)
+        other = tw.pair_stats(p.a, p.b, pick=pick, exclude_picked=True, **given)
+        count = one.num_positives.clamp(min=1)
+        sums = one.logsumexp - one.positive_sum / count + 0.3 * one.entropy + 0.2 * one.log_sum_sq_prob
+        return reduced(sums + other.logsumexp - (other.picked * shares.to(other.picked)).sum(1), reduction)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        plain = p.scale * p.a @ p.b.T + p.bias
+        positive = row_labels[:, None] == col_labels
+        x = 6.0 * torch.tanh(plain / 6.0) - shift.to(plain.dtype)[:, None]
+        x = x.masked_fill((row_ids[:, None] == col_ids) & ~positive, -torch.inf)
+        log_p = x.log_softmax(1)
+        entropy = -(log_p.exp() * log_p.masked_fill(x == -torch.inf, 0.0)).sum(1)
+        mean = x.masked_fill(~positive, 0.0).sum(1) / positive.sum(1).clamp(min=1)
+        sums = x.logsumexp(1) - mean + 0.3 * entropy + 0.2 * (2 * log_p).logsumexp(1)
+        rest = plain.scatter(1, pick, -torch.inf).logsumexp(1)
+        return reduced(sums + rest - (plain.gather(1, pick) * shares.to(plain)).sum(1), reduction)
+
+    leaves = {
+        "a": make.random(make.n, make.d),
+        "b": make.random(columns, make.d) / 2,
+        "scale": make.number(0.7),
+        "bias": make.random(columns),
+    }
+    return Problem(leaves, ours, dense)
+
+
+@case
 def tokens_picked(make: Maker) -> Problem:
     """Log-probabilities of given classes of each token, some twice, at a temperature of each token."""
     classes = make.n + 41

@@ -85,6 +85,17 @@ def _logsumexp(x: Tensors, **how: Any) -> Tensor:
     return world * (x["weights"] * lse).sum()
 
 
+def _statistics(x: Tensors, **how: Any) -> Tensor:
+    """Rows and columns of each rank, and targets by their index among the columns of all ranks."""
+    stats = tw.pair_stats(
+        x["a"], x["b"], scale=x["scale"], want=["col_logsumexp"], target=x["ids"], shift=x["weights"], **how
+    )
+    others = tw.pair_stats(x["a"], row_labels=x["labels"], exclude_self=True, **how)
+    each = x["weights"] * (stats.logsumexp - stats.positive_sum + others.positive_sum) + stats.col_logsumexp
+    world = how["group"].size() if how.get("group") is not None else 1
+    return world * each.sum()
+
+
 CASES: dict[str, Callable[..., Tensor]] = {
     "clip": lambda x, **how: tw.clip_loss(x["a"], x["b"], x["scale"], x["bias"], **how),
     "clip-sum": lambda x, **how: tw.clip_loss(x["a"], x["b"], x["scale"], reduction="sum", **how),
@@ -131,6 +142,7 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "nt_xent": lambda x, **how: tw.nt_xent(torch.cat([x["a"], x["b"]]), temperature=1 / x["scale"], **how),
     "supcon": lambda x, **how: tw.supcon_loss(x["a"], x["labels"], temperature=1 / x["scale"], **how),
     "logsumexp": _logsumexp,
+    "pair_stats": _statistics,
 }
 
 

@@ -74,6 +74,7 @@ HEADS = {
     "reverse kl": {"distils": True, "beta": 1.0, "temperature": 2.0},
     "jsd": {"distils": True, "beta": 0.3, "temperature": 0.5},
     "margin": {"margin": True, "m2": 0.4, "m3": 0.1},
+    "statistics": {"statistics": True, "reduction": "none"},
     # The part that each rank samples has at least as many classes as there are rows: here, all of them.
     "margin, sampled": {"margin": True, "sample_rate": 0.1, "reduction": "none"},
 }
@@ -81,6 +82,15 @@ HEADS = {
 
 def _distil(hidden: Tensor, head: Tensor, target: Tensor, **how: Any) -> Tensor:
     return tw.linear_distillation_loss(hidden, head, how.pop("teacher_input"), how.pop("teacher_weight"), target, **how)
+
+
+def _statistics(hidden: Tensor, head: Tensor, target: Tensor, logit_scale: Tensor, **how: Any) -> Tensor:
+    """An entropy, a picked class, and the log-sum-exp of the others."""
+    x, y = hidden.flatten(0, 1), target.flatten()
+    shard = {"scale": logit_scale, "shard": "columns", "group": how["group"]}
+    one = tw.pair_stats(x, head, want=["entropy"], target=y, **shard)
+    other = tw.pair_stats(x, head, pick=y[:, None], exclude_picked=True, **shard)
+    return one.entropy - one.positive_sum + other.logsumexp - 2 * other.picked[:, 0]
 
 
 def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype: torch.dtype) -> Tensors:
@@ -104,6 +114,8 @@ def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype:
         teacher = torch.randn(2, 6, 5, generator=random, dtype=torch.float64).to(dtype)
         teacher_head = torch.randn(classes, 5, generator=random, dtype=torch.float64)[own].to(dtype)
         call = functools.partial(_distil, teacher_input=teacher, teacher_weight=teacher_head)
+    elif how.pop("statistics", False):
+        call = _statistics
     elif how.pop("margin", False):
         call = tw.margin_softmax_loss
         if rank is None:
