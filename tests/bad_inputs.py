@@ -395,6 +395,36 @@ BAD = {
             LOGITS.double().fill_diagonal_(-torch.inf).logsumexp(1),
         ),
     ),
+    "a loss that is none": (
+        lambda: tw.Matryoshka(3.0, (4, 2)),
+        DtypeError,
+        ("loss is a function or a Module", "float", r"Pass tw\.clip_loss"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
+    ),
+    "widths without a number": (
+        lambda: tw.Matryoshka(tw.clip_loss, ()),
+        DtypeError,
+        ("widths is a sequence of numbers", r"got \(\)", "Pass a tuple"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4, 4))(A, B, 1.0), 2 * clip()),
+    ),
+    "a width of 0": (
+        lambda: tw.Matryoshka(tw.clip_loss, (4, 0)),
+        RangeError,
+        ("widths are at least 1", "got 0", "Pass numbers of features"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
+    ),
+    "a weight too few": (
+        lambda: tw.Matryoshka(tw.clip_loss, (4, 2), (1.0,)),
+        ConfigError,
+        ("one number for each of 2 widths", "got 1", "Pass None for 1 each"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4, 4), None)(A, B, 1.0), 2 * clip()),
+    ),
+    "a width that features do not have": (
+        lambda: tw.Matryoshka(tw.clip_loss, (8, 4))(A, B, 1.0),
+        ShapeError,
+        ("features that are at least 8 wide", r"got \(6, 4\)", "Pass smaller widths"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
+    ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),
         RangeError,

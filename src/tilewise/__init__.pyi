@@ -16,6 +16,7 @@ from tilewise.losses.info_nce import info_nce as info_nce
 from tilewise.losses.logsumexp import linear_logsumexp as linear_logsumexp
 from tilewise.losses.margin_softmax import MarginSoftmaxLoss as MarginSoftmaxLoss
 from tilewise.losses.margin_softmax import margin_softmax_loss as margin_softmax_loss
+from tilewise.losses.matryoshka import Matryoshka as Matryoshka
 from tilewise.losses.nt_xent import NTXentLoss as NTXentLoss
 from tilewise.losses.nt_xent import nt_xent as nt_xent
 from tilewise.losses.siglip import SigLipLoss as SigLipLoss
