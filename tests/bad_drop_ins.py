@@ -90,6 +90,16 @@ def own_distance(teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 BAD = {
+    "arcface, another distance": (
+        lambda: metric.ArcFaceLoss(10, 4, distance=3),
+        ConfigError,
+        ("only the default distance", "got others", "use the loss of pytorch-metric-learning"),
+    ),
+    "cosface, pairs of a miner": (
+        lambda: metric.CosFaceLoss(10, 4)(A, LABELS, indices_tuple=(LABELS, LABELS)),
+        ConfigError,
+        ("each embedding is compared with all classes", "indices_tuple", "use the loss of pytorch-metric-learning"),
+    ),
     # GradCache
     "one module for models": (
         refused(models=lambda module: module),
