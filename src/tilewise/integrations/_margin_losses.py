@@ -52,13 +52,15 @@ class _MarginLoss(nn.Module):
                 "indices_tuple, ref_emb and ref_labels are not supported: each embedding is compared with all classes. "
                 "Omit them, or use the loss of pytorch-metric-learning"
             )
+        m2, m3 = self._margins()
         return margin_softmax_loss(
             embeddings,
             self.W.t().to(embeddings),
             labels,
             logit_scale=float(self.scale),
+            m2=m2,
+            m3=m3,
             options=self.options,
-            **self._margins(),
         )
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
@@ -66,7 +68,8 @@ class _MarginLoss(nn.Module):
         weight = F.normalize(self.W.to(embeddings), dim=0)
         return F.normalize(embeddings, dim=1) @ weight * self.scale
 
-    def _margins(self) -> dict[str, float]:
+    def _margins(self) -> tuple[float, float]:
+        """An angle, and a difference of cosines."""
         raise NotImplementedError
 
 
@@ -91,8 +94,8 @@ class ArcFaceLoss(_MarginLoss):
     ) -> None:
         super().__init__(num_classes, embedding_size, math.radians(margin), scale, weight_init_func, options, refused)
 
-    def _margins(self) -> dict[str, float]:
-        return {"m2": self.margin}
+    def _margins(self) -> tuple[float, float]:
+        return self.margin, 0.0
 
 
 class CosFaceLoss(_MarginLoss):
@@ -111,5 +114,5 @@ class CosFaceLoss(_MarginLoss):
     ) -> None:
         super().__init__(num_classes, embedding_size, margin, scale, weight_init_func, options, refused)
 
-    def _margins(self) -> dict[str, float]:
-        return {"m2": 0.0, "m3": self.margin}
+    def _margins(self) -> tuple[float, float]:
+        return 0.0, self.margin
