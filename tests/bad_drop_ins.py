@@ -89,7 +89,18 @@ def own_distance(teacher: Tensor) -> tuple[Tensor, Tensor]:
     return got, torch.stack([clip_dense(A.double(), B.double(), 1.0), (sum(parts) + sum(entropy)) / 2])
 
 
+COSFACE = metric.CosFaceLoss(10, 4)
 BAD = {
+    "arcface, another distance": (
+        lambda: metric.ArcFaceLoss(10, 4, distance=3),
+        ConfigError,
+        ("only the default distance", "got others", "use the loss of pytorch-metric-learning"),
+    ),
+    "cosface, pairs of a miner": (
+        lambda: COSFACE(A, LABELS, indices_tuple=(LABELS, LABELS)),
+        ConfigError,
+        ("each embedding is compared with all classes", "indices_tuple", "use the loss of pytorch-metric-learning"),
+    ),
     # GradCache
     "one module for models": (
         refused(models=lambda module: module),

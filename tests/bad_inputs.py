@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tests import oracles
 from tests.oracles import nt_xent_dense, siglip_dense, supcon_dense
 from torch._subclasses import FakeTensorMode
@@ -21,7 +22,7 @@ from tilewise.errors import (
     RangeError,
     ShapeError,
 )
-from tilewise.losses.info_nce import NO_ID
+from tilewise.losses.negatives import NO_ID
 
 A = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1)
 B = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), dim=1)
@@ -289,6 +290,140 @@ BAD = {
         RangeError,
         ("temperature must be positive", "0.0", "logarithm"),
         lambda: (tw.info_nce(A, B, temperature=math.exp(0.0)), infonce(temperature=1.0)),
+    ),
+    "margin below 0": (
+        lambda: tw.margin_softmax_loss(A, B, Y, m2=-0.5),
+        RangeError,
+        ("m1 is above 0, m2 and m3 are at least 0", "1.0, -0.5 and 0.0", "1, 0 and 0"),
+        lambda: (tw.margin_softmax_loss(A, B, Y, m1=1, m2=0, m3=0), ce(A, F.normalize(B), scale=64.0)),
+    ),
+    "no classes sampled": (
+        lambda: tw.margin_softmax_loss(A, B, Y, sample_rate=0),
+        RangeError,
+        ("sample_rate is above 0 and at most 1", "got 0", "Pass 1 for all"),
+        lambda: (
+            tw.margin_softmax_loss(A, B, Y, m2=0.0, sample_rate=1.0),
+            ce(A, F.normalize(B), scale=64.0),
+        ),
+    ),
+    "no classes": (
+        lambda: tw.MarginSoftmaxLoss(4, 0),
+        RangeError,
+        ("num_classes is at least 1", "got 0", "Pass one for each"),
+        lambda: (torch.tensor(tw.MarginSoftmaxLoss(4, 6).weight.shape), torch.tensor([6, 4])),
+    ),
+    "labels without a queue": (
+        lambda: tw.supcon_loss(A, PAIRED, queue_labels=Y),
+        ConfigError,
+        ("queue and queue_labels belong together", "got queue_labels alone", "Pass queue too"),
+        lambda: (
+            tw.supcon_loss(A, PAIRED, queue=B, queue_labels=PAIRED),
+            supcon_dense(A.double(), PAIRED, queue=B.double(), queue_labels=PAIRED),
+        ),
+    ),
+    "log_q of the keys alone": (
+        lambda: tw.info_nce(A, B, B9, log_q=-EACH),
+        ShapeError,
+        (r"each shared negative, so its shape is \(15,\)", r"\(6,\)", "Pass 0 for a negative"),
+        lambda: (
+            tw.info_nce(A, B, B9, log_q=torch.cat([-EACH, torch.zeros(9)])),
+            infonce(negatives=B9.double(), log_q=torch.cat([-EACH, torch.zeros(9)])),
+        ),
+    ),
+    "log_q with a gradient": (
+        lambda: tw.info_nce(A, B, log_q=WEIGHT),
+        GradientError,
+        ("log_q is a constant", "requires grad", r"log_q\.detach\(\)"),
+        lambda: (tw.info_nce(A, B, log_q=WEIGHT.detach()), infonce(log_q=WEIGHT.detach())),
+    ),
+    "log_q of an item that was never drawn": (
+        lambda: tw.info_nce(A, B, log_q=COUNTS.log() - COUNTS.sum().log()),
+        RangeError,
+        ("log_q holds finite logarithms", "-inf", "at least once"),
+        lambda: (
+            tw.info_nce(A, B, log_q=COUNTS.clamp(min=1).log() - COUNTS.sum().log()),
+            infonce(log_q=COUNTS.clamp(min=1).log() - COUNTS.sum().log()),
+        ),
+    ),
+    "statistics as a number": (
+        lambda: tw.pair_stats(A, B, want=3),
+        DtypeError,
+        ("want is a sequence of names", "got 3", "Pass a tuple of names"),
+        lambda: (tw.pair_stats(A, B, want=("logsumexp",)).logsumexp, lse()),
+    ),
+    "labels of the rows alone": (
+        lambda: tw.pair_stats(A, B, row_labels=Y),
+        ConfigError,
+        ("row_labels and col_labels belong together", "got row_labels alone", "Pass col_labels too"),
+        lambda: (
+            tw.pair_stats(A, B, row_labels=Y, col_labels=Y).positive_sum,
+            (A.double() * B.double()).sum(1),
+        ),
+    ),
+    "one pick for each row": (
+        lambda: tw.pair_stats(A, B, pick=Y),
+        ShapeError,
+        (r"K columns for each row, \(6, K\)", r"\(6,\)", r"use \[:, None\]"),
+        lambda: (tw.pair_stats(A, B, pick=Y[:, None]).picked[:, 0], (A.double() * B.double()).sum(1)),
+    ),
+    "shift of another size": (
+        lambda: tw.pair_stats(A, B, shift=EACH[:5]),
+        ShapeError,
+        (r"shift has one number for each row, \(6,\)", r"\(5,\)", "Did a filter"),
+    ),
+    "shift with a gradient": (
+        lambda: tw.pair_stats(A, B, shift=WEIGHT),
+        GradientError,
+        ("shift is a constant", "requires grad", r"shift\.detach\(\)"),
+        lambda: (tw.pair_stats(A, B, shift=WEIGHT.detach()).logsumexp, lse() - 1),
+    ),
+    "statistics that exclude each other": (
+        lambda: tw.pair_stats(A, B, want=("col_logsumexp", "entropy")),
+        ConfigError,
+        ("one call computes col_logsumexp or entropy", "got both", "Call pair_stats for each"),
+        lambda: (
+            tw.pair_stats(A, B, want=["entropy"]).logsumexp + tw.pair_stats(B, A, want="col_logsumexp").col_logsumexp,
+            2 * lse(),
+        ),
+    ),
+    "no picks to exclude": (
+        lambda: tw.pair_stats(A, B, exclude_picked=True),
+        ConfigError,
+        ("leaves out the columns in pick", "got None", r"Pass pick, \(n, K\)"),
+        lambda: (
+            tw.pair_stats(A, B, exclude_picked=True, pick=Y[:, None]).logsumexp,
+            LOGITS.double().fill_diagonal_(-torch.inf).logsumexp(1),
+        ),
+    ),
+    "a loss that is none": (
+        lambda: tw.Matryoshka(3.0, (4, 2)),
+        DtypeError,
+        ("loss is a function or a Module", "float", r"Pass tw\.clip_loss"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
+    ),
+    "widths without a number": (
+        lambda: tw.Matryoshka(tw.clip_loss, ()),
+        DtypeError,
+        ("widths is a sequence of numbers", r"got \(\)", "Pass a tuple"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4, 4))(A, B, 1.0), 2 * clip()),
+    ),
+    "a width of 0": (
+        lambda: tw.Matryoshka(tw.clip_loss, (4, 0)),
+        RangeError,
+        ("widths are at least 1", "got 0", "Pass numbers of features"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
+    ),
+    "a weight too few": (
+        lambda: tw.Matryoshka(tw.clip_loss, (4, 2), (1.0,)),
+        ConfigError,
+        ("one number for each of 2 widths", "got 1", "Pass None for 1 each"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4, 4), None)(A, B, 1.0), 2 * clip()),
+    ),
+    "a width that features do not have": (
+        lambda: tw.Matryoshka(tw.clip_loss, (8, 4))(A, B, 1.0),
+        ShapeError,
+        ("features that are at least 8 wide", r"got \(6, 4\)", "Pass smaller widths"),
+        lambda: (tw.Matryoshka(tw.clip_loss, (4,))(A, B, 1.0), clip()),
     ),
     "temperature -1": (
         lambda: tw.nt_xent(A, temperature=-1),

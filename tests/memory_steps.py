@@ -33,6 +33,7 @@ def loss_step(name: str, n: int, d: int, dtype: torch.dtype, workspace_mib: int 
         "cross_entropy": lambda: tw.linear_cross_entropy(
             a, b, labels, softcap=30.0, label_smoothing=0.1, weight=weight, options=options
         ),
+        "margin": lambda: tw.margin_softmax_loss(a, b, labels, options=options),
         "jsd": lambda: tw.linear_distillation_loss(
             a, b, teacher, head, labels, beta=0.4, temperature=2.0, softcap=30.0, options=options
         ),

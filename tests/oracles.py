@@ -1,5 +1,8 @@
 """Every loss as one would write it with all logits in memory. For tests only; any dtype up to float64."""
 
+import functools
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -22,18 +25,30 @@ def siglip_dense(image, text, scale, bias, reduction="mean"):
     return reduced(-F.logsigmoid(sign * logits).sum(1), reduction)
 
 
-def nt_xent_dense(z, temperature=0.5, reduction="mean"):
+def nt_xent_dense(z, temperature=0.5, reduction="mean", decoupled=False, queue=None):
     n = len(z)
     itself = torch.eye(n, dtype=torch.bool, device=z.device)
     logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
+    if queue is not None:
+        logits = torch.cat([logits, z @ queue.T / temperature], 1)
     answer = (torch.arange(n, device=z.device) + n // 2) % n
+    if decoupled:
+        return reduced(decoupled_dense(logits, answer), reduction)
     return F.cross_entropy(logits, answer, reduction=reduction)
 
 
-def supcon_dense(z, labels, temperature=0.07, reduction="mean"):
-    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
-    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
-    positive = (labels[:, None] == labels[None, :]) & ~itself
+def decoupled_dense(logits, answer):
+    """The log-sum-exp of all scores but the answer's, minus the answer's."""
+    others = logits.scatter(1, answer[:, None], -torch.inf)
+    return others.logsumexp(1) - logits.gather(1, answer[:, None])[:, 0]
+
+
+def supcon_dense(z, labels, temperature=0.07, reduction="mean", queue=None, queue_labels=None):
+    columns = z if queue is None else torch.cat([z, queue])
+    column_labels = labels if queue is None else torch.cat([labels, queue_labels])
+    itself = torch.eye(len(z), len(columns), dtype=torch.bool, device=z.device)
+    logits = (z @ columns.T / temperature).masked_fill(itself, -torch.inf)
+    positive = (labels[:, None] == column_labels[None, :]) & ~itself
     log_prob = (logits - torch.logsumexp(logits, 1, keepdim=True)).masked_fill(~positive, 0.0)
     count = positive.sum(1)
     loss = torch.where(count > 0, -log_prob.sum(1) / count.clamp(min=1), 0.0)
@@ -53,6 +68,8 @@ def info_nce_dense(
     hardness=0.0,
     hardness_mode="all_negatives",
     left_out=(None, None, None),
+    decoupled=False,
+    log_q=None,
     reduction="mean",
 ):
     n = len(query)
@@ -69,12 +86,16 @@ def info_nce_dense(
     out_of_batch, out_of_columns, out_of_negatives = left_out  # what a guide leaves out
     if out_of_batch is not None:
         batch, columns = batch.masked_fill(out_of_batch, -torch.inf), columns.masked_fill(out_of_columns, -torch.inf)
+    if log_q is not None:
+        own, batch = own - log_q[:n, None], batch - log_q[:n]
     parts = [batch] if in_batch else [own]
     if negatives is not None and negatives.dim() == 2:
         more = query @ negatives.T
         more = more / temperature + hard_hardness * more.detach()
         if query_ids is not None and len(key_ids) > n:
             more = more.masked_fill(query_ids[:, None] == key_ids[None, n:], -torch.inf)
+        if log_q is not None:
+            more = more - log_q[n:]
         if negative_mask is not None:
             more = more.masked_fill(~negative_mask[None, :], -torch.inf)
         parts.append(more)
@@ -87,10 +108,27 @@ def info_nce_dense(
     if out_of_negatives is not None:
         parts[1] = parts[1].masked_fill(out_of_negatives, -torch.inf)
     answer = torch.arange(n, device=query.device) if in_batch else torch.zeros(n, dtype=torch.long, device=query.device)
-    loss = F.cross_entropy(torch.cat(parts, 1), answer, reduction="none")
+    of_rows = decoupled_dense if decoupled else functools.partial(F.cross_entropy, reduction="none")
+    loss = of_rows(torch.cat(parts, 1), answer)
     if symmetric:
-        loss = (loss + F.cross_entropy(columns, torch.arange(n, device=query.device), reduction="none")) / 2
+        loss = (loss + of_rows(columns, torch.arange(n, device=query.device))) / 2
     return reduced(loss, reduction)
+
+
+def margin_softmax_dense(input, weight, target, m1=1.0, m2=0.5, m3=0.0, scale=64.0, reduction="mean"):
+    """One angle at a time. Targets of -100 do not count."""
+    cos = F.normalize(input, dim=1) @ F.normalize(weight, dim=1).T
+    counted = target >= 0
+    own = cos.gather(1, target.clamp(min=0)[:, None])
+    theta = own.acos()
+    phi = m1 * theta + m2
+    k = (phi / torch.pi).floor()
+    raised = (1 - 2 * (k % 2)) * phi.cos() - 2 * k
+    if m1 == 1:
+        raised = torch.where(phi > torch.pi, own - m2 * math.sin(m2), raised)
+    logits = scale * cos.scatter(1, target.clamp(min=0)[:, None], raised - m3)
+    loss = torch.where(counted, F.cross_entropy(logits, target, reduction="none"), 0.0)
+    return loss.sum() / counted.sum() if reduction == "mean" else reduced(loss, reduction)
 
 
 def linear_cross_entropy_dense(

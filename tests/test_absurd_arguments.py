@@ -58,12 +58,16 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     tw.info_nce: INFO,
     tw.nt_xent: {"features": X},
     tw.supcon_loss: {"features": X, "labels": Y},
+    tw.margin_softmax_loss: TOKENS,
+    tw.MarginSoftmaxLoss: {"in_features": 4, "num_classes": 6},
+    tw.Matryoshka: {"loss": tw.clip_loss, "widths": (4, 2)},
     tw.linear_cross_entropy: TOKENS,
     tw.linear_token_stats: TOKENS,
     tw.linear_distillation_loss: STUDENT,
     tw.linear_distillation_stats: STUDENT,
     tw.linear_sparse_distillation_loss: SPARSE,
     tw.linear_logsumexp: {"a": X, "b": Z},
+    tw.pair_stats: {"a": X, "b": Z},
     tw.nearest: PAIRS | {"k": 2},
     tw.retrieval_ranks: PAIRS,
     tw.retrieval_ranks_both: PAIRS,
@@ -156,5 +160,5 @@ def test_modules(module):
 
 def test_every_public_function_and_module_is_here():
     public = {getattr(tw, name) for name in tw.__all__ if callable(getattr(tw, name))}
-    results = {tw.TokenStats, tw.DistillationStats, tw.TilewiseError, tw.explain, tw.record_filtering}
+    results = {tw.TokenStats, tw.PairStats, tw.DistillationStats, tw.TilewiseError, tw.explain, tw.record_filtering}
     assert public - results == (set(CALLS) | set(MODULES)) & public

@@ -26,6 +26,11 @@ def test_memory_grows_with_the_batch_not_with_its_square(name):
     assert large <= 16 * MIB
 
 
+def test_a_margin_softmax_stores_no_cosines():
+    """Those of 8,192 rows and classes would take 256 MiB; both sides, their normalized copies and gradients take 12."""
+    assert peak("margin", 8192, 64, workspace_mib=2) <= 24 * MIB
+
+
 @pytest.mark.parametrize(
     "name, dtype, workspace_mib",
     [

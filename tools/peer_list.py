@@ -162,6 +162,8 @@ PEERS = [
         source="https://github.com/KevinMusgrave/pytorch-metric-learning",
         commit="216a792c22b0154d3d3bf008a7317edc7d677e71",
         tests=(
+            "tests/losses/test_arcface_loss.py",
+            "tests/losses/test_cosface_loss.py",
             "tests/losses/test_ntxent_loss.py",
             "tests/losses/test_self_supervised_loss.py",
             "tests/losses/test_losses_without_labels.py",

@@ -14,12 +14,17 @@ from tilewise.losses.guide import Guide as Guide
 from tilewise.losses.info_nce import InfoNCELoss as InfoNCELoss
 from tilewise.losses.info_nce import info_nce as info_nce
 from tilewise.losses.logsumexp import linear_logsumexp as linear_logsumexp
+from tilewise.losses.margin_softmax import MarginSoftmaxLoss as MarginSoftmaxLoss
+from tilewise.losses.margin_softmax import margin_softmax_loss as margin_softmax_loss
+from tilewise.losses.matryoshka import Matryoshka as Matryoshka
 from tilewise.losses.nt_xent import NTXentLoss as NTXentLoss
 from tilewise.losses.nt_xent import nt_xent as nt_xent
 from tilewise.losses.siglip import SigLipLoss as SigLipLoss
 from tilewise.losses.siglip import siglip_loss as siglip_loss
 from tilewise.losses.sparse_distillation import LinearSparseDistillationLoss as LinearSparseDistillationLoss
 from tilewise.losses.sparse_distillation import linear_sparse_distillation_loss as linear_sparse_distillation_loss
+from tilewise.losses.statistics import PairStats as PairStats
+from tilewise.losses.statistics import pair_stats as pair_stats
 from tilewise.losses.supcon import SupConLoss as SupConLoss
 from tilewise.losses.supcon import supcon_loss as supcon_loss
 from tilewise.losses.token_stats import TokenStats as TokenStats

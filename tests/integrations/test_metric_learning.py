@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.compare import assert_close
 from tests.integrations.drop_ins import EXACT, D, N, assert_same, cosines, normal, seed  # noqa: F401 - a fixture
-from tests.oracles import supcon_dense
+from tests.oracles import margin_softmax_dense, supcon_dense
 
 from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
 from tilewise.integrations import pytorch_metric_learning as pml
@@ -56,6 +58,18 @@ def test_metric_learning_with_references(kind):
     assert_same(pml.NTXentLoss()(z, labels, None, ref, ref_labels), want, [z, ref])
     want = metric_learning_supcon(z, labels, ref, ref_labels, 0.1)
     assert_same(pml.SupConLoss()(z, labels, None, ref, ref_labels), want, [z, ref])
+
+
+@pytest.mark.parametrize(
+    "loss, margins",
+    [(pml.ArcFaceLoss, {"m2": math.radians(28.6)}), (pml.CosFaceLoss, {"m2": 0.0, "m3": 0.35})],
+)
+def test_metric_learning_margins(loss, margins):
+    labels, z = torch.randint(0, 50, (N,)), normal(N, D)
+    ours = loss(num_classes=50, embedding_size=D, weight_init_func=torch.nn.init.xavier_uniform_).double()
+    assert ours.W.shape == (D, 50)
+    assert_same(ours(z, labels), margin_softmax_dense(z, ours.W.T, labels, **margins), [z, ours.W])
+    assert_close(ours.get_logits(z), 64 * cosines(z, ours.W.T), EXACT)
 
 
 @pytest.mark.parametrize("loss", [pml.NTXentLoss(), pml.SupConLoss()])

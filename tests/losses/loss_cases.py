@@ -150,6 +150,31 @@ def nt_xent(make: Maker) -> Problem:
     )
 
 
+@case
+def nt_xent_decoupled_with_queue(make: Maker) -> Problem:
+    return Problem(
+        {"z": make.unit(make.n // 2 * 2), "temperature": make.number(0.2), "queue": make.unit(make.n + 7)},
+        lambda p, **how: tw.nt_xent(p.z, temperature=p.temperature, decoupled=True, queue=p.queue, **how),
+        lambda p, **how: oracles.nt_xent_dense(p.z, p.temperature, decoupled=True, queue=p.queue, **how),
+    )
+
+
+@case
+def supcon_with_queue(make: Maker) -> Problem:
+    """Some rows have positives in the queue alone."""
+    labels, others = make.integers(make.n, make.n), make.integers(make.n, make.n + 7)
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        return tw.supcon_loss(p.z, labels, temperature=p.temperature, queue=p.queue, queue_labels=others, **how)
+
+    def dense(p: Any, **how: Any) -> Tensor:
+        return oracles.supcon_dense(p.z, labels, p.temperature, queue=p.queue, queue_labels=others, **how)
+
+    return Problem(
+        {"z": make.unit(make.n), "temperature": make.number(0.1), "queue": make.unit(make.n + 7)}, ours, dense
+    )
+
+
 def _supcon(make: Maker, labels: Tensor) -> Problem:
     return Problem(
         {"z": make.unit(make.n), "temperature": make.number(0.1)},
@@ -330,6 +355,27 @@ def info_nce_hardness_in_batch(make: Maker) -> Problem:
 
 
 @case
+def info_nce_decoupled(make: Maker) -> Problem:
+    return info_nce_problem(make, symmetric=True, decoupled=True)
+
+
+@case
+def info_nce_decoupled_and_corrected(make: Maker) -> Problem:
+    """The sampling probabilities are exact in every type."""
+    count = make.n // 2 + 3
+    guide = make_guide(make, (count,), margin=0.25)
+    log_q = -(torch.arange(make.n + count, device=make.device) % 8).to(make.dtype)
+    how = {"negative_mask": make.flags(count), "symmetric": True, "decoupled": True, "log_q": log_q}
+    return info_nce_problem(make, make.unit(count), guide=guide, **how)
+
+
+@case
+def info_nce_log_q(make: Maker) -> Problem:
+    log_q = -(torch.arange(make.n, device=make.device) % 8).to(make.dtype)
+    return info_nce_problem(make, symmetric=True, log_q=log_q)
+
+
+@case
 def info_nce_guided(make: Maker) -> Problem:
     """Negatives that a second model finds too close are left out."""
     return info_nce_problem(make, guide=make_guide(make, margin=0.125))
@@ -504,6 +550,33 @@ def cross_entropy_everything(make: Maker) -> Problem:
     return cross_entropy_problem(make, bias=True, weight=True, label_smoothing=0.1, softcap=3.0, z_loss=0.01, shift=1)
 
 
+def _margin_softmax(make: Maker, **fixed: float) -> Problem:
+    classes = make.n + 41
+    target = make.integers(classes, make.n)
+    target[::3] = -100
+    leaves = {
+        "hidden": make.random(make.n, make.d),
+        "classifier": make.random(classes, make.d) / 2,
+        "scale": make.number(6.0),
+    }
+    return Problem(
+        leaves,
+        lambda p, **how: tw.margin_softmax_loss(p.hidden, p.classifier, target, logit_scale=p.scale, **fixed, **how),
+        lambda p, **how: oracles.margin_softmax_dense(p.hidden, p.classifier, target, scale=p.scale, **fixed, **how),
+    )
+
+
+@case
+def margin_arcface(make: Maker) -> Problem:
+    """A margin of 1.7 takes many angles beyond pi."""
+    return _margin_softmax(make, m2=1.7, m3=0.1)
+
+
+@case
+def margin_sphereface(make: Maker) -> Problem:
+    return _margin_softmax(make, m1=2.5, m2=0.0)
+
+
 @case
 def logsumexp(make: Maker) -> Problem:
     columns = make.n + 9
@@ -519,6 +592,46 @@ def logsumexp(make: Maker) -> Problem:
     leaves = {
         "a": make.random(make.n, make.d),
         "b": make.random(columns, make.d),
+        "scale": make.number(0.7),
+        "bias": make.random(columns),
+    }
+    return Problem(leaves, ours, dense)
+
+
+@case
+def pair_statistics(make: Maker) -> Problem:
+    """Two calls: one with labels, ids and a shift, and one that leaves out the columns that it picks."""
+    columns = make.n + 9
+    row_labels, col_labels = make.integers(5, make.n), make.integers(5, columns)
+    row_ids, col_ids = make.integers(columns, make.n), make.integers(columns, columns)
+    pick = (make.integers(columns, make.n, 1) + torch.tensor([9, 0, 4], device=make.device)) % columns
+    shift = (torch.arange(make.n, device=make.device) % 3).double()
+    shares = torch.tensor([0.5, 0.25, 0.125], device=make.device)
+
+    def ours(p: Any, reduction: str = "mean", **how: Any) -> Tensor:
+        given = {"scale": p.scale, "bias": p.bias, **how}
+        keys = {"row_labels": row_labels, "col_labels": col_labels, "row_ids": row_ids, "col_ids": col_ids}
+        one = tw.pair_stats(p.a, p.b, want=("entropy", "log_sum_sq_prob"), shift=shift, softcap=6.0, **keys, **given)
+        other = tw.pair_stats(p.a, p.b, pick=pick, exclude_picked=True, **given)
+        count = one.num_positives.clamp(min=1)
+        sums = one.logsumexp - one.positive_sum / count + 0.3 * one.entropy + 0.2 * one.log_sum_sq_prob
+        return reduced(sums + other.logsumexp - (other.picked * shares.to(other.picked)).sum(1), reduction)
+
+    def dense(p: Any, reduction: str = "mean") -> Tensor:
+        plain = p.scale * p.a @ p.b.T + p.bias
+        positive = row_labels[:, None] == col_labels
+        x = 6.0 * torch.tanh(plain / 6.0) - shift.to(plain.dtype)[:, None]
+        x = x.masked_fill((row_ids[:, None] == col_ids) & ~positive, -torch.inf)
+        log_p = x.log_softmax(1)
+        entropy = -(log_p.exp() * log_p.masked_fill(x == -torch.inf, 0.0)).sum(1)
+        mean = x.masked_fill(~positive, 0.0).sum(1) / positive.sum(1).clamp(min=1)
+        sums = x.logsumexp(1) - mean + 0.3 * entropy + 0.2 * (2 * log_p).logsumexp(1)
+        rest = plain.scatter(1, pick, -torch.inf).logsumexp(1)
+        return reduced(sums + rest - (plain.gather(1, pick) * shares.to(plain)).sum(1), reduction)
+
+    leaves = {
+        "a": make.random(make.n, make.d),
+        "b": make.random(columns, make.d) / 2,
         "scale": make.number(0.7),
         "bias": make.random(columns),
     }

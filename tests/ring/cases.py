@@ -12,8 +12,8 @@ from torch import Tensor
 import tilewise as tw
 
 Tensors = dict[str, Tensor]
-ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights")  # sharded like the rows
-NEGATIVE_WISE = ("c", "c_ids", "c_mask", "c_guide")  # sharded like the shared negatives
+ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights", "a_log_q")  # sharded like the rows
+NEGATIVE_WISE = ("c", "c_ids", "c_mask", "c_guide", "c_log_q")  # sharded like the shared negatives
 LEAVES = ("a", "b", "own", "c", "scale", "bias")
 
 
@@ -41,6 +41,8 @@ def make_tensors(rows: int, negatives: int, dtype: torch.dtype, device: str = "c
         "c_mask": integers(3, negatives) > 0,
         "weights": torch.randn(rows, generator=random, dtype=torch.float64),
         "c_guide": features(negatives),
+        "a_log_q": -torch.rand(rows, generator=random, dtype=torch.float64),
+        "c_log_q": -torch.rand(negatives, generator=random, dtype=torch.float64),
     }
     return {name: (value.to(dtype) if value.is_floating_point() else value).to(device) for name, value in found.items()}
 
@@ -83,6 +85,17 @@ def _logsumexp(x: Tensors, **how: Any) -> Tensor:
     return world * (x["weights"] * lse).sum()
 
 
+def _statistics(x: Tensors, **how: Any) -> Tensor:
+    """Rows and columns of each rank, and targets by their index among the columns of all ranks."""
+    stats = tw.pair_stats(
+        x["a"], x["b"], scale=x["scale"], want=["col_logsumexp"], target=x["ids"], shift=x["weights"], **how
+    )
+    others = tw.pair_stats(x["a"], row_labels=x["labels"], exclude_self=True, **how)
+    each = x["weights"] * (stats.logsumexp - stats.positive_sum + others.positive_sum) + stats.col_logsumexp
+    world = how["group"].size() if how.get("group") is not None else 1
+    return world * each.sum()
+
+
 CASES: dict[str, Callable[..., Tensor]] = {
     "clip": lambda x, **how: tw.clip_loss(x["a"], x["b"], x["scale"], x["bias"], **how),
     "clip-sum": lambda x, **how: tw.clip_loss(x["a"], x["b"], x["scale"], reduction="sum", **how),
@@ -117,9 +130,19 @@ CASES: dict[str, Callable[..., Tensor]] = {
     "clip_distillation": lambda x, **how: tw.clip_distillation_loss(
         x["a"], x["b"], x["scale"], x["own"][:, 0].detach(), x["own"][:, 1].detach(), 7.0, teacher_entropy=True, **how
     ),
+    "info_nce-decoupled": lambda x, **how: _shared(
+        x, symmetric=True, decoupled=True, log_q=torch.cat([x["a_log_q"], x["c_log_q"]]), **how
+    ),
+    "nt_xent-decoupled-queue": lambda x, **how: tw.nt_xent(
+        torch.cat([x["a"], x["b"]]), temperature=1 / x["scale"], decoupled=True, queue=x["c"], **how
+    ),
+    "supcon-queue": lambda x, **how: tw.supcon_loss(
+        x["a"], x["labels"], temperature=1 / x["scale"], queue=x["c"], queue_labels=x["c_ids"], **how
+    ),
     "nt_xent": lambda x, **how: tw.nt_xent(torch.cat([x["a"], x["b"]]), temperature=1 / x["scale"], **how),
     "supcon": lambda x, **how: tw.supcon_loss(x["a"], x["labels"], temperature=1 / x["scale"], **how),
     "logsumexp": _logsumexp,
+    "pair_stats": _statistics,
 }
 
 

@@ -73,11 +73,24 @@ HEADS = {
     "kl": {"distils": True, "reduction": "none", "shift": 1, "bias": True, "softcap": 8.0},
     "reverse kl": {"distils": True, "beta": 1.0, "temperature": 2.0},
     "jsd": {"distils": True, "beta": 0.3, "temperature": 0.5},
+    "margin": {"margin": True, "m2": 0.4, "m3": 0.1},
+    "statistics": {"statistics": True, "reduction": "none"},
+    # The part that each rank samples has at least as many classes as there are rows: here, all of them.
+    "margin, sampled": {"margin": True, "sample_rate": 0.1, "reduction": "none"},
 }
 
 
 def _distil(hidden: Tensor, head: Tensor, target: Tensor, **how: Any) -> Tensor:
     return tw.linear_distillation_loss(hidden, head, how.pop("teacher_input"), how.pop("teacher_weight"), target, **how)
+
+
+def _statistics(hidden: Tensor, head: Tensor, target: Tensor, logit_scale: Tensor, **how: Any) -> Tensor:
+    """An entropy, a picked class, and the log-sum-exp of the others."""
+    x, y = hidden.flatten(0, 1), target.flatten()
+    shard = {"scale": logit_scale, "shard": "columns", "group": how["group"]}
+    one = tw.pair_stats(x, head, want=["entropy"], target=y, **shard)
+    other = tw.pair_stats(x, head, pick=y[:, None], exclude_picked=True, **shard)
+    return one.entropy - one.positive_sum + other.logsumexp - 2 * other.picked[:, 0]
 
 
 def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype: torch.dtype) -> Tensors:
@@ -101,6 +114,12 @@ def head_call(kind: str, slices: list[int], rank: int | None, group: Any, dtype:
         teacher = torch.randn(2, 6, 5, generator=random, dtype=torch.float64).to(dtype)
         teacher_head = torch.randn(classes, 5, generator=random, dtype=torch.float64)[own].to(dtype)
         call = functools.partial(_distil, teacher_input=teacher, teacher_weight=teacher_head)
+    elif how.pop("statistics", False):
+        call = _statistics
+    elif how.pop("margin", False):
+        call = tw.margin_softmax_loss
+        if rank is None:
+            how.pop("sample_rate", None)
     else:
         call = tw.linear_cross_entropy
     loss = call(leaves["hidden"], leaves["head"], target, logit_scale=leaves["scale"], group=group, **how)
@@ -126,6 +145,28 @@ def test_vocabulary_parallel_head(crew: Crew, slices, dtype, tolerance):  # noqa
         for name in {"head", "bias"} & want.keys():
             got = torch.cat([part[kind][name] for part in parts])
             assert_close(got, want[name], tolerance, f"{kind} {name}")
+
+
+def margin_step(group: Any) -> Tensors:
+    """Gradients of an encoder over the rank's own rows and of the rank's classes; ``group=None``: of the whole."""
+    random = torch.Generator().manual_seed(4)
+    rows, head, encoder = (torch.randn(n, 5, generator=random, dtype=torch.float64) for n in (6, 9, 5))
+    target, rank = torch.randint(9, (6,), generator=random), 0 if group is None else group.rank()
+    own = slice(None) if group is None else slice(3 * rank, 3 * rank + 3)
+    leaves = [encoder.requires_grad_(), head[own].clone().requires_grad_()]
+    if group is None:
+        z = rows @ encoder
+    else:
+        z = torch.cat(torch.distributed.nn.functional.all_gather(rows[2 * rank : 2 * rank + 2] @ encoder, group=group))
+    loss = tw.margin_softmax_loss(z, leaves[1], target, logit_scale=8.0, group=group)
+    return dict(zip(("encoder", "head"), torch.autograd.grad(loss, leaves), strict=True))
+
+
+def test_gathered_rows_and_sharded_classes_give_the_gradients_of_one_process(crew: Crew):  # noqa: F811
+    """As the page shows it. DDP averages those of the encoder."""
+    parts, want = crew.run(margin_step, world=3), margin_step(None)
+    assert_close(sum(part["encoder"] for part in parts) / 3, want["encoder"], 1e-12)
+    assert_close(torch.cat([part["head"] for part in parts]), want["head"], 1e-12)
 
 
 def test_ranks_of_a_vocabulary_parallel_head_return_the_same_bits(crew: Crew):  # noqa: F811

@@ -1,4 +1,4 @@
-"""PyTorch Metric Learning with our `NTXentLoss` and `SupConLoss`; everything else is the peer's.
+"""PyTorch Metric Learning with our margin losses, `NTXentLoss` and `SupConLoss`; everything else is the peer's.
 
 Its tests mix settings in one function. Where ours refuses a setting, the peer's own loss takes its place, so that the
 other settings of that test are tested.
@@ -30,5 +30,6 @@ def ours_or(own: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[...
     return make
 
 
+losses.ArcFaceLoss, losses.CosFaceLoss = ours.ArcFaceLoss, ours.CosFaceLoss
 losses.NTXentLoss = ours_or(ours.NTXentLoss, losses.NTXentLoss)
 losses.SupConLoss = ours_or(ours.SupConLoss, losses.SupConLoss)

@@ -1,10 +1,10 @@
-"""`NTXentLoss` and `SupConLoss` with the signatures of PyTorch Metric Learning. Like that package, they normalize.
+"""Losses with the signatures of PyTorch Metric Learning. Like that package, they normalize.
 
-    - from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
-    + from tilewise.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
+    - from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NTXentLoss, SupConLoss
+    + from tilewise.integrations.pytorch_metric_learning import ArcFaceLoss, CosFaceLoss, NTXentLoss, SupConLoss
 
-The losses use all pairs that the labels define, also inside of the package's ``CrossBatchMemory``. Pairs selected by a
-miner, other distances, reducers and regularizers are refused.
+`NTXentLoss` and `SupConLoss` use all pairs that the labels define, also inside of the package's ``CrossBatchMemory``.
+Pairs selected by a miner, other distances, reducers and regularizers are refused.
 
 Axes: n rows, m reference rows, d features, p positive pairs.
 """
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, ShapeError
+from tilewise.integrations._margin_losses import ArcFaceLoss as ArcFaceLoss
+from tilewise.integrations._margin_losses import CosFaceLoss as CosFaceLoss
 from tilewise.losses.info_nce import info_nce
 from tilewise.losses.logsumexp import linear_logsumexp
 from tilewise.losses.supcon import supcon_loss

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ConfigError, DtypeError, RangeError, ShapeError
+from tilewise.errors import ConfigError
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
+from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
+from tilewise.losses.negatives import check_log_q, check_negative_ids, check_negatives
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -24,7 +26,6 @@ from tilewise.options import TileOptions, check_flag
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
 BOTH_DIRECTIONS, GUIDED = replace(SOFTMAX, col_lse=True), replace(SOFTMAX, guide="mask")
-NO_ID = -(2**63)  # id of a negative that is never excluded: no query has it
 
 
 def info_nce(
@@ -35,9 +36,11 @@ def info_nce(
     temperature: float | Tensor = 0.07,
     in_batch: bool = True,
     symmetric: bool = False,
+    decoupled: bool = False,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     negative_mask: Tensor | None = None,
+    log_q: Tensor | None = None,
     guide: Guide | None = None,
     hardness: float = 0.0,
     hardness_mode: HardnessMode = "all_negatives",
@@ -61,12 +64,19 @@ def info_nce(
             its own key and the negatives.
         symmetric: also score each key against all queries, and average the two directions. The direction from key to
             query does not use ``negative_keys``.
+        decoupled: leave the query's own key out of the sum over the keys (decoupled contrastive loss, DCL). The loss is
+            then the log-sum-exp over the negatives minus the own key's score, and may be negative. It is computed
+            without the own key, not by subtracting it, so it is exact late in training too. A query without negatives
+            has a loss of 0.
         query_ids, key_ids: integers, such as document ids. A query is not scored against a key of equal id, except
             its own: such a key would be a false negative. ``key_ids`` is (n,), or (n + M,) with the ids of shared
             negatives at the end. If one of the two is None, the other is used for both. Without ``key_ids`` of length
             n + M, ids exclude no shared negatives. Negatives of each query are never excluded by id.
         negative_mask: bool, (M,) or (n, K): True for a negative, False for padding. Values of padding, even NaN,
             change neither the loss nor its gradient.
+        log_q: the logarithm of the probability with which each key is in a batch, (n,), or (n + M,) with those of
+            shared negatives at the end. It is subtracted from their logits (log Q correction of a sampled softmax), the
+            own key's included. Negatives of each query are not corrected.
         guide: embeddings of another model for the same texts. A negative whose guide score is above that of the query's
             own key, less a margin, is left out: it is probably a false negative. See `Guide`.
         hardness: raises the logit of a negative by ``hardness`` times its inner product with the query, without a
@@ -89,9 +99,10 @@ def info_nce(
     _check.check_reduction(reduction)
     options, group_name = _check.check_options(options), _check.group_name(group)
     a, b = _check.check_sides(NAMES, query, positive_key, paired=True)
-    negatives = _check_negatives(a, negative_keys, negative_mask)
+    negatives = check_negatives(a, negative_keys, negative_mask)
     check_flag("in_batch", in_batch)
     check_flag("symmetric", symmetric)
+    check_flag("decoupled", decoupled)
     if symmetric and not in_batch:
         raise ConfigError(
             "symmetric=True compares each key with all queries, so it needs in_batch=True. Pass in_batch=True"
@@ -99,18 +110,22 @@ def info_nce(
     if not in_batch and negatives is None:
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a, rows="divide the rows of query by it")
-    query_id, key_id, negative_id = _check_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
+    query_id, key_id, negative_id = check_negative_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
+    bias, negative_bias = check_log_q(log_q, a, negatives)
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
     apart = guided is not None or harder.in_batch > 0
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
+    others = replace(spec, positive="none", mask_self=True)  # all keys but the query's own
     more = {} if guided is None else guided.keys()
     keys = NO_KEYS if query_id is None and not more else PairKeys(row_skip=query_id, col_skip=key_id, **more)
 
     def full_keys() -> PairKeys:
         shift = positive_shift(a, b, scale, options=options)
+        if shift is not None and bias is not None:
+            shift = shift + bias
         return keys._replace(row_shift=shift, col_shift=shift)
 
     if (
@@ -118,10 +133,11 @@ def info_nce(
         and negatives is None
         and not group_name
         and not harder.in_batch
+        and not decoupled
         and not (apart and symmetric)
     ):
         weights = row_weights(a, reduction)
-        return pair_loss(a, b, scale, weights=weights, keys=keys, full_keys=full_keys, spec=spec, options=options)
+        return pair_loss(a, b, scale, bias, weights=weights, keys=keys, full_keys=full_keys, spec=spec, options=options)
     kind = "none" if negatives is None else "shared" if negatives.dim() == 2 else "own"
     margin = {} if guide is None else {"margin": guide.margin, "margin_strategy": guide.margin_strategy}
     must_match = call_settings(
@@ -132,6 +148,8 @@ def info_nce(
         negatives=kind,
         masked=negative_mask is not None,
         symmetric=symmetric,
+        decoupled=decoupled,
+        log_q=log_q is not None,
         hardness=hardness,
         hardness_mode=hardness_mode,
         **margin,
@@ -142,25 +160,35 @@ def info_nce(
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
     other = None  # the losses of the keys, in the other direction
-    if not in_batch or harder.in_batch:
+    parts = []  # log-sum-exps and scores of each query, relative to `shift`: (n, any number) each
+    stats = None
+    if in_batch and not (harder.in_batch or decoupled):
+        stats = pair_stats(a, b, scale, bias, keys=keys, full_keys=full_keys, spec=spec, **how)
+        pos, shift = stats.row_pos, stats.row_shift
+        parts.append(stats.row_lse[:, None])
+    else:
         keys = full_keys()
         shift = keys.row_shift
-        pos = lse = _shifted(scale * own_scores(a, b[:, None, :], None, options.precision), shift).squeeze(1)
-        if in_batch:  # all keys but the query's own, which is not raised
-            others = replace(spec, positive="none", mask_self=True)
-            others_lse = hard_logsumexp(a, b, scale, hardness=harder.in_batch, keys=keys, spec=others, **how)
-            lse = torch.logaddexp(pos, others_lse)
-    else:
-        stats = pair_stats(a, b, scale, keys=keys, full_keys=full_keys, spec=spec, **how)
-        pos, lse, shift = stats.row_pos, stats.row_lse, stats.row_shift
-        if stats.col_lse is not None:
-            other = stats.col_lse - pos
+        own_n = scale * own_scores(a, b[:, None, :], None, options.precision).squeeze(1)
+        pos = _shifted((own_n if bias is None else own_n + bias)[:, None], shift).squeeze(1)
+        if not decoupled:
+            parts.append(pos[:, None])
+        if in_batch and harder.in_batch:
+            hard = hard_logsumexp(a, b, scale, bias, hardness=harder.in_batch, keys=keys, spec=others, **how)
+            parts.append(hard[:, None])
+        elif in_batch:
+            stats = pair_stats(a, b, scale, bias, keys=keys, spec=others, **how)
+            parts.append(stats.row_lse[:, None])
+    if stats is not None and stats.col_lse is not None:
+        other = _above(stats.col_lse, pos)
     if symmetric and apart:
         more = {} if guided is None else guided.keys(swap=True)
-        keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=shift, **more)
-        stats = pair_stats(b, a, scale, keys=keys, spec=spec, **how)
+        # The bias of a key is the same for all queries. As a part of the shift, it makes `pos` that of this direction.
+        back = shift if bias is None else -bias if shift is None else shift - bias
+        keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=back, **more)
+        stats = pair_stats(b, a, scale, keys=keys, spec=others if decoupled else spec, **how)
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
-        other = stats.row_lse - stats.row_pos
+        other = _above(stats.row_lse, pos if decoupled else stats.row_pos)
     if negatives is not None and negatives.dim() == 3:
         own_nk = own_scores(a, negatives, negative_mask, options.precision)
         x_nk = _shifted(scale * own_nk, shift)
@@ -170,22 +198,29 @@ def info_nce(
             x_nk = x_nk.masked_fill(~negative_mask, -torch.inf)
         if guided is not None:
             x_nk = x_nk.masked_fill(guided.excludes_own(options.precision), -torch.inf)
-        # In float64: a float32 sum of 1 and the small terms of far negatives would lose their digits.
-        lse = torch.logsumexp(torch.cat([lse[:, None], x_nk], 1).double(), 1)
+        parts.append(x_nk)
     elif negatives is not None:
         ids = query_id, negative_id
-        shared = _shared_lse(a, negatives, scale, shift, ids, negative_mask, guided, hardness=harder.hard, **how)
-        lse = torch.logaddexp(lse, shared)
-    loss_n = (lse - pos).to(pos.dtype)  # both relative to `shift`
+        shared = _shared_lse(
+            a, negatives, scale, negative_bias, shift, ids, negative_mask, guided, hardness=harder.hard, **how
+        )
+        parts.append(shared[:, None])
+    loss_n = _above(joined_logsumexp(parts), pos).to(pos.dtype)  # both relative to `shift`
     if other is not None:
         loss_n = (loss_n + other) / 2
     return reduce_rows(loss_n, reduction, group_name)
+
+
+def _above(lse: Tensor, pos: Tensor) -> Tensor:
+    """How far the log-sum-exp is above the positive's score; 0 for a row without scores."""
+    return torch.where(lse == -torch.inf, 0.0, lse - pos)
 
 
 def _shared_lse(
     a: Tensor,
     negatives: Tensor,
     scale: Tensor | float,
+    bias: Tensor | None,
     shift: Tensor | None,
     ids: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
@@ -193,11 +228,11 @@ def _shared_lse(
     **how: Any,
 ) -> Tensor:
     """Log-sum-exp of each query against the shared negatives: (n,). ``ids``: those of queries and of negatives."""
-    bias = None
     if mask is not None:
         # A masked negative scores -inf. Its features are replaced by zeros, because they may hold NaN.
         negatives = torch.where(mask[:, None], negatives, torch.zeros((), dtype=a.dtype, device=a.device))
-        bias = torch.zeros(mask.shape, dtype=stat_dtype(a.dtype), device=a.device).masked_fill(~mask, -torch.inf)
+        bias = torch.zeros(mask.shape, dtype=stat_dtype(a.dtype), device=a.device) if bias is None else bias
+        bias = bias.masked_fill(~mask, -torch.inf)
     query_id, negative_id = ids
     skip = query_id if negative_id is not None else None
     more = {} if guided is None else guided.negative_keys()
@@ -211,70 +246,6 @@ def _shifted(x_nk: Tensor, shift: Tensor | None) -> Tensor:
     return x_nk if shift is None else x_nk - shift[:, None]
 
 
-def _check_negatives(a: Tensor, negative_keys: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    if negative_keys is None:
-        if mask is not None:
-            raise ConfigError("negative_mask marks padding in negative_keys, but there are none. Pass both")
-        return None
-    if not isinstance(negative_keys, Tensor) or negative_keys.dim() not in (2, 3):
-        got = tuple(negative_keys.shape) if isinstance(negative_keys, Tensor) else type(negative_keys).__name__
-        number = isinstance(negative_keys, (int, float)) or (
-            isinstance(negative_keys, Tensor) and not negative_keys.dim()
-        )
-        advice = "Reshape them" if isinstance(negative_keys, Tensor) else _check.tensor_of(negative_keys)
-        if number:
-            advice = "Pass a temperature by keyword, temperature=..."
-        raise ShapeError(
-            f"negative_keys must be (M, d), shared, or (n, K, d), one set for each query, got {got}. {advice}"
-        )
-    negatives = _check.check_features("negative_keys", negative_keys, negative_keys.dim())
-    _check.check_together(("query", "negative_keys"), a, negatives)
-    if negatives.dim() == 3:
-        _check.check_same_rows(("query", "negative_keys"), a, negatives)
-    if mask is not None:
-        _check.check_tensor("negative_mask", mask, "a bool tensor")
-        if mask.dtype != torch.bool:
-            raise DtypeError(
-                f"negative_mask is a bool tensor, False for padding, got {mask.dtype}. Convert it with .bool()"
-            )
-        if mask.shape != negatives.shape[:-1]:
-            raise ShapeError(
-                f"negative_mask has one entry for each negative, {tuple(negatives.shape[:-1])}, "
-                f"got {tuple(mask.shape)}. {_check.reshape_advice(mask, negatives.shape[:-1].numel())}"
-            )
-        _check.check_device(("negative_mask", "query"), mask, a)
-    return negatives
-
-
-def _check_ids(
-    a: Tensor,
-    negatives: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    *,
-    over_group: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Ids of the queries, of the keys, and of the shared negatives; None for those that exclude nothing."""
-    if query_ids is None and key_ids is None:
-        return None, None, None
-    n = a.shape[0]
-    shared = negatives.shape[0] if negatives is not None and negatives.dim() == 2 else 0
-    key_id = None if key_ids is None else _check.check_ids("key_ids", key_ids, (n, n + shared), a)
-    query_id = None if query_ids is None else _check.check_ids("query_ids", query_ids, (n,), a)
-    if query_id is None:
-        assert key_id is not None
-        query_id = key_id[:n]
-    if key_id is None:
-        key_id = query_id
-    negative_id = key_id[n:] if shared and key_id.shape[0] == n + shared else None
-    if over_group and negative_id is None and negatives is not None and negatives.dim() == 2:
-        # A rank without negatives does not know whether the negatives of other ranks have ids, so all ranks send ids.
-        if _check.can_read(query_id) and (query_id == NO_ID).any():
-            raise RangeError(f"over a group, an id of {NO_ID} means none. Use other ids")
-        negative_id = torch.full((shared,), NO_ID, device=a.device)
-    return query_id, key_id[:n], negative_id
-
-
 class InfoNCELoss(nn.Module):
     """`info_nce` as a Module that stores the settings."""
 
@@ -284,6 +255,7 @@ class InfoNCELoss(nn.Module):
         temperature: float | Tensor = 0.07,
         in_batch: bool = True,
         symmetric: bool = False,
+        decoupled: bool = False,
         hardness: float = 0.0,
         hardness_mode: HardnessMode = "all_negatives",
         reduction: _check.Reduction = "mean",
@@ -303,6 +275,7 @@ class InfoNCELoss(nn.Module):
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
         negative_mask: Tensor | None = None,
+        log_q: Tensor | None = None,
         guide: Guide | None = None,
     ) -> Tensor:
         """See `info_nce`."""
@@ -314,6 +287,7 @@ class InfoNCELoss(nn.Module):
             query_ids=query_ids,
             key_ids=key_ids,
             negative_mask=negative_mask,
+            log_q=log_q,
             guide=guide,
             **self.settings,
         )

@@ -50,6 +50,18 @@ def linear_logsumexp(
     return stats.row_lse
 
 
+def joined_logsumexp(parts: list[Tensor]) -> Tensor:
+    """The log-sum-exp of scores and of log-sum-exps, (n, any number) each: (n,), -inf for a row without any.
+
+    In float64: a float32 sum of 1 and the small terms of far negatives would lose their digits.
+    """
+    if len(parts) == 1 and parts[0].shape[1] == 1:
+        return parts[0].squeeze(1)
+    x = torch.cat(parts, 1).double()
+    empty = (x == -torch.inf).all(1)  # a row of -inf alone would have NaN gradients
+    return torch.where(empty, -torch.inf, torch.where(empty[:, None], 0.0, x).logsumexp(1))
+
+
 def check_softcap(softcap: float | None, name: str = "softcap") -> float:
     """Check a soft cap. Returns it as a float, 0 for no cap."""
     if softcap is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +11,25 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.paired_scores import positive_shift
+from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
-from tilewise.options import TileOptions
+from tilewise.options import TileOptions, check_flag
 
 SPEC = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, in_range=True)
+OTHERS = PairSpec(row_lse=True, mask_self=True, symmetric=True)
 
 
 def nt_xent(
     features: Tensor,
     *,
     temperature: float | Tensor = 0.5,
+    decoupled: bool = False,
+    queue: Tensor | None = None,
     reduction: _check.Reduction = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -39,11 +45,16 @@ def nt_xent(
         features: (2B, d), the first views of all samples, then the second views. They are not normalized; normalize
             them first.
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
+        decoupled: leave the target out of the sum over the views (decoupled contrastive loss, DCL). The loss may then
+            be negative. It is computed without the target, not by subtracting it, so it is exact late in training too.
+            A view without negatives has a loss of 0.
+        queue: (M, d), more negatives for all views, such as the views of the last batches.
         reduction: "none" returns (2B,).
-        group: a process group over whose ranks the samples are sharded, with both views of a sample on one rank.
+        group: a process group over whose ranks the samples are sharded, with both views of a sample on one rank. A
+            queue is sharded too: each rank passes its own part, of any size.
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradient, O(B) statistics, and a workspace. Cost: half a product in
+    Memory: the features, their gradient, O(B + M) statistics, and a workspace. Cost: half a product in
     forward and 1.5 in backward, because the scores are symmetric; for a small batch, both products in forward.
 
     >>> round(nt_xent(torch.eye(2).repeat(2, 1)).item(), 4)
@@ -59,27 +70,48 @@ def nt_xent(
             "Use torch.cat([first_views, second_views])"
         )
     scale = _check.check_temperature(temperature, z)
+    if queue is not None:
+        queue = _check.check_features("queue", queue)
+        _check.check_together(("features", "queue"), z, queue)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)
 
     def full_keys() -> PairKeys:
         return PairKeys(row_key=other, row_shift=positive_shift(z, z, scale, other, options))
 
-    if reduction != "none" and not name:
+    check_flag("decoupled", decoupled)
+    if reduction != "none" and not name and not decoupled and queue is None:
         keys, weights = PairKeys(row_key=other), row_weights(z, reduction)
         return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
-    stats = pair_stats(
-        z,
-        None,
-        scale,
-        keys=PairKeys(row_key=other),
-        full_keys=full_keys,
-        spec=replace(SPEC, local_keys=True, in_range=False) if name else SPEC,
-        options=options,
-        group_name=name,
-        must_match=call_settings(name, reduction=reduction, temperature=temperature),
+    must_match = call_settings(
+        name, reduction=reduction, temperature=temperature, decoupled=decoupled, queue=queue is not None
     )
-    return reduce_rows(stats.row_lse - stats.row_pos, reduction, name)
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    if decoupled:  # both views of a sample are excluded
+        keys = full_keys()
+        shift = keys.row_shift
+        sample = shard_of_columns(z, must_match, name)[0] + index % max(rows // 2, 1)
+        apart = keys._replace(row_key=None, row_skip=sample, col_skip=sample)
+        stats = pair_stats(z, None, scale, keys=apart, spec=OTHERS, **how)
+        pos = scale * own_scores(z, z.roll(rows // 2, 0)[:, None, :], None, options.precision).squeeze(1)
+        pos = pos if shift is None else pos - shift
+    else:
+        spec = replace(SPEC, local_keys=True, in_range=False) if name else SPEC
+        stats = pair_stats(z, None, scale, keys=PairKeys(row_key=other), full_keys=full_keys, spec=spec, **how)
+        pos, shift = stats.row_pos, stats.row_shift
+    lse = with_queue(stats.row_lse, z, queue, scale, shift, **how)
+    loss_n = (lse - pos).to(pos.dtype)
+    return reduce_rows(torch.where(lse == -torch.inf, 0.0, loss_n) if decoupled else loss_n, reduction, name)
+
+
+def with_queue(
+    lse: Tensor, z: Tensor, queue: Tensor | None, scale: Tensor | float, shift: Tensor | None, **how: Any
+) -> Tensor:
+    """The log-sum-exp over the batch, ``lse``, and over the queue: (n,)."""
+    if queue is None:
+        return lse
+    more = pair_stats(z, queue, scale, keys=PairKeys(row_shift=shift), spec=PairSpec(row_lse=True), **how).row_lse
+    return joined_logsumexp([lse[:, None], more[:, None]])
 
 
 class NTXentLoss(nn.Module):
@@ -89,6 +121,7 @@ class NTXentLoss(nn.Module):
         self,
         *,
         temperature: float | Tensor = 0.5,
+        decoupled: bool = False,
         reduction: _check.Reduction = "mean",
         group: torch.distributed.ProcessGroup | None = None,
         options: TileOptions | None = None,
@@ -97,6 +130,6 @@ class NTXentLoss(nn.Module):
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
         self.settings = settings_of(locals(), "temperature")
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, *, queue: Tensor | None = None) -> Tensor:
         """See `nt_xent`."""
-        return nt_xent(features, temperature=self.temperature, **self.settings)
+        return nt_xent(features, temperature=self.temperature, queue=queue, **self.settings)

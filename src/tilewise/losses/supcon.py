@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tilewise import _check
+from tilewise.errors import ConfigError
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
+from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
@@ -22,6 +27,8 @@ def supcon_loss(
     labels: Tensor,
     *,
     temperature: float | Tensor = 0.07,
+    queue: Tensor | None = None,
+    queue_labels: Tensor | None = None,
     reduction: _check.Reduction = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     options: TileOptions | None = None,
@@ -41,11 +48,14 @@ def supcon_loss(
             views and repeat the labels.
         labels: (n,) integers.
         temperature: divides the scores; a tensor that requires grad gets its exact gradient.
+        queue, queue_labels: (M, d) and (M,), more rows for the features to be compared with, such as those of the last
+            batches. They have no loss of their own: n x (n + M) scores are computed, not (n + M) x (n + M).
         reduction: "none" returns (n,).
-        group: a process group over whose ranks the rows are sharded. Labels are compared across ranks.
+        group: a process group over whose ranks the rows are sharded. Labels are compared across ranks. A
+            queue is sharded too: each rank passes its own part, of any size.
         options: how the loss is computed; see `TileOptions`. No option changes its value beyond rounding.
 
-    Memory: the features, their gradient, O(n) statistics, and a workspace. Cost: half a product in
+    Memory: the features, their gradient, O(n + M) statistics, and a workspace. Cost: half a product in
     forward and 1.5 in backward, because the scores are symmetric; for a small batch, both products in forward.
 
     >>> x = torch.eye(4)
@@ -57,28 +67,33 @@ def supcon_loss(
     z = _check.check_features("features", features)
     key = _check.check_ids("labels", labels, (z.shape[0],), z)
     scale = _check.check_temperature(temperature, z)
+    if (queue is None) != (queue_labels is None):
+        missing, given = ("queue", "queue_labels") if queue is None else ("queue_labels", "queue")
+        raise ConfigError(f"queue and queue_labels belong together, got {given} alone. Pass {missing} too")
+    queue_key = None
+    if queue is not None and queue_labels is not None:
+        queue = _check.check_features("queue", queue)
+        _check.check_together(("features", "queue"), z, queue)
+        queue_key = _check.check_ids("queue_labels", queue_labels, (queue.shape[0],), z)
     keys = PairKeys(row_key=key, col_key=key)
 
     def full_keys() -> PairKeys:
         index = None if z.dtype in HALF_TYPES else _next_of_label(key)
         return keys._replace(row_shift=positive_shift(z, z, scale, index, options))
 
-    if reduction != "none" and not name:
+    if queue is None and reduction != "none" and not name:
         weights = row_weights(z, reduction)
         return pair_loss(z, None, scale, weights=weights, keys=keys, full_keys=full_keys, spec=SPEC, options=options)
-    stats = pair_stats(
-        z,
-        None,
-        scale,
-        keys=keys,
-        full_keys=full_keys,
-        spec=SPEC,
-        options=options,
-        group_name=name,
-        must_match=call_settings(name, reduction=reduction, temperature=temperature),
-    )
-    count = stats.num_positives.detach()
-    loss_n = torch.where(count > 0, stats.row_lse - stats.row_pos / count.clamp(min=1), 0.0)
+    must_match = call_settings(name, reduction=reduction, temperature=temperature, queue=queue is not None)
+    how: dict[str, Any] = {"options": options, "group_name": name, "must_match": must_match}
+    stats = pair_stats(z, None, scale, keys=keys, full_keys=full_keys, spec=SPEC, **how)
+    lse, pos, count = stats.row_lse, stats.row_pos, stats.num_positives.detach()
+    if queue is not None:
+        keys = keys._replace(col_key=queue_key, row_shift=stats.row_shift)
+        more = pair_stats(z, queue, scale, keys=keys, spec=replace(SPEC, mask_self=False, symmetric=False), **how)
+        lse = joined_logsumexp([lse[:, None], more.row_lse[:, None]])
+        pos, count = pos + more.row_pos, count + more.num_positives.detach()
+    loss_n = torch.where(count > 0, lse - pos / count.clamp(min=1), 0.0).to(pos.dtype)
     return reduce_rows(loss_n, reduction, name)
 
 
@@ -109,6 +124,15 @@ class SupConLoss(nn.Module):
         self.temperature = temperature  # attribute assignment registers an nn.Parameter, which is then learned
         self.settings = settings_of(locals(), "temperature")
 
-    def forward(self, features: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self,
+        features: Tensor,
+        labels: Tensor,
+        *,
+        queue: Tensor | None = None,
+        queue_labels: Tensor | None = None,
+    ) -> Tensor:
         """See `supcon_loss`."""
-        return supcon_loss(features, labels, temperature=self.temperature, **self.settings)
+        return supcon_loss(
+            features, labels, temperature=self.temperature, queue=queue, queue_labels=queue_labels, **self.settings
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.kernels.precision import matmul_precision
@@ -62,6 +63,29 @@ def _find_row_products(a: Tensor, b: Tensor, index: OptTensor, block: int, eleme
 _row_products = plain_operator(
     "row_products", _find_row_products, lambda a, *more: a.new_empty(a.shape[0], dtype=stat_dtype(a.dtype))
 )
+
+
+def _find_cosines(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    out = torch.zeros(a.shape[0], dtype=torch.float64, device=a.device)
+    if b.shape[0] == 0:  # a rank's shard of the columns may be empty
+        return out
+    for part in _chunks(a.shape[0], a.shape[1]):
+        at = index[part]
+        cosine = F.cosine_similarity(a[part].double(), b[at.clamp(0, b.shape[0] - 1)].double(), eps=1e-12)
+        out[part] = torch.where((at >= 0) & (at < b.shape[0]), cosine, 0.0)
+    return out
+
+
+_cosines = plain_operator("cosines", _find_cosines, lambda a, *more: a.new_empty(a.shape[0], dtype=torch.float64))
+
+
+def target_cosines(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """The cosine of each row and its column ``index``, in float64, without gradient; 0 for an index that is not here.
+
+    In float64, because an angle near 0 has half of the digits of its cosine.
+    """
+    cosine: Tensor = _cosines(a.detach(), b.detach(), index)
+    return cosine
 
 
 def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> Tensor:

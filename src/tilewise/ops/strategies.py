@@ -187,7 +187,7 @@ def stats_backward(
         if group_name:
             from tilewise.ops.distributed.ring_stats import ring_backward
 
-            grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name)
+            grads = ring_backward(Backward(pair, stats, grad, needs, spec, options), group_name, rows_given=rows_given)
         elif small is not None:
             grads = small_job(small, pair, call, scalar=False).backward(pair, grad, needs)
         else:
