@@ -14,6 +14,7 @@ from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.guide import CheckedGuide, Guide, check_guide
 from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumexp
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -24,9 +25,11 @@ from tilewise.options import TileOptions, check_flag
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
 BOTH_DIRECTIONS, GUIDED = replace(SOFTMAX, col_lse=True), replace(SOFTMAX, guide="mask")
+SHARDED = Pairs((*NAMES, "negative_keys", "query_ids", "key_ids", "negative_mask"), scalars=("temperature",))
 NO_ID = -(2**63)  # id of a negative that is never excluded: no query has it
 
 
+@takes_shards(SHARDED)
 def info_nce(
     query: Tensor,
     positive_key: Tensor,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,11 @@ from tilewise import _check
 from tilewise.errors import ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.supcon import supcon_loss
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.distributed.dtensors import is_sharded, wrapped
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions
@@ -20,6 +25,26 @@ from tilewise.options import TileOptions
 SPEC = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, in_range=True)
 
 
+def _over_shards(loss: Callable[..., Tensor], values: dict[str, Any]) -> Tensor:
+    """Over sharded rows the two views of a sample are on two ranks: labels name them, as in `supcon_loss`."""
+    features: Any = values.pop("features")
+    if not is_sharded(features):
+        return loss(features, **values)  # it refuses the others
+    _check_views(features)
+    labels = torch.arange(features.shape[0], device=features.device) % max(features.shape[0] // 2, 1)
+    mesh = features.device_mesh
+    return supcon_loss(features, wrapped(labels, mesh, "R" * mesh.ndim, labels.shape), **values)
+
+
+def _check_views(features: Tensor) -> None:
+    if features.shape[0] % 2:
+        raise ShapeError(
+            f"features stacks two views of each sample, so it needs an even number of rows, got "
+            f"{tuple(features.shape)}. Use torch.cat([first_views, second_views])"
+        )
+
+
+@takes_shards(_over_shards)
 def nt_xent(
     features: Tensor,
     *,
@@ -53,11 +78,7 @@ def nt_xent(
     options, name = _check.check_options(options), _check.group_name(group)
     z = _check.check_features("features", features)
     rows = z.shape[0]
-    if rows % 2:
-        raise ShapeError(
-            f"features stacks two views of each sample, so it needs an even number of rows, got {tuple(z.shape)}. "
-            "Use torch.cat([first_views, second_views])"
-        )
+    _check_views(z)
     scale = _check.check_temperature(temperature, z)
     index = torch.arange(rows, device=z.device)
     other = torch.roll(index, rows // 2)

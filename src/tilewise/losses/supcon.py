@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -17,6 +18,7 @@ from tilewise.options import TileOptions
 SPEC = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 
 
+@takes_shards(Pairs(("features", "labels"), scalars=("temperature",)))
 def supcon_loss(
     features: Tensor,
     labels: Tensor,

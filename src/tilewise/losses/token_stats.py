@@ -13,9 +13,10 @@ from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
 from tilewise.options import TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
@@ -83,6 +84,7 @@ class TokenStats:
         return total.sum() / self.valid.sum() if dim is None else total.sum(dim) / self.valid.sum(dim)
 
 
+@takes_shards(Head(rows=("input", "pick", "target"), columns=("linear_weight", "linear_bias")))
 def linear_token_stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -183,7 +185,7 @@ def linear_token_stats(
             positive="one" if "log_prob" in names else "none",
             softcap=cap,
             drop_rows=key is not None,
-            same_rows=bool(name),
+            same_rows=same_rows(name),
         ),
         options=options,
         group_name=name,
