@@ -304,6 +304,10 @@ def check_refusals(group: Any) -> None:
             r"Pass labels.full_tensor\(\)",
         ),
     ]
+    backwards = distribute_tensor(plain, DeviceMesh("cpu", [3, 2, 1, 0]), [Shard(0)])
+    assert torch.equal(backwards.full_tensor(), plain)
+    refused.append((lambda: tw.clip_loss(backwards, backwards, 1.0), ConfigError, "Make the mesh with sorted ranks"))
+    refused.append((lambda: tw.siglip_loss(plain, head.requires_grad_(), 1.0, 0.0), DtypeError, "DTensors too"))
     for call, error, message in refused:
         with pytest.raises(error, match=message):
             call()

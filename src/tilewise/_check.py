@@ -117,8 +117,8 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         return
     if hasattr(value, "device_mesh"):
         raise DtypeError(
-            f"{name} is a plain tensor where the first arguments are plain, got a {type(value).__name__}, of which this "
-            f"rank holds one shard. {_unsharded(name, value)}"
+            f"{name} is a plain tensor where the first arguments are, got a {type(value).__name__}, of which this rank "
+            f"holds one shard. {_unsharded(name, value)}"
         )
     if is_fake(value) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         raise DtypeError(
