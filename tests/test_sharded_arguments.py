@@ -23,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.errors import ConfigError, DtypeError
@@ -202,6 +204,35 @@ def check_traffic(group: Any) -> None:
     hops = [shard] * (RANKS - 1)
     assert sent[: RANKS - 1] == hops
     assert sum(sent[RANKS - 1 :]) == (RANKS - 1) * shard + RANKS * shard
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(part.numel() for part in tree_leaves(result) if type(part) is Tensor), 0)
+        return result
+
+
+def check_sizes(group: Any) -> None:
+    """In a ring no tensor of the size of the whole classifier is made; a gathered one is seen."""
+    mesh, classes = init_device_mesh("cpu", (RANKS,)), 4096
+    hidden, target = torch.randn(16, D) + dist.get_rank(), torch.randint(classes, (16,))
+    weight = distribute_tensor(torch.randn(classes, D), mesh, [Shard(0)]).requires_grad_()
+    tw.linear_cross_entropy(hidden, weight, target)
+    largest = {}
+    for ring_head in (0, 2**30):
+        with limits.changed(ring_head=ring_head), Largest() as seen:
+            tw.linear_cross_entropy(hidden, weight, target).backward()
+        largest[ring_head] = seen.numel
+    assert largest[0] < classes * D <= largest[2**30]
+
+
+def test_a_ring_never_holds_the_whole_classifier(crew: Crew):  # noqa: F811
+    crew.run(check_sizes)
 
 
 def test_the_collectives_of_a_sharded_head(crew: Crew):  # noqa: F811

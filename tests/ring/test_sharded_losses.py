@@ -163,7 +163,7 @@ def run_heads(group: Any, shape: tuple[int, ...]) -> dict[str, dict[str, dict[st
     mesh = init_device_mesh("cpu", shape)
     found: dict[str, dict[str, dict[str, tuple[Tensor, str]]]] = {}
     for layout, (of, rows, columns, ring) in LAYOUTS.items():
-        x, found[layout] = head_shards(mesh, rows, columns) if of == shape else {}, {}
+        x, found[layout] = head_shards(mesh, rows, columns, head_tensors()) if of == shape else {}, {}
         with limits.changed(ring_head=0 if ring else 2**30):
             for name, case in HEADS.items() if x else ():
                 got = results(case, x)
@@ -175,9 +175,9 @@ def placed(value: Tensor) -> str:
     return str(getattr(value, "placements", None))
 
 
-def head_shards(mesh: Any, rows: list[Any], columns: list[Any]) -> Tensors:
+def head_shards(mesh: Any, rows: list[Any], columns: list[Any], tensors: Tensors) -> Tensors:
     sides, x = dict.fromkeys(ROWS, rows) | dict.fromkeys(COLUMNS, columns), {}
-    for name, value in head_tensors().items():
+    for name, value in tensors.items():
         place = sides.get(name, [R] * mesh.ndim)
         if value.dim() == 1 or name == "states":  # without a second dimension that can be sharded
             place = [R if p == S1 else p for p in place]
