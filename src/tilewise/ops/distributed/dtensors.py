@@ -130,6 +130,8 @@ def check_rows_differ(rows: Tensor, weight: Any, plan: Plan) -> None:
     mesh, key = weight.device_mesh, (weight.device_mesh, weight.placements, weight.shape, weight.dtype)
     if not guessed or key in _checked or any("T" in column for column in columns):
         return
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     import torch.distributed as dist
 
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
