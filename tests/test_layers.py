@@ -169,11 +169,11 @@ def test_operators_and_losses_know_no_backend_by_name():
             assert not text & {"triton", "torch"}, path
 
 
-def test_there_are_six_autograd_functions_and_two_operators_for_losses():
+def test_there_are_seven_autograd_functions_and_two_operators_for_losses():
     """Each operator with its backward and its directional derivatives. One function only raises an error.
 
     Two are for small batches, a scalar loss and statistics, with as little work as possible on the host. One normalizes
-    a large classifier.
+    a large classifier, one takes this rank's part of a DTensor.
     """
     functions, operators = set(), set()
     for path in FILES:
@@ -181,7 +181,8 @@ def test_there_are_six_autograd_functions_and_two_operators_for_losses():
             if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases):
                 functions.add(f"{dotted(path)}.{node.name}")
     known = {"ops.autograd._Eager", "ops.paired_scores._OwnScores", "ops.registered._FirstDerivativeOnly"}
-    known |= {"ops.small.SmallLoss", "ops.small.SmallStats", "losses.margin_softmax._UnitRows"}
+    known |= {"ops.small.SmallLoss", "ops.small.SmallStats"}
+    known |= {"losses.margin_softmax._UnitRows", "ops.distributed.dtensors._Local"}
     assert functions == known | {name for name in functions if part_of(name) not in ("ops", "losses", "kernels")}
     for name in ("pair_stats", "pair_loss"):
         operators |= {name, f"{name}_backward", f"{name}_jvp"}

@@ -1,6 +1,7 @@
-"""Sharded tensors (DTensor) are refused, and the advice in the message gives the gradients of one process.
+"""A sharded head beside plain hidden states: loss and gradients are those of one process.
 
-Each rank has its own tokens. The advice is taken from the message and executed.
+Each rank has tokens of its own, as with FSDP2, and a mean is over them. So moving the head into a unit of its own
+changes nothing. Wrong sums of gradients fail the same assertions: `full_tensor()` alone is one.
 """
 
 from __future__ import annotations
@@ -8,101 +9,94 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.compare import assert_close, relative_error
-from tests.processes import run_ranks
+from tests.ring.crew import Crew, crew  # noqa: F401
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
-from tilewise.errors import DtypeError
+from tilewise.errors import ConfigError, DtypeError
+from tilewise.ops import limits
+from tilewise.ops.distributed import dtensors
+from tilewise.ring.exchange import GroupExchange
 
+pytestmark = pytest.mark.group
 RANKS, V, D, STEPS = 4, 11, 8, 2
-Whole = Callable[[nn.Linear], Tensor]
 
 
 class Model(nn.Module):
-    """A language model without attention. ``whole`` gets the weight from the head, inside of forward or after it."""
+    """A language model without attention. With ``inside``, its forward computes the loss."""
 
-    def __init__(self, whole: Whole | None = None) -> None:
+    def __init__(self, *, inside: bool = False, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.embed = nn.Embedding(V, D, dtype=torch.float64)
         self.body = nn.Linear(D, D, dtype=torch.float64)
-        self.head = nn.Linear(D, V, bias=False, dtype=torch.float64)
-        self.whole = whole
+        self.head = nn.Linear(D, V, bias=not tied, dtype=torch.float64)
+        self.inside = inside
+        if tied:
+            self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden = torch.tanh(self.body(x))
-        return hidden, None if self.whole is None else tw.linear_cross_entropy(hidden, self.whole(self.head), target)
+    def forward(self, words: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Any:
+        hidden = torch.tanh(self.body(self.embed(words)))
+        return self.loss(hidden, target, read) if self.inside else hidden
+
+    def loss(self, hidden: Tensor, target: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        bias = None if self.head.bias is None else read(self.head.bias)
+        return tw.linear_cross_entropy(hidden, read(self.head.weight), target, linear_bias=bias)
 
 
 def tokens(part: int, step: int) -> tuple[Tensor, Tensor]:
+    """Each part has another number of targets."""
     draw = torch.Generator().manual_seed(100 * step + part)
-    return torch.randn(6, D, generator=draw, dtype=torch.float64), torch.randint(V, (6,), generator=draw)
+    words, target = torch.randint(V, (6,), generator=draw), torch.randint(V, (6,), generator=draw)
+    target[:part] = -100
+    return words, target
 
 
-def one_process(parts: int) -> tuple[list[Tensor], list[Tensor]]:
+def one_process(parts: int, *, tied: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """The loss of each part in the last step, and the gradients of all steps: means over the parts."""
-    model, losses = Model(), []
+    model, losses = Model(tied=tied), []
     for step in range(STEPS):
         losses = []
-        for x, target in (tokens(part, step) for part in range(parts)):
-            logits = model.head(model(x, target)[0])
+        for words, target in (tokens(part, step) for part in range(parts)):
+            logits = model.head(torch.tanh(model.body(model.embed(words))))
             losses.append(nn.functional.cross_entropy(logits, target))
         (sum(losses) / parts).backward()
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters()]
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(DtypeError) as caught:
-        call()
-    return str(caught.value)
-
-
-def as_the_message_says(head: nn.Linear) -> Tensor:
-    """Execute the statements of the message."""
-    state = torch.zeros(2, D, dtype=torch.float64)
-    message = refusal(lambda: tw.linear_cross_entropy(state, head.weight, torch.zeros(2).long()))
-    assert "linear_weight is a plain tensor, got a DTensor, of which this rank holds one shard" in message
-    (statements,) = re.findall(r"(whole = .*); then pass whole\.", message)
-    names = {"linear_weight": head.weight, "torch": torch}
-    exec(statements, names)
-    return names["whole"]
-
-
-def unsharded(head: nn.Linear) -> Tensor:
-    head.unshard()
-    return head.weight
-
-
-def plain(head: nn.Linear) -> Tensor:
-    return head.weight.full_tensor()
-
-
-def inside(wrap: Callable[[Model], object], whole: Whole, part: int) -> tuple[Tensor, list[Tensor]]:
-    return steps(wrap, Model(whole), part)
-
-
-def after(wrap: Callable[[Model], object], whole: Whole, part: int) -> tuple[Tensor, list[Tensor]]:
-    return steps(wrap, Model(), part, whole)
-
-
 def steps(
-    wrap: Callable[[Model], object], model: Model, part: int, whole: Whole | None = None
+    wrap: Callable[[Model], object],
+    part: int,
+    *,
+    inside: bool = False,
+    tied: bool = False,
+    accumulate: bool = False,
+    read: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> tuple[Tensor, list[Tensor]]:
     """The last loss, and the gradients that ``STEPS`` steps sum."""
+    model = Model(inside=inside, tied=tied)
     wrap(model)
     for step in range(STEPS):
-        x, target = tokens(part, step)
-        hidden, loss = model(x, target)
-        if whole is not None:
-            loss = tw.linear_cross_entropy(hidden, whole(model.head), target)
+        if accumulate:
+            model.set_requires_gradient_sync(step == STEPS - 1)  # type: ignore[operator]
+        words, target = tokens(part, step)
+        loss = model(words, target, read)
+        if not inside:
+            loss = model.loss(loss, target, read)
         loss.backward()
     grads = [p.grad for p in model.parameters()]
     for grad in grads:
@@ -112,8 +106,14 @@ def steps(
     return loss.detach(), [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def units(model: Model, mesh: DeviceMesh, reshard: bool) -> None:
+def units(model: Model, mesh: DeviceMesh, reshard: bool | int = True) -> None:
     fully_shard(model.head, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+
+
+def tied_units(model: Model, mesh: DeviceMesh) -> None:
+    """The embedding and the head share a weight, which is in the unit of both."""
+    fully_shard([model.embed, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -123,60 +123,238 @@ def on_two_axes(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model.head, mesh=mesh["dp"])
 
 
-Case = tuple[str, Callable[[], tuple[Tensor, list[Tensor]]], int]
+Run = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
-def cases(rank: int, whole: Whole) -> Iterator[Case]:
-    """Name, gradients, and the number of parts of the batch."""
-    line = init_device_mesh("cpu", (RANKS,))
-    square = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
-    for run in (inside, after):
-        for reshard in (True, False):
-            wrap = partial(units, mesh=line, reshard=reshard)
-            yield f"unit, {run.__name__}, {reshard}", partial(run, wrap, whole, rank), RANKS
-    if whole is unsharded:
-        return
-    yield "lone unit", lambda: after(lambda model: fully_shard(model.head, mesh=line), whole, rank), RANKS
-    yield "HSDP", lambda: after(lambda model: fully_shard(model.head, mesh=square), whole, rank), RANKS
-    yield "dp and tp", lambda: after(lambda model: on_two_axes(model, square), whole, rank // 2), 2
+def cases(line: DeviceMesh, square: DeviceMesh) -> Iterator[tuple[str, Run, int]]:
+    """Name, loss and gradients of a part, and the number of parts of the batch."""
+    for reshard in (True, False, 2):
+        yield f"unit, {reshard}", partial(steps, partial(units, mesh=line, reshard=reshard)), RANKS
+    yield "unit, inside", partial(steps, partial(units, mesh=line), inside=True), RANKS
+    yield "unit, accumulation", partial(steps, partial(units, mesh=line), accumulate=True), RANKS
+    yield "lone unit", partial(steps, lambda model: fully_shard(model.head, mesh=line)), RANKS
+    yield "HSDP", partial(steps, partial(units, mesh=square)), RANKS
+    yield "dp and tp", partial(steps, partial(on_two_axes, mesh=square)), 2
 
 
-def check_rank(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
-    try:
-        wants = {parts: one_process(parts) for parts in (2, RANKS)}
-        for whole in (unsharded, as_the_message_says, plain):
-            for name, run, parts in cases(rank, whole):
-                losses, want = wants[parts]
-                loss, got = run()
-                assert_close(loss, losses[rank * parts // RANKS], 1e-12, f"{name}, loss")
-                for (which, _), one, other in zip(Model().named_parameters(), got, want, strict=True):
-                    if whole is plain and which == "head.weight":
-                        assert relative_error(one, other) > 0.1, f"{name}: full_tensor() is right here"
-                    else:
-                        assert_close(one, other, 1e-12, f"{whole.__name__}, {name}, {which}")
-        check_constants()
-    finally:
-        dist.destroy_process_group()
+def check_units(group: Any) -> None:
+    rank = dist.get_rank()
+    line, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wants = {parts: one_process(parts) for parts in (2, RANKS)}
+
+    def compare(name: str, run: Run, parts: int, want: tuple[list[Tensor], list[Tensor]], tied: bool = False) -> None:
+        part = rank * parts // RANKS
+        loss, got = run(part)
+        assert_close(loss, want[0][part], 1e-12, f"{name}, loss")
+        for (which, _), one, other in zip(Model(tied=tied).named_parameters(), got, want[1], strict=True):
+            assert_close(one, other, 1e-12, f"{name}, {which}")
+
+    for ring_head in (0, 2**30):
+        with limits.changed(ring_head=ring_head):
+            for name, run, parts in cases(line, square):
+                compare(f"{name}, {ring_head}", run, parts, wants[parts])
+            compare(
+                "tied",
+                partial(steps, partial(tied_units, mesh=line), tied=True),
+                RANKS,
+                one_process(RANKS, tied=True),
+                True,
+            )
+    _, got = steps(partial(units, mesh=line), rank, read=lambda weight: weight.full_tensor())
+    assert relative_error(got[-1], wants[RANKS][1][-1]) > 0.1, "full_tensor() is right here"
 
 
-def check_constants() -> None:
-    """Tensors without gradient are whole after full_tensor()."""
-    x, mesh = torch.randn(4, 3), init_device_mesh("cpu", (RANKS,))
-    constants: dict[str, tuple[Callable[[Tensor], object], Tensor]] = {
-        "logit_scale": (lambda scale: tw.clip_loss(x, x, scale), torch.ones(1)),
-        "labels": (lambda labels: tw.supcon_loss(x, labels), torch.arange(4)),
-        "target": (lambda target: tw.linear_cross_entropy(x, x, target), torch.arange(4)),
-        "linear_weight": (lambda weight: tw.linear_cross_entropy(x, weight, torch.arange(4)), x.detach()),
-    }
-    for name, (call, values) in constants.items():
-        sharded = distribute_tensor(values, mesh, [Shard(0)])
-        assert refusal(lambda call=call, sharded=sharded: call(sharded)).endswith(f"Pass {name}.full_tensor()")
-        assert torch.equal(sharded.full_tensor(), values)
+def test_a_sharded_head_has_the_gradients_of_one_process(crew: Crew):  # noqa: F811
+    crew.run(check_units)
 
 
-@pytest.mark.group
-def test_the_advice_for_a_sharded_weight_gives_the_gradients_of_one_process(tmp_path):
-    """And full_tensor() without grad_placements, which was the advice before, does not."""
-    run_ranks(check_rank, (str(tmp_path / "store"),), RANKS)
+def counted(loss: Callable[[], Tensor]) -> tuple[dict[str, int], list[int]]:
+    """The collectives of a loss and its gradients by name, and the bytes of each send of a ring."""
+    sent: list[int] = []
+    real = GroupExchange.shift
+
+    def shift(self: GroupExchange, send: Any, receive: Any) -> Any:
+        sent.append(sum(part.numel() * part.element_size() for part in send))
+        return real(self, send, receive)
+
+    with mock.patch.object(GroupExchange, "shift", shift), CommDebugMode() as mode:
+        loss().backward()
+    return {getattr(op, "__name__", str(op)): n for op, n in mode.get_comm_counts().items()}, sent
+
+
+def check_traffic(group: Any) -> None:
+    """One gather and one reduce-scatter per pass, whatever the number of chunks; a ring never gathers it."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
+    draw = torch.Generator().manual_seed(rank)
+    hidden, target = torch.randn(700, D, generator=draw), torch.randint(4 * V, (700,), generator=draw)
+    weight = distribute_tensor(torch.randn(4 * V, D), mesh, [Shard(0)]).requires_grad_()
+
+    def loss() -> Tensor:
+        return tw.linear_cross_entropy(hidden, weight, target, options=tw.TileOptions(workspace_mib=1))
+
+    loss()  # the first call of a weight also compares the rows of the ranks
+    with limits.changed(ring_head=2**30, small_cpu=0):
+        calls, sent = counted(loss)
+    assert (calls, sent) == ({"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}, [])
+    shard = V * D * 4
+    with limits.changed(ring_head=0, small_cpu=0):
+        calls, sent = counted(loss)
+    assert not {"all_gather_into_tensor", "reduce_scatter_tensor"} & calls.keys()
+    # Forward sends W - 1 shards, backward W - 1 shards and W gradients: the last hop returns the last gradient.
+    hops = [shard] * (RANKS - 1)
+    assert sent[: RANKS - 1] == hops
+    assert sum(sent[RANKS - 1 :]) == (RANKS - 1) * shard + RANKS * shard
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(part.numel() for part in tree_leaves(result) if type(part) is Tensor), 0)
+        return result
+
+
+def check_sizes(group: Any) -> None:
+    """In a ring no tensor of the size of the whole classifier is made; a gathered one is seen."""
+    mesh, classes = init_device_mesh("cpu", (RANKS,)), 4096
+    hidden, target = torch.randn(16, D) + dist.get_rank(), torch.randint(classes, (16,))
+    weight = distribute_tensor(torch.randn(classes, D), mesh, [Shard(0)]).requires_grad_()
+    tw.linear_cross_entropy(hidden, weight, target)
+    largest = {}
+    for ring_head in (0, 2**30):
+        with limits.changed(ring_head=ring_head), Largest() as seen:
+            tw.linear_cross_entropy(hidden, weight, target).backward()
+        largest[ring_head] = seen.numel
+    assert largest[0] < classes * D <= largest[2**30]
+
+
+def test_a_ring_never_holds_the_whole_classifier(crew: Crew):  # noqa: F811
+    crew.run(check_sizes)
+
+
+def test_the_collectives_of_a_sharded_head(crew: Crew):  # noqa: F811
+    crew.run(check_traffic)
+
+
+def check_equal_rows(group: Any) -> None:
+    """Ranks with equal rows are refused, on all ranks, and the advice is tensor parallelism."""
+    mesh, hidden = init_device_mesh("cpu", (RANKS,)), torch.linspace(-1, 1, 6 * D, dtype=torch.float64).view(6, D)
+    whole, target = torch.linspace(2, -1, V * D, dtype=torch.float64).sin().view(V, D), torch.arange(6)
+    weight = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    dtensors._checked.clear()  # a weight of this shape and mesh may have been in an earlier test
+    with pytest.raises(ConfigError, match="got the same ones on all ranks") as caught:
+        tw.linear_cross_entropy(hidden, weight, target)
+    (advice,) = re.findall(r"pass (DTensor.from_local\(.*\]\)),", str(caught.value))
+    names = {"DTensor": DTensor, "Replicate": Replicate, "hidden": hidden.requires_grad_(), "mesh": mesh}
+    loss = tw.linear_cross_entropy(eval(advice, names), weight, target)
+    loss.backward()
+    assert weight.grad is not None
+    ours = loss.detach().to_local(), hidden.grad, weight.grad.full_tensor()
+    leaves = [value.detach().requires_grad_() for value in (hidden, whole)]
+    want = nn.functional.cross_entropy(leaves[0] @ leaves[1].T, target)
+    want.backward()
+    for got, dense in zip(ours, (want.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+        assert_close(got, dense, 1e-12)
+    # Only sharded dimensions are compared: replicas of a head have its whole gradient in any case.
+    square = distribute_tensor(whole, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
+    tw.linear_cross_entropy(hidden.detach() + dist.get_rank() % 2, square, target)
+
+
+def test_equal_rows_are_refused_on_all_ranks(crew: Crew):  # noqa: F811
+    crew.run(check_equal_rows)
+
+
+def check_mixed_precision(group: Any) -> None:
+    """A float32 weight beside bfloat16 hidden states, as FSDP2 with a policy leaves it."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (RANKS,))
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(V, D, generator=draw)
+    rows = torch.randn(RANKS, 32, D, generator=draw).bfloat16()
+    target = torch.randint(V, (RANKS, 32), generator=draw)
+
+    def gradient(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        losses = [
+            nn.functional.cross_entropy(x.to(dtype) @ leaf.to(dtype).T, y) for x, y in zip(rows, target, strict=True)
+        ]
+        (sum(losses) / RANKS).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    want = gradient(weight.double().requires_grad_(), torch.float64)
+    dense = relative_error(gradient(weight.clone().requires_grad_(), torch.bfloat16), want)
+    for ring_head in (0, 2**30):
+        shard = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+        with limits.changed(ring_head=ring_head):
+            tw.linear_cross_entropy(rows[rank], shard, target[rank]).backward()
+        assert shard.grad is not None
+        assert shard.grad.dtype == torch.float32
+        assert relative_error(shard.grad.full_tensor(), want) <= 1.5 * dense + 1e-6
+
+
+def test_a_float32_weight_beside_half_types(crew: Crew):  # noqa: F811
+    crew.run(check_mixed_precision)
+
+
+def check_refusals(group: Any) -> None:
+    mesh, other = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2))
+    plain, ids = torch.randn(8, 3), torch.arange(8)
+    rows, rows_2d = distribute_tensor(plain, mesh, [Shard(0)]), distribute_tensor(plain, other, [Shard(0), Shard(0)])
+    head, labels, both = (distribute_tensor(value, mesh, [Shard(0)]) for value in (plain, ids, ids.repeat(2)))
+    grad = plain.clone().requires_grad_()
+    entropy, lse = tw.linear_cross_entropy, tw.linear_logsumexp
+    refused: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: entropy(rows, plain, ids), DtypeError, r"Pass DTensor.from_local\(linear_weight, mesh"),
+        (lambda: entropy(rows, head, ids, linear_bias=grad[:, 0]), DtypeError, r"from_local\(linear_bias, mesh"),
+        (lambda: lse(rows, head, scale=grad.sum()), DtypeError, r"from_local\(scale, mesh"),
+        (
+            lambda: entropy(plain, head, rows[:, 0].long()),
+            DtypeError,
+            r"Pass target.to_local\(\)",
+        ),
+        (lambda: entropy(rows, head, ids, group=group), ConfigError, "Pass group=None"),
+        (lambda: entropy(rows_2d, head, ids), ConfigError, "all sharded arguments are on one mesh"),
+        (lambda: entropy(rows, head, ids[:2], shift=1), ConfigError, "Shift the whole targets before they are sharded"),
+        (
+            lambda: entropy(rows, head, ids[:2], weight=plain[:, 0].abs(), z_loss=0.1),
+            ConfigError,
+            "Pass return_lse=True and z_loss=0",
+        ),
+        (lambda: tw.clip_loss(rows, grad, 1.0), DtypeError, r"from_local\(text_features, mesh"),
+        (lambda: tw.clip_loss(rows_2d, rows_2d, 1.0), ConfigError, "got 2 dimensions. Make them one"),
+        (
+            lambda: tw.info_nce(rows, rows, rows, query_ids=ids[:2], key_ids=both),
+            ConfigError,
+            "Pass the ids of this rank's keys",
+        ),
+        (
+            lambda: tw.supcon_loss(plain, labels),
+            DtypeError,
+            r"Pass labels.full_tensor\(\)",
+        ),
+    ]
+    backwards = distribute_tensor(plain, DeviceMesh("cpu", [3, 2, 1, 0]), [Shard(0)])
+    assert torch.equal(backwards.full_tensor(), plain)
+    refused.append((lambda: tw.clip_loss(backwards, backwards, 1.0), ConfigError, "Make the mesh with sorted ranks"))
+    refused.append((lambda: tw.siglip_loss(plain, head.requires_grad_(), 1.0, 0.0), DtypeError, "DTensors too"))
+    for call, error, message in refused:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_refusals_say_what_to_do(crew: Crew):  # noqa: F811
+    crew.run(check_refusals)
+
+
+def check_explain(group: Any) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    weight = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)]).requires_grad_()
+    found = tw.explain(tw.linear_cross_entropy, torch.randn(6, D), weight, torch.arange(6))
+    assert "dp (4 ranks)  rows: the classifier is gathered once per pass" in str(found)
+    assert [(call.rows, call.cols) for call in found.calls] == [(6, V)]
+
+
+def test_explain_prints_the_plan(crew: Crew):  # noqa: F811
+    crew.run(check_explain)

@@ -117,8 +117,8 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         return
     if hasattr(value, "device_mesh"):
         raise DtypeError(
-            f"{name} is a plain tensor, got a {type(value).__name__}, of which this rank holds one shard. "
-            f"{_gathered(name, value)}"
+            f"{name} is a plain tensor where the first arguments are, got a {type(value).__name__}, of which this rank "
+            f"holds one shard. {_unsharded(name, value)}"
         )
     if is_fake(value) and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         raise DtypeError(
@@ -127,22 +127,11 @@ def check_tensor(name: str, value: Any, kind: str = "a tensor") -> None:
         )
 
 
-def _gathered(name: str, shard: Any) -> str:
-    """Advice on how to get all of a tensor of which this rank holds a shard.
-
-    Without ``grad_placements``, full_tensor() takes for granted that all ranks compute the same gradient, and keeps
-    this rank's slice of it. The mean over all ranks of the mesh is right also where some compute the same.
-    """
+def _unsharded(name: str, shard: Tensor) -> str:
+    """Advice for a DTensor. The gradient of full_tensor() would be that of this rank alone, without an error."""
     if not (shard.requires_grad and torch.is_grad_enabled()):
         return f"Pass {name}.full_tensor()"
-    mesh = shard.device_mesh
-    partial = f"[torch.distributed.tensor.Partial()]{f' * {mesh.ndim}' if mesh.ndim > 1 else ''}"
-    return (
-        "If fully_shard wraps its module and also a module around that one, call .unshard() on its module before you "
-        f"read it. In all other cases average its gradient over the ranks: whole = {name}.full_tensor("
-        f"grad_placements={partial}); whole.register_hook(lambda grad: grad / {mesh.size()}); then pass whole. Without "
-        "grad_placements the gradient would be wrong"
-    )
+    return "Make the first arguments DTensors too, with DTensor.from_local(..., mesh, placements)"
 
 
 def tensor_of(value: Any) -> str:

@@ -114,8 +114,14 @@ def sharded(model: nn.Module, **head: object) -> nn.Module:
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": nn.parallel.DistributedDataParallel,
     "FSDP2": sharded,
+    "FSDP2, the head is a unit": lambda model: sharded(model, reshard_after_forward=True),
     "FSDP2, the head is a unit that keeps its weight": lambda model: sharded(model, reshard_after_forward=False),
 }
+
+
+def free(head: nn.Module, *_: object) -> None:
+    """As FSDP's first version and ZeRO-3 do, which leave no shard in the module."""
+    head.weight.data.untyped_storage().resize_(0)
 
 
 def rank_with_half_of_the_batch(rank: int, path: str) -> None:
@@ -137,13 +143,14 @@ def rank_with_half_of_the_batch(rank: int, path: str) -> None:
                 assert model.forward.head_calls == 1
         model = Model()
         use_linear_cross_entropy(model)
-        with pytest.raises(ConfigError, match="reshard_after_forward=False"):
-            half_of_the_batch(sharded(model, reshard_after_forward=True), rank)
+        model.head.register_forward_hook(free)
+        with pytest.raises(ConfigError, match="Use FSDP2, or keep the head in the outermost FSDP unit"):
+            half_of_the_batch(model, rank)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.group
 def test_data_parallel_and_fully_sharded(tmp_path):
-    """Installed before or after wrapping. A head whose weight is freed before the loss is an error."""
+    """Installed before or after wrapping. A head whose weight is freed before the loss, without shards, is an error."""
     run_ranks(rank_with_half_of_the_batch, (str(tmp_path / "store"),), 2)

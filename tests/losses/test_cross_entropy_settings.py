@@ -99,6 +99,18 @@ def test_the_log_sum_exp_comes_from_the_same_pass(head, reduction):
         assert_close(got, want, 1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_z_loss_of_a_sum_is_a_sum_where_no_row_is_ignored(head, reduction):
+    hidden, classifier, target = (*head[:2], head[2].clamp(min=0))
+    logits = hidden @ classifier.T
+    squares = logits.logsumexp(1).square()
+    want = F.cross_entropy(logits, target, reduction=reduction) + 0.1 * getattr(squares, reduction)()
+    ours = tw.linear_cross_entropy(hidden, classifier, target, z_loss=0.1, reduction=reduction)
+    assert_close(ours, want, 1e-12)
+    for got, dense in zip(gradients(ours, hidden, classifier), gradients(want, hidden, classifier), strict=True):
+        assert_close(got, dense, 1e-12)
+
+
 def test_a_module_returns_the_log_sum_exp_too(head):
     loss, lse = tw.LinearCrossEntropyLoss(return_lse=True)(*head)
     want, want_lse = tw.linear_cross_entropy(*head, return_lse=True)

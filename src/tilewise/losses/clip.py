@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -20,6 +21,7 @@ NAMES = ("image_features", "text_features")
 SPEC = PairSpec(row_lse=True, col_lse=True, positive="one")
 
 
+@takes_shards(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
 def clip_loss(
     image_features: Tensor,
     text_features: Tensor,

@@ -11,6 +11,7 @@ from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.clip import NAMES
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.reduce import reduce_rows
@@ -21,6 +22,7 @@ SPEC = PairSpec(row_lse=True, guide="kl")
 ENTROPY = PairSpec(row_lse=True, row_entropy=True)
 
 
+@takes_shards(Pairs((*NAMES, *TEACHER_NAMES), scalars=("logit_scale", "teacher_logit_scale")))
 def clip_distillation_loss(
     image_features: Tensor,
     text_features: Tensor,

@@ -14,9 +14,10 @@ from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
+from tilewise.ops.distributed.collectives import same_rows, shard_of_columns, sum_over_ranks
 from tilewise.ops.explain import is_explaining
 from tilewise.ops.paired_scores import positive_shift
 from tilewise.options import DEFAULT_OPTIONS, TileOptions, check_flag
@@ -25,6 +26,19 @@ NAMES = ("input", "linear_weight")
 IN_RANGE = PairSpec(row_lse=True, positive="one", in_range=True)
 WITH_IGNORED = PairSpec(row_lse=True, positive="one", ignored=-100, drop_rows=True)
 NO_SIGN = 2**31 - 1  # the bits of an index; those of a negative number are an index beyond all classes
+
+
+def _mean_divisor(values: dict[str, Any]) -> Tensor:
+    """The sum of the weights of the valid targets of this rank; without weights their number."""
+    shift, ignored = check_shift(values["shift"]), check_ignore_index(values["ignore_index"])
+    y = values["target"][..., shift:] if shift else values["target"]
+    valid = y != ignored
+    if values["weight"] is None:
+        return valid.sum()
+    return torch.where(valid, values["weight"][torch.where(valid, y, 0)], 0.0).sum()
+
+
+SHARDED = Head(rows=("input", "target"), columns=("linear_weight", "linear_bias", "weight"), count=_mean_divisor)
 
 
 @overload
@@ -69,6 +83,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@takes_shards(SHARDED)
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -159,7 +174,7 @@ def linear_cross_entropy(
     scalar = reduction != "none" and label_smoothing == 0.0 and not name and not return_lse
     if scalar and in_range and weight is None:
         share = 1.0 / y.shape[0] if reduction == "mean" else 1.0
-        square = None if z_loss == 0.0 else torch.full(y.shape, z_loss / y.shape[0], dtype=stat_dtype(a.dtype))
+        square = None if z_loss == 0.0 else torch.full(y.shape, z_loss * share, dtype=stat_dtype(a.dtype))
         spec = replace(IN_RANGE, softcap=cap) if cap else IN_RANGE
         weights, known = RowWeights(share=share, square=square), PairKeys(row_key=y)
 
@@ -172,7 +187,7 @@ def linear_cross_entropy(
     ignored = min(ignore_index, -1)  # the key of ignored rows; a negative key matches no column
     spec = WITH_IGNORED
     if cap or name or ignored != spec.ignored:
-        spec = replace(spec, softcap=cap, ignored=ignored, same_rows=bool(name))
+        spec = replace(spec, softcap=cap, ignored=ignored, same_rows=same_rows(name))
     mean = scalar and reduction == "mean" and weight is None and z_loss == 0.0
 
     def keys_of(key: Tensor) -> PairKeys:
@@ -388,6 +403,8 @@ def _target_scores(
     options: TileOptions,
 ) -> Tensor | None:
     """The shift of each row: approximately the score of its target: (n,), no gradient. None for no shift."""
+    if group_name and not same_rows(group_name):  # the target of a row is in the shard of another rank
+        return None
     shift = positive_shift(a, c, scale, own, options)
     if shift is None:
         return None

@@ -25,12 +25,20 @@ from tilewise.losses.cross_entropy import (
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
+from tilewise.ops.distributed.dtensors import replicated
 from tilewise.options import TileOptions, check_flag
 
 TEACHER_NAMES = ("teacher_input", "teacher_weight")
+SHARDED = Head(
+    rows=("input", "teacher_input", "mask", "target"),
+    columns=("linear_weight", "linear_bias", "teacher_weight", "teacher_bias"),
+    teacher=("teacher_weight", "teacher_bias"),
+    scalars=("logit_scale", "teacher_logit_scale"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,7 @@ class DistillationStats:
     has_target: Tensor | None  # bool, whether the token counts and has a target; None without targets
 
 
+@takes_shards(SHARDED)
 def linear_distillation_stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -121,7 +130,7 @@ def linear_distillation_stats(
         beta=beta if guide == "jsd" else 0.0,
         hot=t if target is not None and t != 1.0 else 0.0,  # targets need the scores at temperature 1
         drop_rows=key is not None,
-        same_rows=bool(name),
+        same_rows=same_rows(name),
     )
     if name and guide == "jsd":
         keys = _with_norms(a, c, scale, bias, keys, spec, options, name)
@@ -250,10 +259,10 @@ def linear_distillation_loss(
         return loss if nll is None else loss + nll
     mean = reduction == "mean"
     loss = loss.sum() / stats.valid.sum() if mean else loss.sum()
-    if nll is None:
-        return loss
-    assert stats.has_target is not None
-    return loss + (nll.sum() / stats.has_target.sum() if mean else nll.sum())
+    if nll is not None:
+        assert stats.has_target is not None
+        loss = loss + (nll.sum() / stats.has_target.sum() if mean else nll.sum())
+    return replicated(loss) if mean else loss
 
 
 def _with_norms(

@@ -16,6 +16,7 @@ from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumex
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.losses.negatives import check_log_q, check_negative_ids, check_negatives
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
@@ -26,8 +27,10 @@ from tilewise.options import TileOptions, check_flag
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
 BOTH_DIRECTIONS, GUIDED = replace(SOFTMAX, col_lse=True), replace(SOFTMAX, guide="mask")
+SHARDED = Pairs((*NAMES, "negative_keys", "query_ids", "key_ids", "negative_mask", "log_q"), scalars=("temperature",))
 
 
+@takes_shards(SHARDED)
 def info_nce(
     query: Tensor,
     positive_key: Tensor,

@@ -8,11 +8,13 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.options import TileOptions
 
 
+@takes_shards(Head(rows=("a",), columns=("b", "bias"), scalars=("scale",), vocabulary=False))
 def linear_logsumexp(
     a: Tensor,
     b: Tensor,

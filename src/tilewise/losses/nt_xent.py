@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from tilewise import _check
-from tilewise.errors import ShapeError
+from tilewise.errors import ConfigError, ShapeError
 from tilewise.kernels.spec import PairSpec
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.supcon import supcon_loss
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.distributed.dtensors import is_sharded, wrapped
 from tilewise.ops.paired_scores import own_scores, positive_shift
 from tilewise.ops.reduce import reduce_rows, row_weights
 from tilewise.options import TileOptions, check_flag
@@ -24,6 +28,32 @@ SPEC = PairSpec(row_lse=True, positive="one", mask_self=True, symmetric=True, in
 OTHERS = PairSpec(row_lse=True, mask_self=True, symmetric=True)
 
 
+def _over_shards(loss: Callable[..., Tensor], values: dict[str, Any]) -> Tensor:
+    """Over sharded rows the two views of a sample are on two ranks: labels name them, as in `supcon_loss`."""
+    features: Any = values.pop("features")
+    if not is_sharded(features):
+        return loss(features, **values)  # it refuses the others
+    _check_views(features)
+    decoupled, queue = values.pop("decoupled"), values.pop("queue")
+    if decoupled or queue is not None:
+        raise ConfigError(
+            "decoupled=True and queue= take plain features of this rank, got a DTensor. Pass features.to_local() and "
+            "group=mesh.get_group()"
+        )
+    labels = torch.arange(features.shape[0], device=features.device) % max(features.shape[0] // 2, 1)
+    mesh = features.device_mesh
+    return supcon_loss(features, wrapped(labels, mesh, "R" * mesh.ndim, labels.shape), **values)
+
+
+def _check_views(features: Tensor) -> None:
+    if features.shape[0] % 2:
+        raise ShapeError(
+            f"features stacks two views of each sample, so it needs an even number of rows, got "
+            f"{tuple(features.shape)}. Use torch.cat([first_views, second_views])"
+        )
+
+
+@takes_shards(_over_shards)
 def nt_xent(
     features: Tensor,
     *,
@@ -64,11 +94,7 @@ def nt_xent(
     options, name = _check.check_options(options), _check.group_name(group)
     z = _check.check_features("features", features)
     rows = z.shape[0]
-    if rows % 2:
-        raise ShapeError(
-            f"features stacks two views of each sample, so it needs an even number of rows, got {tuple(z.shape)}. "
-            "Use torch.cat([first_views, second_views])"
-        )
+    _check_views(z)
     scale = _check.check_temperature(temperature, z)
     if queue is not None:
         queue = _check.check_features("queue", queue)

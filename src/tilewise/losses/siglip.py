@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.kernels.spec import PairSpec, stat_dtype
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.ops.reduce import reduce_rows, row_weights
@@ -17,6 +18,7 @@ NAMES = ("image_features", "text_features")
 SPEC = PairSpec(softplus=True, positive="one")
 
 
+@takes_shards(Pairs(NAMES, scalars=("logit_scale", "logit_bias")))
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,

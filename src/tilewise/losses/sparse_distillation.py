@@ -5,7 +5,7 @@ Axes: n tokens, K ids of each.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from tilewise.losses.per_token import (
     row_scale_of,
     tempered,
 )
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
 from tilewise.options import TileOptions, check_choice
 
 Divergence = Literal["forward", "reverse", "cross_entropy"]
@@ -34,6 +35,20 @@ Tail = Literal["ignore", "renormalize", "bucket"]
 LARGEST_TOTAL = 1.05  # of a token's teacher probabilities: log-probabilities that were stored in bfloat16 are rounded
 
 
+def _mean_divisor(values: dict[str, Any]) -> Tensor:
+    """The number of tokens of this rank that count."""
+    shift = check_shift(values["shift"])
+    ids = check_token_ids("teacher_ids", values["teacher_ids"], values["input"], shift)
+    return _present(ids, values["mask"], values["input"], shift)[1].sum()
+
+
+@takes_shards(
+    Head(
+        rows=("input", "teacher_ids", "teacher_log_probs", "mask"),
+        columns=("linear_weight", "linear_bias"),
+        count=_mean_divisor,
+    )
+)
 def linear_sparse_distillation_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -145,7 +160,7 @@ def linear_sparse_distillation_loss(
             positive="one",
             softcap=cap,
             drop_rows=True,
-            same_rows=bool(name),
+            same_rows=same_rows(name),
         ),
         options=options,
         group_name=name,

@@ -13,6 +13,7 @@ from tilewise.errors import ConfigError
 from tilewise.kernels.spec import HALF_TYPES, PairSpec
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
+from tilewise.losses.sharded import Pairs, takes_shards
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.paired_scores import positive_shift
@@ -22,6 +23,7 @@ from tilewise.options import TileOptions
 SPEC = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 
 
+@takes_shards(Pairs(("features", "labels", "queue", "queue_labels"), scalars=("temperature",)))
 def supcon_loss(
     features: Tensor,
     labels: Tensor,

@@ -14,9 +14,10 @@ from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
 from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
+from tilewise.losses.sharded import Head, takes_shards
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
-from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
 
 NEED_TARGET = ("log_prob", "correct")
@@ -84,6 +85,7 @@ class TokenStats:
         return total.sum() / self.valid.sum() if dim is None else total.sum(dim) / self.valid.sum(dim)
 
 
+@takes_shards(Head(rows=("input", "pick", "target"), columns=("linear_weight", "linear_bias")))
 def linear_token_stats(
     input: Tensor,
     linear_weight: Tensor,
@@ -183,7 +185,7 @@ def linear_token_stats(
         row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
         return keys._replace(row_shift=row_shift if row_shift is None or row_scale is None else row_shift * row_scale)
 
-    spec = _spec_of(names, ids is not None, cap, key is not None, known, bool(name))
+    spec = _spec_of(names, ids is not None, cap, key is not None, known, same_rows(name))
     stats = pair_stats(a, c, scale, bias, keys=keys, full_keys=full_keys, spec=spec, options=options, group_name=name)
     found = _found(stats, names, y, None if known else valid)
     if valid is not None:

@@ -90,17 +90,22 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The decisions behind one loss, one for each operator call. Print it to read them."""
+    """The decisions behind one loss, one for each operator call. Print it to read them.
+
+    ``plans``: for each loss that got sharded tensors, what each dimension of the mesh is and what is sent over it. The
+    sizes of its operator calls are those of this rank.
+    """
 
     calls: tuple[Decision, ...]
+    plans: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(str(call) for call in self.calls)
+        return "\n".join([*self.plans, *(str(call) for call in self.calls)])
 
     __repr__ = __str__
 
 
-_listeners: list[list[Decision]] = []
+_listeners: list[list[Decision | str]] = []
 
 
 def is_explaining() -> bool:
@@ -134,6 +139,12 @@ def note(operator: str, call: Call, way: Route) -> None:
     )
     for found in _listeners:
         found.append(decision)
+
+
+def note_plan(describe: Callable[[], str]) -> None:
+    """Add the plan of a loss over sharded tensors to every explanation that is being recorded."""
+    for found in _listeners:
+        found.append(describe())
 
 
 def _gradient_bytes(shape: PairShape, needs: Needs, symmetric: bool) -> int:
@@ -203,8 +214,8 @@ def _ring_bytes(call: Call) -> int:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[Decision]]:
-    found: list[Decision] = []
+def _listening() -> Iterator[list[Decision | str]]:
+    found: list[Decision | str] = []
     _listeners.append(found)
     try:
         yield found
@@ -243,4 +254,5 @@ def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             f"explain is for losses of tilewise, and {name} called none of its operators. Pass one of them, such as "
             "tilewise.clip_loss"
         )
-    return Explanation(tuple(found))
+    plans = tuple(note for note in found if isinstance(note, str))
+    return Explanation(tuple(note for note in found if isinstance(note, Decision)), plans)

@@ -29,6 +29,9 @@ class Limits:
         worth_filtering: the filter on a GPU: below so many multiply-adds its launches cost more than it saves.
         worth_waiting: dropping ignored rows on a GPU: multiply-adds of one product from which the host waits for their
             number; forward and backward then take 3 ms.
+        ring_head: a classifier that is sharded over ranks with different rows: bytes of the whole classifier from which
+            its shards move around a ring. A smaller one is gathered once per pass, which sends the same bytes with
+            fewer launches, and takes memory for all of it and of its gradient.
     """
 
     small: int = 2**27
@@ -41,6 +44,7 @@ class Limits:
     narrowest_in_blocks: int = 384
     worth_filtering: int = 2**40
     worth_waiting: int = 2**38
+    ring_head: int = 2**30
 
 
 _now = Limits()

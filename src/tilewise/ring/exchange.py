@@ -149,6 +149,7 @@ class _Works:
                     work.wait(timedelta(seconds=left))
 
 
+ROWS = "rows of "  # begins the name of a group whose ranks have different rows, where a loss means equal ones
 _registered: dict[str, Exchange] = {}
 
 
@@ -166,6 +167,7 @@ def find_exchange(group_name: str) -> Exchange:
     """Exchange of the group with this name, as `torch.distributed` or `register_exchange` knows it; "" for none."""
     if not group_name:
         return Exchange()
+    group_name = group_name.removeprefix(ROWS)
     if group_name in _registered:
         return _registered[group_name]
     if not dist.is_available() or not dist.is_initialized():

@@ -350,6 +350,7 @@ class LossHandle:
                 f"the head is a {type(head).__name__}, which does not end in F.linear with {classes_of(head)} classes, "
                 "so its product cannot be skipped. Use a linear head, or LoRA on a linear head"
             )
+        output.belong_to(head)
 
     def _hook_head(self) -> None:
         self._unhook_head()

@@ -6,13 +6,14 @@ Axes: n tokens, d features, v classes (the vocabulary).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewise import _check
 from tilewise.errors import ConfigError, ShapeError
@@ -44,6 +45,7 @@ class Term(NamedTuple):
     weight: Tensor
     size: torch.Size  # of the weight when the head ran; a sharded weight may have been freed since
     scale: Scale = 1.0
+    read: Callable[[], Tensor] | None = None  # the head's parameter as it is now
 
 
 class LazyLogits:
@@ -63,6 +65,17 @@ class LazyLogits:
     ) -> None:
         self.terms, self.bias, self.cap, self.settings = terms, bias, cap, settings
         self.dtype = dtype or _check.autocast(terms[0].hidden).dtype
+        self.read_bias: Callable[[], Tensor] | None = None  # as in `Term`; only before an operation changes the bias
+
+    def belong_to(self, head: nn.Module) -> None:
+        """Name the parameters of the head among the weights. FSDP2 frees them, and what remains are their shards."""
+        readers = {
+            id(value): functools.partial(getattr, module, name)
+            for module in head.modules()
+            for name, value in module._parameters.items()
+        }
+        self.terms = tuple(term._replace(read=readers.get(id(term.weight))) for term in self.terms)
+        self.read_bias = readers.get(id(self.bias))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,13 +232,18 @@ class LazyLogits:
         return self._with(terms=tuple(term._replace(hidden=change(term.hidden)) for term in self.terms))
 
     def _check_weights(self) -> None:
-        """Raise if the head's weight or bias has been freed: reading freed memory would crash the process."""
+        """Raise if the head's weight or bias has been freed: reading freed memory would crash the process.
+
+        Of a unit of its own under FSDP2, sharded parameters (DTensor) take the place of the freed ones.
+        """
+        self.terms = tuple(term._replace(weight=_shards_if_freed(term.weight, term.read)) for term in self.terms)
+        if self.bias is not None:
+            self.bias = _shards_if_freed(self.bias, self.read_bias)
         freed = any(term.weight.shape != term.size or _is_freed(term.weight) for term in self.terms)
         if freed or (self.bias is not None and _is_freed(self.bias)):
             raise ConfigError(
                 "the weight of the head was freed after the head's forward and before the loss, because the head is "
-                "sharded separately. Keep the head in the outermost FSDP unit, or in a unit with "
-                "reshard_after_forward=False, or out of ZeRO-3"
+                "sharded separately. Use FSDP2, or keep the head in the outermost FSDP unit, or out of ZeRO-3"
             )
 
     def layer(self) -> tuple[Tensor, Tensor, Scale]:
@@ -317,7 +335,16 @@ def _refusal(what: str) -> LazyLogitsError:
 
 
 def _is_freed(tensor: Tensor) -> bool:
+    if hasattr(tensor, "device_mesh"):
+        return False
     return tensor.numel() > 0 and not tensor.untyped_storage().size()
+
+
+def _shards_if_freed(tensor: Tensor, read: Callable[[], Tensor] | None) -> Tensor:
+    if read is None or not _is_freed(tensor):
+        return tensor
+    now = read()
+    return now if hasattr(now, "device_mesh") and now.shape == tensor.shape else tensor
 
 
 def _is_number(value: Any) -> bool:

@@ -11,7 +11,22 @@ from torch import Tensor
 
 from tilewise.ops.call import plain_operator
 from tilewise.ring.agree import agree
-from tilewise.ring.exchange import find_exchange
+from tilewise.ring.exchange import ROWS, find_exchange
+
+
+class RowsGroup:
+    """A group for a loss with a classifier, whose ranks have different rows: the classifier's shards move in a ring.
+
+    The group of such a loss otherwise means that all ranks have the same rows.
+    """
+
+    def __init__(self, group_name: str) -> None:
+        self.group_name = ROWS + group_name
+
+
+def same_rows(group_name: str) -> bool:
+    """Whether all ranks of the group of a loss with a classifier have the same rows. No for "", which is no group."""
+    return bool(group_name) and not group_name.startswith(ROWS)
 
 
 def shard_of_columns(columns: Tensor, settings: str, group_name: str) -> tuple[int | Tensor, int | Tensor]:
