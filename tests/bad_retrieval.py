@@ -244,6 +244,21 @@ BAD = {
             nearest(hidden=INDEX[:, None] == FIVE),
         ),
     ),
+    "a range of ranks that is too small": (
+        lambda: tw.mine_hard_negatives(X, Y, num_negatives=4, range_max=3),
+        RangeError,
+        ("range_max - range_min at least num_negatives", "got 4, 0 and 3", "Increase range_max, or leave it out"),
+        lambda: (tw.mine_hard_negatives(X, Y, num_negatives=4).indices, nearest(4, hidden=INDEX[:, None] == FIVE)),
+    ),
+    "columns of other queries": (
+        lambda: tw.mine_hard_negatives(X, Y).columns(["a"], list("abcde")),
+        ShapeError,
+        ("one entry for each of the 3 rows", "got 1", "whose features were given"),
+        lambda: (
+            torch.tensor([int(item) for item in tw.mine_hard_negatives(X, Y).columns("abc", "01234")["negative"]]),
+            nearest(3, hidden=INDEX[:, None] == FIVE).flatten(),
+        ),
+    ),
     "k of 0": (lambda: tw.nearest(X, Y, 0), RangeError, ("k must be 1 or more", "got 0", "how many items to find")),
     "k of 2.0": (lambda: tw.nearest(X, Y, 2.0), DtypeError, ("k is a whole number", "2.0", "how many items to find")),
     "below of integers": (

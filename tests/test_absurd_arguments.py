@@ -68,6 +68,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     tw.linear_sparse_distillation_loss: SPARSE,
     tw.linear_logsumexp: {"a": X, "b": Z},
     tw.pair_stats: {"a": X, "b": Z},
+    tw.mine_hard_negatives: PAIRS,
     tw.nearest: PAIRS | {"k": 2},
     tw.retrieval_ranks: PAIRS,
     tw.retrieval_ranks_both: PAIRS,

@@ -95,6 +95,28 @@ def test_several_tiles_on_a_device(device, dtype):
     assert_same(tw.nearest(queries, gallery, 20, **more), dense(queries, gallery, 20, **more))
 
 
+@pytest.mark.parametrize("order", ["rising", "falling", "one row rises"])
+def test_a_sorted_gallery_and_many_items(order):
+    """Every item enters, none after the first do, or all of one row do; and more items than a tile has."""
+    generator = torch.Generator().manual_seed(3)
+    queries, gallery = torch.ones(20, 1), torch.randint(0, 900, (1500, 1), generator=generator).float().sort(0).values
+    if order == "falling":
+        gallery = gallery.flip(0)
+    if order == "one row rises":
+        queries[1:] = 0
+    for k in (1, 1024):
+        assert_same(with_side(64, lambda k=k: tw.nearest(queries, gallery, k)), dense(queries, gallery, k))
+
+
+def test_a_score_has_the_bits_of_a_rank():
+    """The rank of the item that was found in place k is k, also where the workspace holds one tile at a time."""
+    queries, gallery = (F.normalize(torch.randn(rows, 96), dim=1) for rows in (150, 3000))
+    found = tw.nearest(queries, gallery, 30)
+    assert torch.equal(tw.retrieval_ranks(queries, gallery, found.indices), torch.arange(30).expand(150, -1))
+    small = tw.nearest(queries, gallery, 30, options=tw.TileOptions(workspace_mib=6))
+    assert torch.equal(found.scores, small.scores)
+
+
 def test_scores_of_real_features():
     queries, gallery = (F.normalize(torch.randn(rows, 64), dim=1) for rows in (300, 2000))
     got, want = tw.nearest(queries, gallery, 10), (queries @ gallery.T).topk(10)

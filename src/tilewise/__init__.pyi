@@ -32,6 +32,7 @@ from tilewise.losses.token_stats import linear_token_stats as linear_token_stats
 from tilewise.ops.explain import explain as explain
 from tilewise.ops.filter_report import record_filtering as record_filtering
 from tilewise.options import TileOptions as TileOptions
+from tilewise.retrieval import mine_hard_negatives as mine_hard_negatives
 from tilewise.retrieval import nearest as nearest
 from tilewise.retrieval import recall_at_k as recall_at_k
 from tilewise.retrieval import retrieval_ranks as retrieval_ranks

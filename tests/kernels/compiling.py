@@ -38,11 +38,12 @@ POINTERS = dict.fromkeys(
         "col_place",
         "col_count",
         "hide",
+        "count",
     ),
     "*i32",
 )
 POINTERS |= dict.fromkeys(
-    ("row_key", "pick", "picked", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best"), "*i64"
+    ("row_key", "pick", "picked", "row_top_col", "pairs", "row_ids", "col_ids", "row_best", "col_best", "keys"), "*i64"
 )
 STORED = ("x_desc", "y_desc")  # float32, whatever the features are
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}

@@ -27,7 +27,7 @@ SCRIPTS = {
         *("mass_kernel", "probe_kernel", "choose_kernel", "pair_kernel", "column_kernel", "gather_kernel"),
         "top_kernel",
     },
-    "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel"},
+    "compile_ranks": {"count_kernel", "best_kernel", "diagonal_kernel", "search_kernel", "select_kernel"},
     "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},
     "compile_one_pass": {
         *("exponents of cross entropy", "sigmoid", "rows", "finish", "finish, only scaled rows", "positives", "runs"),
@@ -41,7 +41,7 @@ SCRIPTS = {
 FEW = {
     "compile_two_pass": {"forward_kernel", "gradient_kernel"},
     "compile_filtered": {"mass_kernel", "pair_kernel", "column_kernel"},
-    "compile_ranks": {"count_kernel"},
+    "compile_ranks": {"count_kernel", "search_kernel"},
     "compile_guided": {"guided_forward_kernel", "guided_gradient_kernel", "stored_jsd_kernel"},
     "compile_one_pass": {"sigmoid"},
     "compile_small": {"rows_kernel", "both_kernel"},
@@ -50,6 +50,7 @@ MOST_STACK = 64  # bytes per thread to which registers spill: a few numbers that
 # Kernels and losses that may spill more: the most of Triton 3.6, 3.7.1 and 3.9 on all cards, rounded up. Newer versions
 # spill more. These mostly return at once, or run once for a ranking.
 SPILLS = {"repaired sigmoid": 2560, "repair_kernel": 3328, "best_kernel": 768, "count_kernel": 448}
+SPILLS["search_kernel"] = 896  # on Ampere; next to none on Hopper
 # Every statistic, bias and soft cap at once. What spills is used after the products.
 SPILLS |= {"tokens": 832, "tokens, picked": 1024, "tokens, saved": 1024, "supcon": 512, "cross entropy": 256}
 SPILLS |= {"cross entropy, bias": 192, "info_nce with ids": 128, "exponents of info_nce with ids": 192}

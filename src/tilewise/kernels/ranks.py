@@ -95,19 +95,43 @@ def no_best(length: int, scorer: Scorer) -> Best:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The k best items of each query so far, best first: scores (-inf: none) and indices (NO_INDEX: none), (n, k)."""
+    """The k best items of each query so far: scores (-inf: none) and indices (NO_INDEX: none), (n, k), in any order."""
 
     score: Tensor
     index: Tensor
 
-    def merge_(self, rows: Tensor, score: Tensor, index: Tensor) -> None:
-        """Merge further items of the queries ``rows``. On ties the lower index wins, for any order of blocks."""
+    def limit(self, first: int) -> Tensor:
+        """(n,): of items from index `first` on, those with a higher score than this enter. One copy to the host.
+
+        Of equal scores the lower index wins. So where all kept items come before `first`, an equal score loses.
+        """
+        lowest = self.score.amin(1)
+        before = ((self.index < first) | (self.index == NO_INDEX)).all()
+        return lowest if before else torch.nextafter(lowest, lowest.new_tensor(-torch.inf))
+
+    def keep_(self, rows: Tensor | slice, score: Tensor, index: Tensor) -> None:
+        """Replace the items of these queries by the k best of (r, c) others. On ties the lower index wins."""
         k = self.index.shape[1]
-        score = torch.cat([self.score[rows], score], 1)
-        index = torch.cat([self.index[rows], index], 1).masked_fill_(score == -torch.inf, NO_INDEX)
-        index, order = index.sort(dim=1)
-        score, order = score.gather(1, order).sort(dim=1, descending=True, stable=True)
-        self.score[rows], self.index[rows] = score[:, :k], index.gather(1, order[:, :k])
+        best, place = score.topk(k, dim=1, sorted=False)
+        kept = index.gather(1, place)
+        left_out = score.scatter(1, place, -torch.inf).amax(1)  # `topk` may take any of the scores that equal the last
+        tied = ((left_out == best.amin(1)) & (left_out > -torch.inf)).nonzero().squeeze(1)
+        if tied.numel():
+            best[tied], kept[tied] = (values[:, :k] for values in in_order(score[tied], index[tied]))
+        self.score[rows], self.index[rows] = best, kept.masked_fill_(best == -torch.inf, NO_INDEX)
+
+    def sort_(self) -> None:
+        """Order the items of each query, the best first."""
+        score, index = in_order(self.score, self.index)
+        self.score.copy_(score)
+        self.index.copy_(index)
+
+
+def in_order(score: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The items of each row by falling score; of equal scores, by rising index."""
+    index, order = index.sort(dim=1)
+    score, order = score.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return score, index.gather(1, order)
 
 
 def no_nearest(length: int, k: int, scorer: Scorer) -> Nearest:

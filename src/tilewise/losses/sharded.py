@@ -250,7 +250,8 @@ class Pairs:
         for name in ("key_ids", "log_q"):
             if name in sharded and sharded[name].shape[0] != first.shape[0]:
                 raise ConfigError(
-                    f"{name} with those of shared negatives at the end is a plain tensor beside a DTensor, got a DTensor. "
+                    f"{name} with those of shared negatives at the end is a plain tensor beside a DTensor, got a "
+                    "DTensor. "
                     "Pass the numbers of this rank's keys, then those of this rank's negatives"
                 )
         mesh, found = first.device_mesh, plan_pairs({name: symbols_of(value) for name, value in sharded.items()})

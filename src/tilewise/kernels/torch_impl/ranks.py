@@ -8,21 +8,24 @@ full; the extra scores are discarded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tilewise.errors import ConfigError
-from tilewise.kernels.ranks import Answers, Best, Block, Nearest, Unwanted, ends_of
+from tilewise.kernels.ranks import NO_INDEX, Answers, Best, Block, Nearest, Unwanted, ends_of
 from tilewise.kernels.slices import slices
 from tilewise.kernels.torch_impl.tile_scores import product_types
 
 LARGEST_SIDE = {"cpu": 512}  # of a tile, so that its scores fit the cache
 LARGEST_SIDE_ELSEWHERE = 2048  # larger: accelerators prefer few large launches
 SMALLEST_SIDE = 16
-SQUARE_BUFFERS = 4  # scores, better, ties, before
-SORTED_SHARE = 8  # a search sorts 1/8 of the rows of a tile at a time: scores and 64-bit indices, in half a buffer
+SQUARE_BUFFERS = 4  # scores, better, ties, before; or the scores of four tiles of a search
+GROUP = 32  # a search keeps the largest of 32 scores; fewer at a time are slow to reduce on a CPU
+MERGED_SHARE = 4  # a quarter of the scores that are read may enter; where more do, whole tiles are merged
+MERGED_BYTES = 32  # scratch memory of a search for each score of a strip, beside the scores themselves
 
 
 def scratch_bytes(side: int, width: int, feature_bytes: int, score_bytes: int) -> int:
@@ -67,24 +70,28 @@ class ScoreTile:
     ) -> None:
         self.multiply = multiply
         self.side = tile_side(device, width, dtype, workspace_bytes)
+        self.group = min(GROUP, self.side)
         feature, score = product_types(device, dtype)
         self.device, self.dtype = device, score
+        rest = workspace_bytes - scratch_bytes(self.side, width, feature.itemsize, score.itemsize)
+        self.strip = min(SQUARE_BUFFERS, max(1, rest // (MERGED_BYTES * self.side**2)))  # tiles searched together
         self.queries = torch.zeros(self.side, width, device=device, dtype=feature)
         self.gallery = torch.zeros(self.side, width, device=device, dtype=feature)
-        squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
-        self.scores, self.better, self.ties, self.before = squares
+        self.squares = torch.zeros(SQUARE_BUFFERS, self.side, self.side, device=device, dtype=score)
+        self.scores, self.better, self.ties, self.before = self.squares
         self.ones = torch.ones(self.side, device=device, dtype=score)
         self.places = torch.arange(self.side, device=device, dtype=score)  # exact, since a side is below 2**24
 
-    def product(self, rows: int, cols: int) -> Tensor:
+    def product(self, rows: int, cols: int, square: int = 0) -> Tensor:
         """Scores of the queries and items in the buffers: (rows, cols). Old values behind the end are discarded."""
+        scores = self.squares[square]
         if self.multiply is not None:
-            self.multiply(self.queries, self.gallery[:cols], self.scores[:, :cols])
-        elif self.queries.dtype == self.scores.dtype:
-            torch.mm(self.queries, self.gallery.T, out=self.scores)
+            self.multiply(self.queries, self.gallery[:cols], scores[:, :cols])
+        elif self.queries.dtype == scores.dtype:
+            torch.mm(self.queries, self.gallery.T, out=scores)
         else:
-            torch.mm(self.queries, self.gallery.T, out_dtype=self.scores.dtype, out=self.scores)
-        return self.scores[:rows, :cols]
+            torch.mm(self.queries, self.gallery.T, out_dtype=scores.dtype, out=scores)
+        return scores[:rows, :cols]
 
     def pair_scores(self, block: Block, index: Tensor, into: Tensor) -> None:
         """See `Scorer`.
@@ -144,19 +151,73 @@ class ScoreTile:
         return row_counts, col_counts
 
     def find_nearest(self, block: Block, unwanted: Unwanted, found: Nearest) -> None:
-        """See `Searcher`. Only rows with a score that may be among their k best are sorted: few of the later tiles."""
-        k = found.index.shape[1]
-        for j in slices(block.items.shape[0], self.side):
+        """See `Searcher`. Strips of tiles grow with what has been searched, so about k items of each enter."""
+        n, c = block.queries.shape[0], block.items.shape[0]
+        for i in slices(n if c else 0, self.side):
+            best, start = Nearest(found.score[i], found.index[i]), 0
+            self.queries[: i.stop - i.start] = block.queries[i]
+            while start < c:
+                stop = min(c, start + min(max(start, self.side), self.strip * self.side))
+                self._search(block, unwanted, i, slices(stop, self.side, start), best)
+                start = stop
+            best.sort_()
+            if block.advance is not None:
+                block.advance((i.stop - i.start) * c)
+
+    def _search(self, block: Block, unwanted: Unwanted, rows: slice, strip: list[slice], best: Nearest) -> None:
+        """Merge the items of a strip of tiles into ``best``, which has the queries ``rows``."""
+        count = rows.stop - rows.start
+        tops = self.scores.new_full((count, len(self.squares), self.side // self.group), -torch.inf)
+        for square, j in enumerate(strip):
             self.gallery[: j.stop - j.start] = block.items[j]
-            for i in slices(block.queries.shape[0], self.side):
-                scores = self._scores(block, i, j)
-                unwanted.hide_(scores, i, j)
-                top = scores.amax(1)
-                better = ((top >= found.score[i, -1]) & (top > -torch.inf)).nonzero().squeeze(1)
-                for rows in better.split(max(1, self.side // SORTED_SHARE)):
-                    best, place = _first_best(scores[rows], k)
-                    found.merge_(rows + i.start, best, place + (block.col_offset + j.start))
-            block.done(j)
+            scores = self.product(count, j.stop - j.start, square)
+            if block.excluded is not None:
+                block.excluded.hide_(scores, rows, self.side, block.col_offset + j.start)
+            unwanted.hide_(scores, rows, j)
+            self.squares[square, :count, j.stop - j.start :] = -torch.inf
+            torch.amax(self.squares[square, :count].unflatten(1, (-1, self.group)), 2, out=tops[:, square])
+        first = block.col_offset + strip[0].start
+        if self._keep_entering(tops, best, first):
+            return
+        step = max(1, self.side * self.side // (self.side + best.index.shape[1]))
+        for square, part in itertools.product(range(len(strip)), slices(count, step)):  # many items enter
+            scores = torch.cat([best.score[part], self.squares[square, part]], 1)
+            index = torch.arange(first + square * self.side, first + (square + 1) * self.side, device=self.device)
+            best.keep_(part, scores, torch.cat([best.index[part], index.expand(len(scores), -1)], 1))
+
+    def _keep_entering(self, tops: Tensor, best: Nearest, first: int) -> bool:
+        """Merge the scores above the limits of their rows, unless there are many. Returns whether it did.
+
+        ``tops``, (rows, tiles, groups), has the largest score of each group. Only groups above the limit are read. All
+        sides are powers of two, and shifts are far faster than divisions.
+        """
+        (count, k), limit = best.index.shape, best.limit(first)
+        in_group, in_row, in_strip = (
+            x.bit_length() - 1 for x in (self.group, self.side, len(self.squares) * self.side)
+        )
+        place = (tops > limit[:, None, None]).flatten().nonzero().squeeze(1) << in_group  # of a group's first score
+        row, col = place >> in_strip, place & ((1 << in_strip) - 1)
+        address = ((col >> in_row << in_row) + row << in_row) + (col & (self.side - 1))
+        scores = self.squares.view(-1, self.group).index_select(0, address >> in_group)
+        enters = (scores > limit.index_select(0, row)[:, None]).flatten().nonzero().squeeze(1)
+        if len(enters) * MERGED_SHARE > scores.numel():
+            return False
+        group = enters >> in_group
+        row, col = row.index_select(0, group), col.index_select(0, group) + (enters & (self.group - 1))
+        width = row.bincount(minlength=count)
+        hit = width.nonzero().squeeze(1)
+        longest = k + int(width.max())
+        if len(hit) * longest > tops.numel() * self.group // 2:
+            return False
+        start = ((width > 0).cumsum(0) - 1) * longest + k - (width.cumsum(0) - width)
+        at = start.index_select(0, row) + torch.arange(len(row), device=self.device)
+        score = scores.new_full((len(hit), longest), -torch.inf)
+        index = row.new_full((len(hit), longest), NO_INDEX)
+        score[:, :k], index[:, :k] = best.score.index_select(0, hit), best.index.index_select(0, hit)
+        score.view(-1).scatter_(0, at, scores.view(-1).index_select(0, enters))
+        index.view(-1).scatter_(0, at, col + first)
+        best.keep_(hit, score, index)
+        return True
 
     def _scores(self, block: Block, rows: slice, cols: slice) -> Tensor:
         """Scores of these queries and the loaded items; -inf for an excluded pair."""
@@ -187,17 +248,6 @@ class ScoreTile:
                 torch.lt(self.places[: scores.shape[1]], place, out=before)
                 better.addcmul_(ties, before)
         return (better @ self.ones[: scores.shape[1]]).to(torch.int64)
-
-
-def _first_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of each row, and their columns. Of equal scores, those of the first columns."""
-    k = min(k, scores.shape[1])
-    best, place = scores.topk(min(k + 1, scores.shape[1]), dim=1)
-    if best.shape[1] > k:  # `topk` may take any of the scores that equal the last
-        tied = (best[:, k] == best[:, k - 1]).nonzero().squeeze(1)
-        if tied.numel():
-            place[tied, :k] = scores[tied].sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return best[:, :k], place[:, :k]
 
 
 def _oriented(buffer: Tensor, scores: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from tilewise.kernels.spec import (
     wanted_stats,
 )
 from tilewise.kernels.triton_impl.filtered.strategy import TritonFilter
+from tilewise.kernels.triton_impl.nearest import FusedSearcher
 from tilewise.kernels.triton_impl.one_pass.strategy import TritonOnePass
-from tilewise.kernels.triton_impl.ranks import FusedScorer
 from tilewise.kernels.triton_impl.scores import describing
 from tilewise.kernels.triton_impl.sizes import gradient_sizes, interpreted
 from tilewise.kernels.triton_impl.small.strategy import TritonSmall
@@ -55,7 +55,7 @@ class TritonBackend(Backend):
     name = "triton"
     one_pass, small = TritonOnePass(), TritonSmall()
     filtered = TritonFilter()
-    offers_ranks = True
+    offers_ranks = offers_search = True
     backward = staticmethod(two_pass.backward)
     statistics = (
         frozenset({"row_lse", "row_pos", "num_positives", "row_softplus", "row_sum", "col_lse"})
@@ -154,5 +154,5 @@ class TritonBackend(Backend):
         return None
 
     def scorer(self, device: torch.device, width: int, dtype: torch.dtype, options: TileOptions) -> Scorer:
-        """A scorer that stores no scores."""
-        return FusedScorer(device, width, dtype, options)
+        """A scorer that stores no scores, and finds the nearest items."""
+        return FusedSearcher(device, width, dtype, options)

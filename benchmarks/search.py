@@ -1,0 +1,81 @@
+"""The nearest items: ours, chunks of scores with `torch.topk`, the product alone (`retrieval_ranks`), and faiss.
+
+    python -m benchmarks.search                    on a CUDA device: the three cases, less than a minute
+    python -m benchmarks.search --device cpu       on a CPU, with faiss if it is installed. --share 1: all queries
+
+Prints a line of JSON for each case: the median time of each method in milliseconds, and whether the indices of ours
+are those of a stable sort, for some queries with whole numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tilewise as tw
+from benchmarks.measure import time_in_turns
+
+CASES = {  # queries, gallery, features, k
+    "cuda": ((131072, 131072, 512, 100), (131072, 131072, 512, 10), (8192, 1048576, 768, 100)),
+    "cpu": ((50000, 50000, 64, 10), (5000, 20000, 384, 100)),
+}
+CHUNK = {"cuda": 2**30, "cpu": 2**24}  # scores that `torch.topk` gets at once
+CHECKED = 256  # queries
+
+
+def chunked_topk(queries: Tensor, gallery: Tensor, k: int) -> list[Any]:
+    """The usual way: scores of some queries with all items."""
+    rows = max(1, CHUNK[queries.device.type] // len(gallery))
+    return [(part @ gallery.T).topk(k, dim=1) for part in queries.split(rows)]
+
+
+def methods(queries: Tensor, gallery: Tensor, k: int) -> dict[str, Callable[[], Any]]:
+    """What is timed."""
+    found: dict[str, Callable[[], Any]] = {
+        "tilewise": lambda: tw.nearest(queries, gallery, k),
+        "chunked topk": lambda: chunked_topk(queries, gallery, k),
+        "retrieval_ranks": lambda: tw.retrieval_ranks(queries, gallery, torch.zeros_like(queries[:, 0]).long()),
+    }
+    if queries.device.type == "cpu" and importlib.util.find_spec("faiss"):
+        import faiss
+
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        index = faiss.IndexFlatIP(gallery.shape[1])
+        index.add(gallery.numpy())
+        found["faiss"] = lambda: index.search(queries.numpy(), k)
+    return found
+
+
+def is_exact(queries: Tensor, gallery: Tensor, k: int) -> bool:
+    """Whether scores that are whole numbers, with many ties, give the order of a stable sort."""
+    queries, gallery = ((8 * x).round() for x in (queries[:CHECKED], gallery))
+    want = (queries.double() @ gallery.double().T).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return torch.equal(tw.nearest(queries, gallery, k).indices, want)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=tuple(CASES), default="cuda")
+    parser.add_argument("--share", type=float, default=0.1, help="of the queries, on a CPU")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    for n, m, d, k in CASES[device.type]:
+        torch.manual_seed(0)
+        n = max(1, int(n * arguments.share)) if device.type == "cpu" else n
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        queries, gallery = (F.normalize(torch.randn(rows, d, device=device), dim=1).to(dtype) for rows in (n, m))
+        times = time_in_turns(methods(queries, gallery, k), device, repeats=7)
+        line = {name: dataclasses.asdict(timing) for name, timing in times.items()}
+        print(json.dumps({"case": [n, m, d, k], "exact": is_exact(queries, gallery, k)} | line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
