@@ -8,6 +8,7 @@ SOFTCAP = tl.constexpr(2)
 SKIP = tl.constexpr(4)
 MASK_SELF = tl.constexpr(8)
 ONE_BIAS = tl.constexpr(16)  # the same number for all columns
+ROW_BIAS = tl.constexpr(32)  # one number for each row: of small batches whose columns are read as rows
 
 # Values of POSITIVE
 DIAGONAL = tl.constexpr(1)  # row_start + i == col_start + j

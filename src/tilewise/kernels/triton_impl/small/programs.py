@@ -94,6 +94,9 @@ def loss_program(key: SmallKey) -> Program:
             more |= {f"{name}_out": value for name, value in other.items()}
             rows |= {"row_step": 1, "col_step": m, "R": COLUMN_ROWS, "C": min(256, tile_cols), "n": m, "m": n}
             rows |= {"row_skip": rows["col_skip"], "col_skip": rows["row_skip"]}
+            if rows["SCORE"] & bit.BIAS.value:
+                assert not spec.softcap
+                rows["SCORE"] += bit.ROW_BIAS.value - bit.BIAS.value
             p.launch(kernels.rows_kernel, cdiv(m, COLUMN_ROWS), warps=8, loss=col_loss, **more, **rows)
         if g is not None:
             parts: dict[str, Any] = {f"row_{name}": value for name, value in stats.items()}

@@ -6,7 +6,7 @@ Axes: n rows, m columns; R, C rows and columns of one tile.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_impl.bits import ENTROPY, SOFTCAP, TOP
+from tilewise.kernels.triton_impl.bits import ENTROPY, ROW_BIAS, SOFTCAP, TOP
 from tilewise.kernels.triton_impl.primitives import LN2, LOG2E, positives, score_tile, with_rank
 
 # Values of LOSS
@@ -42,6 +42,8 @@ def loaded_tile(at, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_
     acc = tl.load(at + cols.to(tl.int64)[None, :] * col_step, mask=here, other=0.0)
     v = score_tile(acc, rows, cols, n, m, s, bias, softcap, row_skip, col_skip, row_key, col_key, 0, 0,
                    SCORE, POSITIVE)  # fmt: skip
+    if ROW_BIAS & SCORE:
+        v += tl.load(bias + rows, mask=rows < n, other=0.0)[:, None] * LOG2E
     if POSITIVE == 0:
         hit = here & (cols < 0)[None, :]
     else:
