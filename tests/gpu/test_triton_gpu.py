@@ -165,7 +165,7 @@ def test_the_default_takes_no_more_than_explain_says(n, vocabulary, d):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_full_card_gives_the_same_bits(compiled, monkeypatch):
-    """Other tests share the card, so it is not filled: torch gets 6 GiB more and no more, and reports that they are free."""
+    """Other tests share the card, so it is not filled: torch gets no more than 6 GiB, and reports them as free."""
     leaves = head(16_376, 128_256, 1024)
     loss = torch.compile(tw.linear_cross_entropy, fullgraph=True) if compiled else tw.linear_cross_entropy
     empty = torch.autograd.grad(loss(*leaves), leaves[:2])

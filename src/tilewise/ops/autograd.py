@@ -44,7 +44,8 @@ def pair_stats(
         scale: 0-d tensor, or a number, which gets no gradient.
         bias: (m,) or None.
         keys: integer keys and shifts.
-        full_keys: makes the keys with the shifts of rows and columns. Small calls have shifts of their own.
+        full_keys: makes the keys with the shifts of rows and columns. Then small calls have shifts of their own;
+            without it, the shifts are those of ``keys``.
         group_name: the process group over which the columns are sharded, "" for this process alone.
         must_match: over a group, the loss's own settings (`call_settings`), which must be equal on every rank.
     """
@@ -53,7 +54,9 @@ def pair_stats(
         options = with_budget(options, a.device, group_name)
     if not group_name and holds_numbers(a) and (job := find_job(a, b, scale, bias, None, keys, spec, options)):
         tensor, number = (None, scale) if type(scale) is float else (scale, None)
-        *values, shift = SmallStats.apply(a, b, tensor, bias, Rest(job, number, keys, None, spec, options))
+        own_shift = full_keys is not None and keys.row_shift is None
+        rest = Rest(job, number, keys, None, spec, options, own_shift)
+        *values, shift = SmallStats.apply(a, b, tensor, bias, rest)
         shift = keys.row_shift if shift is None else shift
         return Stats(**dict(zip(job.names, values, strict=True)), row_shift=shift)
     if full_keys is not None:

@@ -93,6 +93,7 @@ class Rest(NamedTuple):
     weights: Any  # `RowWeights`, for a scalar loss
     spec: PairSpec
     options: TileOptions
+    own_shift: bool = False  # of statistics: whether each row gets the score of its positive as a shift
 
 
 class SmallLoss(torch.autograd.Function):
@@ -144,7 +145,7 @@ class SmallStats(torch.autograd.Function):
         ctx.save_for_backward(a, b, scale, bias)
         kind = a.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
-            found = rest.job.forward(pair_of(a, b, scale, bias, rest), own_shift=rest.keys.row_shift is None)
+            found = rest.job.forward(pair_of(a, b, scale, bias, rest), own_shift=rest.own_shift)
         values = vars(found)
         ctx.mark_non_differentiable(*[values[name] for name in NO_GRADIENT if values[name] is not None])
         return *[values[name] for name in rest.job.names], found.row_shift
