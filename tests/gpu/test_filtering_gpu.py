@@ -32,9 +32,9 @@ def small_calls_as_they_are():
 def test_a_small_call_leaves_nothing_out(n, d, m, seed):
     """Number by number the exact one."""
     head = filtering.make_head(GPU, torch.bfloat16, n, d, m, seed)
-    _, want = head.solve(GPU.options(gradients="backward"))
+    _, want = head.solve(GPU.options(gradients="backward", workspace_mib=256))
     with tw.record_filtering() as report:
-        _, grads = head.solve(GPU.options(filter_tolerance=1e-2))
+        _, grads = head.solve(GPU.options(filter_tolerance=1e-2, workspace_mib=256))
     assert report.dense == [True]
     assert report.kept_share == [1.0]
     assert all(torch.equal(grads[name], value) for name, value in want.items())

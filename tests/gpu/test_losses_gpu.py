@@ -86,7 +86,7 @@ def test_ignored_rows_are_taken_out_where_that_pays(dtype, seed, monkeypatch):
 @pytest.mark.parametrize("want", [None, ("log_prob", "entropy", "argmax")], ids=["loss", "tokens"])
 def test_a_guess_that_no_row_is_dropped_changes_no_number(want, tolerance, monkeypatch, set_limits, seed):
     """The first guess is right, the second is wrong: some rows are ignored then."""
-    set_limits(worth_waiting=0, worth_filtering=0)
+    set_limits(worth_waiting=0, worth_filtering=0, small=0)
     monkeypatch.setattr("tilewise.kernels.triton_impl.filtered.forward.WORTH_PROBING", 0)
     for name, value in {"WORTH_IT": 0, "NARROWEST": 16, "COLS": 256}.items():
         monkeypatch.setattr(f"tilewise.kernels.triton_impl.two_pass.saved.{name}", value)

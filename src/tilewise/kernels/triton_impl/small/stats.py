@@ -123,6 +123,13 @@ def stats_gradient_program(key: SmallKey, coming: tuple[str, ...], needs: Needs)
     return p.done()
 
 
+def programs_of(key: SmallKey) -> list[Program]:
+    """Those of forward and backward, with a gradient of each statistic that can have one."""
+    coming = tuple(name for name in GRADIENTS if name in wanted_names(key.spec))
+    backward = [stats_gradient_program(key, coming, key.needs)] if any(key.needs) else []
+    return [stats_program(key, own_shift=True), *backward]
+
+
 def _loss(spec: PairSpec) -> int:
     found: int = (row_tiles.SIGMOID if spec.softplus else row_tiles.SOFTMAX).value
     return found

@@ -27,7 +27,7 @@ from tilewise.kernels.triton_impl.small.programs import (
     run_small,
     saved_type,
 )
-from tilewise.kernels.triton_impl.small.stats import TritonStatsJob, stats_program, why_not_stats
+from tilewise.kernels.triton_impl.small.stats import TritonStatsJob, programs_of, why_not_stats
 from tilewise.options import TileOptions
 
 
@@ -59,9 +59,9 @@ class TritonSmall:
         return TritonJob(key) if key.scalar else TritonStatsJob(key)
 
     def describe(self, key: SmallKey) -> tuple[str, int]:
-        """The program of forward, and its memory."""
-        program = loss_program(key) if key.scalar else stats_program(key, own_shift=True)
-        return str(program), program.scratch_bytes
+        """The program of forward, of statistics also that of backward, and their memory."""
+        programs = [loss_program(key)] if key.scalar else programs_of(key)
+        return "\n".join(map(str, programs)), max(program.scratch_bytes for program in programs)
 
 
 class TritonJob:

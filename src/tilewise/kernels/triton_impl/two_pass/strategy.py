@@ -76,8 +76,9 @@ def forward(
         cols, behind, buffer, peaks, needs_repair, reference = values[len(names) :]
         if saved is None or behind is None:  # without saved columns, or the workspace is too small for them
             return stats, None
-        how = {"cols": cols, "behind": behind, "buffer": buffer, "peaks": peaks, "needs_repair": needs_repair}
-        return stats, dataclasses.replace(saved, **how, reference=reference)
+        saved.cols, saved.behind, saved.buffer, saved.peaks = cols, behind, buffer, peaks
+        saved.needs_repair, saved.reference = needs_repair, reference
+        return stats, saved
 
 
 def backward(
