@@ -1,11 +1,15 @@
 """Bad inputs of ranks, recall and search: see `tests.bad_inputs`."""
 
+import tempfile
+
 import torch
+import torch.nn.functional as F
 from tests.bad_inputs import jagged
 from torch import Tensor
 
 import tilewise as tw
 from tilewise.errors import BackendError, ConfigError, DeviceError, DtypeError, RangeError, ShapeError
+from tilewise.retrieval import write_trec
 
 X, Y = (torch.randn(size, 4, generator=torch.Generator().manual_seed(size)) for size in (3, 5))
 INDEX, FIVE = torch.tensor([0, 1, 2]), torch.arange(5)
@@ -35,6 +39,17 @@ def nearest(k: int = 2, hidden: Tensor | None = None) -> Tensor:
     s = scores() if hidden is None else scores().masked_fill(hidden, -torch.inf)
     found = s.topk(k)
     return torch.where(found.values > -torch.inf, found.indices, -1)
+
+
+def metric(ranks: Tensor, relevance: Tensor) -> Tensor:
+    return torch.tensor(tw.retrieval_metrics(ranks, relevance)["mrr"])
+
+
+def first_items(names: list[str]) -> Tensor:
+    """The items that a run of TREC names first."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = write_trec(folder, names, list("01234"), tw.nearest(X, Y, 1), INDEX)
+        return torch.tensor([int(line.split()[2]) for line in run.read_text().splitlines()])
 
 
 def numbered(query_ids: Tensor, gallery_ids: Tensor) -> dict[str, Tensor]:
@@ -258,6 +273,42 @@ BAD = {
             torch.tensor([int(item) for item in tw.mine_hard_negatives(X, Y).columns("abc", "01234")["negative"]]),
             nearest(3, hidden=INDEX[:, None] == FIVE).flatten(),
         ),
+    ),
+    "metrics without a right answer": (
+        lambda: tw.retrieval_metrics(TABLE, torch.zeros(4)),
+        RangeError,
+        ("needs? a query with a right answer", "none of the 4", "relevance of right answers above 0"),
+        lambda: (metric(TABLE, torch.ones(4)), (1 / (TABLE[:3].double() + 1)).mean()),
+    ),
+    "complex relevance": (
+        lambda: tw.retrieval_metrics(TABLE, torch.ones(4) * 1j),
+        DtypeError,
+        ("relevance holds real numbers", "complex64", r"Pass its \.real"),
+        lambda: (metric(TABLE, (torch.ones(4) * 1j + 1).real), (1 / (TABLE[:3].double() + 1)).mean()),
+    ),
+    "relevance of other answers": (
+        lambda: tw.retrieval_metrics(TABLE, torch.ones(3)),
+        ShapeError,
+        (r"relevance must be \(4, 1\)", r"got \(3,\)", "Pad it with 0 where positives are -1"),
+        lambda: (metric(TABLE, F.pad(torch.ones(3), (0, 1))), (1 / (TABLE[:3].double() + 1)).mean()),
+    ),
+    "infinite relevance": (
+        lambda: tw.retrieval_metrics(TABLE, torch.full((4,), torch.inf)),
+        RangeError,
+        ("relevance must be finite", "NaN or infinity", "Check how it was computed"),
+        None,
+    ),
+    "names of other queries": (
+        lambda: write_trec("nowhere", ["a"], list("vwxyz"), tw.nearest(X, Y, 1), INDEX),
+        ShapeError,
+        ("one row for each query", r"got 1, 3, \(3,\)", r"Did a filter drop some queries\?"),
+        None,
+    ),
+    "a name with a space": (
+        lambda: write_trec("nowhere", ["a", "b c", "d"], list("vwxyz"), tw.nearest(X, Y, 1), INDEX),
+        RangeError,
+        ("has no spaces and is not empty", "'b c'", "Replace spaces"),
+        lambda: (first_items(["a", "b c".replace(" ", "_"), "d"]), nearest(1).flatten()),
     ),
     "k of 0": (lambda: tw.nearest(X, Y, 0), RangeError, ("k must be 1 or more", "got 0", "how many items to find")),
     "k of 2.0": (lambda: tw.nearest(X, Y, 2.0), DtypeError, ("k is a whole number", "2.0", "how many items to find")),

@@ -73,6 +73,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     tw.retrieval_ranks: PAIRS,
     tw.retrieval_ranks_both: PAIRS,
     tw.recall_at_k: {"ranks": Y},
+    tw.retrieval_metrics: {"ranks": Y},
     tw.TileOptions: {},
     tw.Guide: {"query": X, "key": Z},
     ModelShape: {"name": "a", "vocabulary": 100, "hidden": 8, "layers": 2, "parameters": 1000},

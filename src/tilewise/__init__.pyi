@@ -35,6 +35,7 @@ from tilewise.options import TileOptions as TileOptions
 from tilewise.retrieval import mine_hard_negatives as mine_hard_negatives
 from tilewise.retrieval import nearest as nearest
 from tilewise.retrieval import recall_at_k as recall_at_k
+from tilewise.retrieval import retrieval_metrics as retrieval_metrics
 from tilewise.retrieval import retrieval_ranks as retrieval_ranks
 from tilewise.retrieval import retrieval_ranks_both as retrieval_ranks_both
 

@@ -1,6 +1,7 @@
 """Ranks, recall and the nearest items of retrieval. The matrix of scores is never stored."""
 
 from tilewise.retrieval.call import BothRanks
+from tilewise.retrieval.metrics import retrieval_metrics, write_trec
 from tilewise.retrieval.mining import HardNegatives, mine_hard_negatives
 from tilewise.retrieval.nearest import Nearest, nearest
 from tilewise.retrieval.progress import Progress
@@ -14,6 +15,8 @@ __all__ = [
     "mine_hard_negatives",
     "nearest",
     "recall_at_k",
+    "retrieval_metrics",
     "retrieval_ranks",
     "retrieval_ranks_both",
+    "write_trec",
 ]

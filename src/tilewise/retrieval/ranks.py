@@ -130,19 +130,7 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
     >>> recall_at_k(torch.tensor([0, 3, 12, -1]), ks=(1, 5))
     {1: 0.3333333333333333, 5: 0.6666666666666666}
     """
-    check_tensor("ranks", ranks, "a tensor of integers")
-    check_integers("ranks", ranks, "Pass the result of retrieval_ranks, not scores")
-    if ranks.dim() not in (1, 2):
-        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}. Reshape them: .flatten(1)")
-    if not isinstance(ks, Sequence):
-        how = "Convert it with .tolist()" if hasattr(ks, "tolist") else "For one number write ks=(5,)"
-        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r:.60}. {how}")
-    wrong = [k for k in ks if isinstance(k, bool) or not isinstance(k, int) or k < 1]
-    if wrong or not ks:
-        raise RangeError(
-            f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}. Recall at 1 is the first"
-        )
-    best = ranks.long() if ranks.dim() == 2 else ranks.long()[:, None]
+    best, ks = check_ranks(ranks), check_ks(ks)
     found = (best >= 0).any(dim=1)
     if not found.any():
         raise RangeError(
@@ -151,3 +139,25 @@ def recall_at_k(ranks: Tensor, ks: Sequence[int] = (1, 5, 10)) -> dict[int, floa
         )
     first = torch.where(best < 0, kernel.NO_INDEX, best)[found].amin(dim=1)
     return {k: (first < k).sum().item() / first.shape[0] for k in ks}
+
+
+def check_ranks(ranks: Tensor) -> Tensor:
+    """Check ranks. Returns them as int64, (n, p)."""
+    check_tensor("ranks", ranks, "a tensor of integers")
+    check_integers("ranks", ranks, "Pass the result of retrieval_ranks, not scores")
+    if ranks.dim() not in (1, 2):
+        raise ShapeError(f"ranks must be (n,) or (n, p), got {tuple(ranks.shape)}. Reshape them: .flatten(1)")
+    return ranks.long() if ranks.dim() == 2 else ranks.long()[:, None]
+
+
+def check_ks(ks: Sequence[int]) -> Sequence[int]:
+    """Check a list of k."""
+    if not isinstance(ks, Sequence):
+        how = "Convert it with .tolist()" if hasattr(ks, "tolist") else "For one number write ks=(5,)"
+        raise DtypeError(f"ks is a sequence of whole numbers, got {ks!r:.60}. {how}")
+    wrong = [k for k in ks if isinstance(k, bool) or not isinstance(k, int) or k < 1]
+    if wrong or not ks:
+        raise RangeError(
+            f"ks must be whole numbers from 1 up, and at least one, got {tuple(ks)}. Recall at 1 is the first"
+        )
+    return ks
