@@ -21,6 +21,7 @@ SCRIPTS = (  # the other examples are whole programs with options, and have test
     "contrastive",
     "distillation",
     "language_model",
+    "many_classes",
     "recommender",
     "retrieval",
     "several_processes",
@@ -48,6 +49,12 @@ def test_examples_are_short(name: str) -> None:
 def test_simclr_finds_the_icon_of_another_family(example: Any) -> None:
     found = example("simclr").main(["--steps", "12"])
     assert found[-1] > found[0] + 0.02
+
+
+@pytest.mark.slow
+def test_a_margin_softmax_recognizes_names_that_it_was_not_trained_on(example: Any) -> None:
+    found = example("many_classes").main(["--steps", "200"])
+    assert found[-1] > found[0] + 0.05
 
 
 @pytest.mark.slow

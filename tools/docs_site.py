@@ -6,7 +6,8 @@ The same pages are read on a code host, so they link to files of the repository 
   folder without a README becomes text;
 - a drawing of docs/drawings becomes part of the page, so that it follows the light or dark scheme that is chosen there;
 - ``no-run: reason`` is removed from the first line of a code block;
-- ``losses/*.md`` in the navigation stands for all pages of that folder.
+- ``losses/*.md`` in the navigation stands for all pages of that folder;
+- the search shows the page "Which loss" first, and decisions last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ COPIED = "repository"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<text>\[[^\]]*\]\()(?P<target>[^)\s]+)\)")
 DRAWING = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<target>[^)\s]*drawings/[^)\s]+\.svg)\)$", re.MULTILINE)
+# Pages that the search shows before and after the others. Decisions and results explain, but answer few questions.
+SEARCH = {"which-loss.md": 4, "decisions/*": 0.3, f"{COPIED}/*": 0.3, "benchmarks.md": 0.5}
 PAGE_STYLE = re.compile(r"<style>.*?</style>\s*", re.DOTALL)
 
 
@@ -58,6 +62,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Change links and code blocks of one page, and put drawings into it."""
     uri = page.file.src_uri
+    for pattern, boost in SEARCH.items():
+        if fnmatch(uri, pattern):
+            page.meta.setdefault("search", {"boost": boost})
     source = ROOT / uri.removeprefix(COPIED + "/") if uri.startswith(COPIED + "/") else DOCS / uri
 
     def link(match: re.Match[str]) -> str:

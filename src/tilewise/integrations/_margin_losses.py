@@ -52,10 +52,12 @@ class _MarginLoss(nn.Module):
                 "indices_tuple, ref_emb and ref_labels are not supported: each embedding is compared with all classes. "
                 "Omit them, or use the loss of pytorch-metric-learning"
             )
+        if (self.W.dtype, self.W.device) != (embeddings.dtype, embeddings.device):
+            self.W.data = self.W.data.to(embeddings)  # as in that package
         m2, m3 = self._margins()
         return margin_softmax_loss(
             embeddings,
-            self.W.t().to(embeddings),
+            self.W.t(),
             labels,
             logit_scale=float(self.scale),
             m2=m2,
@@ -65,7 +67,7 @@ class _MarginLoss(nn.Module):
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """Cosines with all classes, times the scale, without a margin: (n, num_classes)."""
-        weight = F.normalize(self.W.to(embeddings), dim=0)
+        weight = F.normalize(self.W, dim=0)
         return F.normalize(embeddings, dim=1) @ weight * self.scale
 
     def _margins(self) -> tuple[float, float]:
