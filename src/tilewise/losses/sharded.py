@@ -28,7 +28,7 @@ from tilewise.options import TileOptions
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 # Classes of arguments of a call without sharded tensors, compared without a call: a small batch counts its calls.
-# torch.compile makes wrong guards of a frozenset.
+# torch.compile makes wrong guards of a frozenset, and cannot ask a process group for its class.
 ORDINARY = (*_check.PLAIN, type(None), float, str, bool, int, TileOptions, tuple)
 
 
@@ -42,7 +42,7 @@ def takes_shards(run: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> Ca
                 if value.__class__ not in ORDINARY:
                     return other(args, kwargs)
             for name in kwargs:
-                if kwargs[name].__class__ not in ORDINARY:
+                if name != "group" and kwargs[name].__class__ not in ORDINARY:
                     return other(args, kwargs)
             return loss(*args, **kwargs)
 
