@@ -14,7 +14,8 @@ from tilewise.errors import DtypeError, GradientError, RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, RowWeights, stat_dtype
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
-from tilewise.losses.sharded import Head, takes_shards
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns, sum_over_ranks

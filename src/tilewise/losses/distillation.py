@@ -25,7 +25,8 @@ from tilewise.losses.cross_entropy import (
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
-from tilewise.losses.sharded import Head, takes_shards
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns

@@ -8,7 +8,8 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.losses.sharded import Head, takes_shards
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import call_settings
 from tilewise.options import TileOptions

@@ -24,7 +24,8 @@ from tilewise.losses.per_token import (
     row_scale_of,
     tempered,
 )
-from tilewise.losses.sharded import Head, takes_shards
+from tilewise.losses.sharded import takes_shards
+from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import same_rows, shard_of_columns
