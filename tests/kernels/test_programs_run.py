@@ -31,6 +31,7 @@ LABELS = PairSpec(row_lse=True, positive="many", mask_self=True, symmetric=True)
 PICKS = PairSpec(row_lse=True, row_picked=True, positive="one")  # and a factor of each row
 IDS = PairSpec(row_lse=True, col_lse=True, positive="one")  # and pairs that never meet
 SIGMOID = PairSpec(softplus=True, positive="one")  # and a bias that all columns share
+NEEDS = Needs(a=True, b=True, scale=True)
 STATISTICS = "row_lse", "col_lse", "row_pos", "row_softplus", "row_picked"
 
 
@@ -76,18 +77,17 @@ def equal(values, others):
 
 
 def check_later_calls(call, written):
-    """The calls 1 and 2 use the programs of call 0, have the bits of first calls, and no other call changes them."""
+    """Calls 1 and 2 use the programs of call 0. Call 1 has the bits of a first call, and call 2 does not change them."""
     call(0)
     before = len(written)
     assert before
-    got = [call(seed) for seed in (1, 2)]
-    copies = [[value.clone() for value in values] for values in got]
-    call(3)
+    got = call(1)
+    copies = [value.clone() for value in got]
+    assert not equal(got, call(2))
     assert len(written) == before
-    for seed, values, copied in zip((1, 2), got, copies, strict=True):
-        scores.forget_programs()
-        assert equal(values, copied)
-        assert equal(values, call(seed))
+    assert equal(got, copies)
+    scores.forget_programs()
+    assert equal(got, call(1))
     assert len(written) > before
 
 
@@ -130,7 +130,7 @@ def in_one_pass(seed: int, spec: PairSpec, needs: Needs, dtype: torch.dtype = to
 def test_a_later_call_of_one_pass_writes_no_program(spec, dtype, blocks, written, monkeypatch):
     if blocks == "several blocks":
         take_several_blocks(monkeypatch)
-    one_side = (Needs(a=False), Needs(b=False)) if dtype == torch.float32 else ()
+    one_side = (Needs(a=False), Needs(b=False)) if dtype == torch.float32 and blocks == "several blocks" else ()
     for needs in (Needs(scale=True, bias=spec is SIGMOID), *one_side):
         check_later_calls(lambda seed, needs=needs: in_one_pass(seed, spec, needs, dtype), written)
 
@@ -203,9 +203,8 @@ def test_the_place_of_a_block_is_a_number(name, change, written):
 
 @pytest.mark.parametrize("name", ["softcap", "beta"])
 def test_numbers_of_the_loss_are_no_part_of_a_program(name, written):
-    pair, spec = make_case(
-        "guide_jsd_without_norms" if name == "beta" else "cross_entropy_smoothed_and_capped", torch.float32
-    )
+    case = {"softcap": "cross_entropy_smoothed_and_capped", "beta": "guide_jsd_without_norms"}[name]
+    pair, spec = make_case(case, torch.float32)
     assert getattr(spec, name)
     found = []
     for number in (getattr(spec, name), 0.7 * getattr(spec, name)):
@@ -231,10 +230,9 @@ def test_features_of_any_layout(how, written):
     if how == "overlapping":
         whole = torch.randn(72, 24)
         pair = dataclasses.replace(pair, a=whole[:70], b=whole[2:])
-    want = everything(
-        dataclasses.replace(pair, a=pair.a.clone(memory_format=torch.contiguous_format), b=pair.b.clone()), CLIP
-    )
-    assert equal(everything(pair, CLIP), want)
+    apart = {name: getattr(pair, name).clone(memory_format=torch.contiguous_format) for name in "ab"}
+    want = everything(dataclasses.replace(pair, **apart), CLIP, NEEDS)
+    assert equal(everything(pair, CLIP, NEEDS), want)
     assert len(written) == 2
 
 
@@ -260,17 +258,16 @@ def test_a_program_that_another_thread_drops_still_runs(monkeypatch):
     assert equal(everything(pair, CLIP), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("spec", [CLIP, CLASSES, VIEWS], ids=["clip", "classes", "views"])
-def test_loops_have_the_bits_of_their_steps_written_out(spec, dtype, written, monkeypatch):
+@pytest.mark.parametrize("spec", [CLIP, VIEWS], ids=["clip", "views"])
+def test_loops_have_the_bits_of_their_steps_written_out(spec, written, monkeypatch):
     """Macro-tiles of one small tile, so that rows and columns are loops, and for symmetric scores a triangle."""
     monkeypatch.setattr(sizes, "INTERPRETED", Sizes(16, 16, 32, 1, 1, 1, 2))
     for work in (Forward, Backward):
         monkeypatch.setattr(work, "_macro", lambda self: (16, 16))
-    pair = pair_of(spec, 1, n=182 if spec is VIEWS else 108)
-    pair = dataclasses.replace(pair, a=pair.a.to(dtype), b=pair.b.to(dtype))
-    needs, found = Needs(a=True, b=not spec.symmetric, scale=True, bias=False), []
-    for least in (programming.LEAST_TURNS, 1000):
+    pair = pair_of(spec, 1, n=108 if spec is VIEWS else 62)
+    pair = dataclasses.replace(pair, a=pair.a.half(), b=pair.b.half())
+    needs, found = NEEDS._replace(b=not spec.symmetric), []
+    for least in (2, 1000):
         scores.forget_programs()
         monkeypatch.setattr(programming, "LEAST_TURNS", least)
         found.append(everything(pair, spec, needs))
