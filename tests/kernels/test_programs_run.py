@@ -77,7 +77,7 @@ def equal(values, others):
 
 
 def check_later_calls(call, written):
-    """Calls 1 and 2 use the programs of call 0. Call 1 has the bits of a first call, and call 2 does not change them."""
+    """Calls 1 and 2 use the programs of call 0. Call 1 has the bits of a first call; call 2 does not change them."""
     call(0)
     before = len(written)
     assert before

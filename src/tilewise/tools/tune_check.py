@@ -181,7 +181,7 @@ def why_not_all(device: torch.device, item: int, row: object, widths: Sequence[i
     with limits.changed(small=0, small_cpu=0), sizes.trying(device, item, row):
         for dtype in next(types for types in TYPES.values() if types[0].itemsize == item):
             for width in widths:
-                module.forget_programs()  # recorded launches have other sizes
+                module.forget_programs()  # they have other sizes
                 try:
                     for check in checks(device, dtype, width):
                         check()

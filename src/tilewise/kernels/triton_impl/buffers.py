@@ -269,13 +269,10 @@ def _apart(one: Buffer, two: Buffer, same: dict[int, int]) -> int:
 
 def sample_of(value: Any, values: Values) -> Any:
     """As `tensor_of`, to compile a kernel: at an odd address if that of a part is odd in some turn of a loop."""
-    buffer = Buffer.under(value)
-    if (
-        isinstance(value, Moving)
-        and isinstance(value.value, Buffer)
-        and buffer is not None
-        and buffer.dtype is not None
-    ):
-        if any(by * buffer.dtype.itemsize % ALIGNED for by in value.by.values()):
-            return torch.empty(2, dtype=buffer.dtype, device=values.device)[1:]
+    if not isinstance(value, (Buffer, Descriptor, Moving)):
+        return value
+    if isinstance(value, Moving) and isinstance(value.value, Buffer):
+        kind = value.value.dtype
+        if kind is not None and any(by * kind.itemsize % ALIGNED for by in value.by.values()):
+            return torch.empty(2, dtype=kind, device=values.device)[1:]
     return tensor_of(value, values)

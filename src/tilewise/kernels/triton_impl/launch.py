@@ -75,14 +75,13 @@ def arguments_of(kernel: Any, bundles: Sequence[dict[str, Any]], own: dict[str, 
     for name in own:
         if name not in places:
             raise TypeError(f"kernel {kernel.fn.__name__} has no parameter {name}")
-    found = {}
-    for name in places:
-        value = own.get(name)
-        if value is None and name not in own:
-            value = next((bundle[name] for bundle in reversed(bundles) if name in bundle), None)
+    every: dict[str, Any] = {}
+    for bundle in (*bundles, own):
+        every.update(bundle)
+    found = {name: every.get(name) for name in places}
+    for name, value in found.items():
         if value is None and name not in optional:
             raise TypeError(f"kernel {kernel.fn.__name__} misses the argument {name}")
-        found[name] = value
     return found
 
 

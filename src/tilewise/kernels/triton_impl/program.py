@@ -19,7 +19,6 @@ places of parts and some numbers change, by the same amount from one turn to the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -30,147 +29,16 @@ from tilewise.kernels.triton_impl.buffers import (
     Descriptor,
     Moving,
     Values,
-    joined,
     sample_of,
     strides_of,
     tensor_of,
     value_of,
 )
-from tilewise.kernels.triton_impl.launch import arguments_of, compiled_launch, declared
+from tilewise.kernels.triton_impl.launch import arguments_of, compiled_launch
+from tilewise.kernels.triton_impl.steps import Launch, Loop, Product, Torch, Total, buffers_of, same_step
 
 POOLED = 2**22  # bytes; scratch up to this size shares one block
 LEAST_TURNS = 4  # of a loop; fewer are written out
-
-
-@dataclass(eq=False)
-class Product:
-    """out = left @ right, or with ``add`` out += left @ right, accumulated in float32, in the type of ``out``."""
-
-    out: Any
-    left: Any
-    right: Any
-    add: bool = False
-    makes: bool = False  # whether it allocates ``out``: the first step of a whole buffer
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """All that it reads or writes."""
-        return self.out, self.left, self.right
-
-    @property
-    def kind(self) -> Any:
-        """The type of ``out``."""
-        buffer = Buffer.under(self.out)
-        assert buffer is not None
-        return buffer.dtype
-
-    def run(self, values: Values) -> None:
-        """Multiply."""
-        left, right, kind = tensor_of(self.left, values), tensor_of(self.right, values), self.kind
-        if not left.is_cuda:  # the interpreter
-            made = left.float() @ right.float()
-            if self.makes:
-                values.tensors[self.out.place] = made.to(kind)
-            else:
-                out = tensor_of(self.out, values)
-                out.copy_(out + made if self.add else made)
-            return
-        more: dict[str, Any] = {} if left.dtype == kind else {"out_dtype": kind}
-        if self.makes:
-            values.tensors[self.out.place] = torch.mm(left, right, **more)
-            return
-        out = tensor_of(self.out, values)
-        torch.addmm(out, left, right, out=out, **more) if self.add else torch.mm(left, right, out=out, **more)
-
-    def __str__(self) -> str:
-        return f"{self.out} {'+' if self.add else ''}= {self.left} @ {self.right}"
-
-
-@dataclass(eq=False)
-class Total:
-    """out = the sum of ``values``. It allocates ``out``. Torch's own sum takes half the time of a launch on the host."""
-
-    out: Buffer
-    values: Buffer
-    makes: bool = True
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """All that it reads or writes."""
-        return self.out, self.values
-
-    def run(self, values: Values) -> None:
-        """Add up."""
-        values.tensors[self.out.place] = values.tensors[self.values.place].sum()
-
-    def __str__(self) -> str:
-        return f"{self.out} = sum of {self.values}"
-
-
-@dataclass(eq=False)
-class Torch:
-    """A function of tensors and numbers, which writes into some of the tensors."""
-
-    function: Callable[..., None]
-    operands: tuple[Any, ...]
-    makes = False
-
-    def run(self, values: Values) -> None:
-        """Call it."""
-        self.function(*[tensor_of(operand, values) for operand in self.operands])
-
-    def __str__(self) -> str:
-        name = getattr(self.function, "func", self.function).__name__
-        return f"{name}: {', '.join(str(operand) for operand in self.operands if operand is not None)}"
-
-
-@dataclass(eq=False)
-class Launch:
-    """A kernel with its grid. ``arguments``: in the order of its parameters."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-    warps: int
-    stages: int
-    # (ahead, n, m): with ahead <= -n or ahead >= m, ``far`` replaces this launch: another one, or None for nothing
-    near: tuple[Any, int, int] | None = None
-    far: Launch | None = None
-    makes = False
-    pick: Callable[[Sequence[Any]], tuple[Any, ...]] = field(init=False)
-    compiled: dict[torch.device, Any] = field(default_factory=dict)
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """All that it reads or writes, and its numbers."""
-        return tuple(self.arguments.values())
-
-    def __str__(self) -> str:
-        names = [buffer.name for buffer in _buffers(self) if buffer.made or not buffer.is_number]
-        return f"{self.kernel.fn.__name__} x {self.programs:,}: {', '.join(dict.fromkeys(names))}"
-
-
-@dataclass(eq=False)
-class Loop:
-    """The same steps ``count`` times. ``moves``: what changes from turn to turn, with its slot among the values."""
-
-    depth: int  # the number of loops around it
-    count: Any
-    steps: list[Any]
-    moves: list[tuple[int, Moving]] = field(default_factory=list)
-    makes = False
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """All that its steps read or write."""
-        return tuple(operand for step in self.steps for operand in step.operands)
-
-    def __str__(self) -> str:
-        lines = [line for step in self.steps for line in str(step).split("\n")]
-        return "\n".join([f"{self.count} times:", *(f"    {line}" for line in lines)])
-
-
-Step = Product | Total | Torch | Launch | Loop
 
 
 class Program:
@@ -274,7 +142,7 @@ class Program:
         same = {second + place: first + place for place in range(len(self.buffers) - second)}
         assert second - first == len(same), "two turns of a loop need the same scratch memory"
         del self.buffers[second:]
-        self.steps.append(Loop(depth, count, [_same_step(a, b, depth, same) for a, b in zip(one, two, strict=True)]))
+        self.steps.append(Loop(depth, count, [same_step(a, b, depth, same) for a, b in zip(one, two, strict=True)]))
 
     def above_diagonal(
         self, slices: Sequence[slice], body: Callable[[slice, slice], None], *, diagonal: bool = False
@@ -303,12 +171,12 @@ class Program:
         last: dict[int, int] = {}
         tensors: set[int] = set()  # places whose tensors are needed, not only their addresses
         for number, step in enumerate(self.steps):
-            for buffer in _buffers(step):
+            for buffer in buffers_of(step):
                 if buffer.made:
                     first.setdefault(buffer.place, number)
                     last[buffer.place] = number
             if not isinstance(step, Launch):
-                tensors |= {buffer.place for buffer in _buffers(step)}
+                tensors |= {buffer.place for buffer in buffers_of(step)}
             else:
                 tensors |= {o.part.place for o in step.operands if isinstance(o, Descriptor)}
             if isinstance(step, Product) and step.out.is_whole and first.get(step.out.place) == number:
@@ -355,19 +223,23 @@ class Program:
         found: dict[Any, int] = {}
 
         def slot(value: Any, loops: list[Loop]) -> int:
-            buffer = Buffer.under(value)
-            if buffer is not None and isinstance(value, Buffer) and value.is_start:
+            named = isinstance(value, (Buffer, Descriptor, Moving))
+            if not named:
+                key: Any = type(value), value
+            elif isinstance(value, Buffer) and value.is_start:
                 return value.place
-            key = value.key if buffer is not None else (type(value), value)
-            if isinstance(value, Moving):
-                key = *key, id(loops[max(value.by)])
+            else:
+                key = value.key
+                if isinstance(value, Moving):
+                    key = *key, id(loops[max(value.by)])
             if key not in found:
                 found[key] = len(self.template)
-                self.template.append(None if buffer is not None or isinstance(value, Moving) else value)
+                self.template.append(None if named else value)
                 if isinstance(value, Moving):
                     loops[max(value.by)].moves.append((found[key], value))
-                elif buffer is not None:
-                    self.parts.setdefault(buffer.place, []).append((found[key], value))
+                elif named:
+                    part = value.part if isinstance(value, Descriptor) else value
+                    self.parts.setdefault(part.place, []).append((found[key], value))
             return found[key]
 
         def visit(steps: list[Any], loops: list[Loop]) -> None:
@@ -465,12 +337,6 @@ class Program:
         return "\n".join([*steps, f"buffers: {', '.join(sizes)}", f"peak: {self.peak_bytes:,} bytes"])
 
 
-def _buffers(step: Any) -> list[Buffer]:
-    """The buffers that a step uses."""
-    found = [Buffer.under(operand) for operand in step.operands]
-    return [buffer for buffer in found if buffer is not None]
-
-
 def _runs(slices: Sequence[slice], breaks: Sequence[int]) -> list[list[slice]]:
     """Neighbours of equal length, cut at the breaks; the last one of the slices may be shorter than those before it."""
     found: list[list[slice]] = []
@@ -492,34 +358,3 @@ def _gap(taken: list[tuple[int, int]], size: int) -> int:
             break
         start = max(start, high)
     return start
-
-
-def _same_step(one: Any, two: Any, depth: int, same: dict[int, int]) -> Any:
-    """One step for two turns of a loop; what differs becomes `Moving`."""
-
-    def join(x: Any, y: Any) -> Any:
-        return joined(x, y, depth, same)
-
-    assert type(one) is type(two), f"two turns of a loop take the same steps, not {one} and {two}"
-    if isinstance(one, Loop):
-        steps = [_same_step(a, b, depth, same) for a, b in zip(one.steps, two.steps, strict=True)]
-        return Loop(one.depth, join(one.count, two.count), steps)
-    if isinstance(one, Launch):
-        how = [(step.kernel, step.programs, step.warps, step.stages) for step in (one, two)]
-        assert how[0] == how[1]
-        found = {name: join(value, two.arguments[name]) for name, value in one.arguments.items()}
-        for place, value in enumerate(found.values()):  # other numbers are those of the first turn in a compiled kernel
-            number = isinstance(value, Moving) and isinstance(value.value, int)
-            assert not number or place in declared(one.kernel).dynamic
-        near = None
-        if one.near is not None:
-            assert two.near is not None
-            near = join(one.near[0], two.near[0]), *one.near[1:]
-        far = None if one.far is None else _same_step(one.far, two.far, depth, same)
-        return Launch(one.kernel, one.programs, found, one.warps, one.stages, near, far)
-    operands = [join(x, y) for x, y in zip(one.operands, two.operands, strict=True)]
-    if isinstance(one, Product):
-        assert one.add == two.add
-        return Product(operands[0], operands[1], operands[2], one.add)
-    assert isinstance(one, Torch)
-    return Torch(one.function, tuple(operands))

@@ -110,7 +110,7 @@ class FilterForward(FilterCall):
     def run(self) -> tuple[Stats, FilterPlan, SavedColumns | None]:
         """Statistics and plan. The host does not wait; only the device knows which case is computed.
 
-        The kernels of the exact loss are launched first: their launches are replayed, so the device has work soon.
+        The kernels of the exact loss are launched first: their program is known, so the device has work soon.
         """
         pair, asked = self.pair, self._sample_size()
         # (1,) int32. 0: the filter. 1: the exact case, because the probe found it faster, or because the scores are rounded
