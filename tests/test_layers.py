@@ -192,6 +192,35 @@ def test_there_are_seven_autograd_functions_and_two_operators_for_losses():
     assert all(hasattr(torch.ops.tilewise, name) for name in operators)
 
 
+def test_only_the_executor_reads_addresses():
+    """Others ask only whether an address is aligned: of tensors before a call, and for the key of a compiled kernel."""
+    readers, folder = set(), ROOT / "kernels" / "triton_impl"
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(part, ast.Attribute) and part.attr == "data_ptr" for part in ast.walk(node)
+            ):
+                readers.add(f"{path.relative_to(folder)}:{node.name}")
+    assert {name for name in readers if not name.startswith(("program.py", "buffers.py"))} == {
+        "scores.py:is_aligned",
+        "launch.py:_kind",
+    }
+
+
+def test_steps_are_launched_by_the_executor_only():
+    """Two passes and one pass add steps to a program. Only the filter and ranks launch at once, after they are made."""
+    found, folder = {}, ROOT / "kernels" / "triton_impl"
+    for path in folder.rglob("*.py"):
+        for owner in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(owner, ast.FunctionDef):
+                continue
+            calls = [node.func for node in ast.walk(owner) if isinstance(node, ast.Call)]
+            if any(isinstance(call, ast.Name) and call.id in ("launch", "compiled_launch") for call in calls):
+                found.setdefault(str(path.relative_to(folder)), set()).add(owner.name)
+    assert found.keys() == {"launch.py", "program.py", "ranks.py", "filtered/forward.py"}
+    assert not any("__init__" in names for names in found.values())
+
+
 def test_only_the_ring_moves_tensors():
     """Sending and reducing happens in `ring` and in the trainer; a kernel or a loss never sees a rank."""
     movers = {"isend", "irecv", "all_reduce", "all_gather", "batch_isend_irecv", "broadcast", "all_gather_into_tensor"}

@@ -15,7 +15,7 @@ import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.triton_impl import launch
-from tilewise.kernels.triton_impl.program import Program
+from tilewise.kernels.triton_impl.small.strategy import TritonJob
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, MIB = Place(), 2**20
@@ -29,14 +29,14 @@ TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.f
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
-    """The programs that ran, in order. Without any, a test has looked at another strategy."""
-    found, run = [], Program.run
+    """The programs of small batches that ran, in order. Without any, a test has looked at another strategy."""
+    found, run = [], TritonJob._run
 
-    def counted(self, *given):
-        found.append(self)
-        return run(self, *given)
+    def counted(self, program, given):
+        found.append(program)
+        return run(self, program, given)
 
-    monkeypatch.setattr(Program, "run", counted)
+    monkeypatch.setattr(TritonJob, "_run", counted)
     yield found
     assert found
 

@@ -16,12 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tilewise.kernels.backend import SmallKey
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec
-from tilewise.kernels.triton_impl import launch as launching
-from tilewise.kernels.triton_impl import program as programming
 from tilewise.kernels.triton_impl.buffers import Buffer
 from tilewise.kernels.triton_impl.one_pass.softmax import Softmax
 from tilewise.kernels.triton_impl.program import Launch, Loop, Product, Program, Total
-from tilewise.kernels.triton_impl.small import kernels, programs, stats
+from tilewise.kernels.triton_impl.small import programs, stats
 from tilewise.kernels.triton_impl.two_pass.backward import Backward
 from tilewise.kernels.triton_impl.two_pass.forward import Forward
 from tilewise.options import TileOptions
@@ -243,9 +241,6 @@ def test_launches_replaced_by_nothing(monkeypatch):
     assert not any(isinstance(step, Total) for step in program.steps)
 
 
-# Loops -----------------------------------------------------------------------------------------------------------
-
-
 def steps_of(steps):
     """How many there are, with those inside of loops."""
     return sum(1 + steps_of(step.steps) if isinstance(step, Loop) else 1 for step in steps)
@@ -268,121 +263,3 @@ def test_the_program_of_four_million_rows_is_short(kind, name):
     turns = [int(line.split()[-2]) for line in lines if line.endswith(" times:")]
     assert max(turns) > 100
     assert any(line.startswith(" " * 8) for line in lines), "a loop in a loop"
-
-
-def noted(write, least_turns, monkeypatch):
-    """What the steps that ``write(program, step)`` adds get, in order; ``step(*places)`` adds one for a macro-tile."""
-    monkeypatch.setattr(programming, "LEAST_TURNS", least_turns)
-    program, seen = Program(), []
-    x = program.given("x", torch.empty(100, 3))
-    ahead = program.given("ahead")
-
-    def note(out, number, *parts):
-        seen.append((number, *[part.tolist() for part in parts]))
-        out.fill_(number)
-
-    def step(*places):
-        start = places[0].start - places[-1].start
-        out = program.scratch("out", (len(places), 2), torch.float32)
-        program.call(note, out[1:], ahead + start, *[x[place, 1:] for place in places])
-        program.call(lambda out, size: seen.append((out.tolist(), size)), out[1:], places[-1].stop)
-
-    write(program, step)
-    program.done().run(torch.device("cpu"), torch.arange(300.0).view(100, 3), 1000)
-    return program, seen
-
-
-def cut(size, step=3):
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
-
-
-def two_levels(program, step):
-    program.over(cut(20), lambda i: program.over(cut(31), lambda j: step(i, j)))
-
-
-WRITTEN = {
-    "flat": lambda program, step: program.over(cut(100), step),
-    "two levels": two_levels,
-    "regions": lambda program, step: program.over([*cut(21), slice(21, 31), *cut(100)[11:]], step, (9, 21)),
-    "triangle": lambda program, step: program.above_diagonal(cut(38), step),
-    "triangle with diagonal": lambda program, step: program.above_diagonal(cut(49), step, diagonal=True),
-    "three levels": lambda program, step: program.over(cut(18), lambda i: two_levels(program, step)),
-}
-
-
-@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
-def test_a_loop_is_its_steps_written_out(write, monkeypatch):
-    program, seen = noted(write, programming.LEAST_TURNS, monkeypatch)
-    plain, want = noted(write, 1000, monkeypatch)
-    assert seen == want
-    assert len(want) == len(plain.steps) == steps_of(plain.steps)
-    assert steps_of(program.steps) < 0.8 * len(plain.steps)
-
-
-@pytest.mark.parametrize("count", range(16))
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_a_triangle_of_any_size_has_every_pair_once(count, diagonal, monkeypatch):
-    def write(program, step):
-        program.above_diagonal(cut(3 * count), step, diagonal=diagonal)
-
-    _, seen = noted(write, programming.LEAST_TURNS, monkeypatch)
-    assert seen == noted(write, 1000, monkeypatch)[1]
-    assert len(seen) == 2 * (count * (count - 1) // 2 + diagonal * count)
-
-
-def other_steps(program, turn, x):
-    for _ in range(turn + 1):
-        program.call(print, x)
-
-
-DIFFERENT = {
-    "the number of steps": other_steps,
-    "the kind of steps": lambda p, turn, x: p.total(x, x) if turn else p.call(print, x),
-    "the shape of a part": lambda p, turn, x: p.call(print, x[: turn + 1]),
-    "the buffer": lambda p, turn, x: p.call(print, x if turn else p.scratch("other", (4,), torch.float32)),
-    "a factor": lambda p, turn, x: p.call(print, x, 0.5 * turn),
-    "a switch": lambda p, turn, x: p.call(print, x, turn > 0),
-    "None": lambda p, turn, x: p.call(print, x, None if turn else x),
-    "whether it adds": lambda p, turn, x: p.product(x, x, x, add=turn > 0),
-    "the grid": lambda p, turn, x: p.launch(kernels.share_kernel, 1 + turn),
-    "the kernel": lambda p, turn, x: p.launch(kernels.share_kernel if turn else kernels.both_kernel, 1),
-    "how it is compiled": lambda p, turn, x: p.launch(kernels.share_kernel, 1, warps=4 + turn),
-    "a constant": lambda p, turn, x: p.launch(kernels.rows_kernel, 1, R=1 + turn),
-    "a number that is part of the compiled kernel": lambda p, turn, x: p.launch(kernels.rows_kernel, 1, n=16 + turn),
-}
-
-
-@pytest.mark.parametrize("body", DIFFERENT.values(), ids=DIFFERENT)
-def test_turns_that_differ_otherwise_are_no_loop(body):
-    program = Program()
-    x = program.scratch("x", (4,), torch.float32)
-    with pytest.raises((AssertionError, ValueError)):  # zip raises the second
-        program.loop(5, lambda turn: body(program, turn, x))
-
-
-@pytest.mark.parametrize("far", [None, {"g": 2}], ids=["nothing", "another launch"])
-def test_steps_of_pairs_with_themselves(far, monkeypatch):
-    """With rows i and columns j of the whole, no row is a column unless -n < ahead < m; ``ahead`` is given in a run."""
-    seen = []
-    monkeypatch.setattr(programming, "compiled_launch", lambda *_: lambda *arguments: seen.append(arguments[-4:]))
-    program = Program()
-    ahead = program.given("ahead")
-
-    def tile(turn):
-        here = ahead + 10 * turn
-        values = {"n": 10, "m": 30, "near": (here, 10, 30), "far": far, "ahead": here}
-        program.launch(self_kernel, 1, g=1, **values)
-
-    program.loop(6, tile)
-    program.done()
-    for start in (-25, -10, -9, 29, 30):
-        seen.clear()
-        program.run(torch.device("cpu"), start)
-        where = [start + 10 * turn for turn in range(6)]
-        want = [(1 if -10 < at < 30 else 2, 10, 30, at) for at in where]
-        assert seen == [one for one in want if far or one[0] == 1]
-
-
-@launching.kernel(dynamic=("n", "m", "ahead"))
-def self_kernel(g, n, m, ahead):
-    pass

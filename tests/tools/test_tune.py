@@ -126,13 +126,13 @@ def test_every_kind_of_call_is_checked(monkeypatch):
     assert "TypeError" in tune.why_not_all(CPU, 4, sizes.TABLE["other", 4], [WIDTH])
 
 
-def add_to_last(values, change):
-    """Change the last number."""
-    values.view(-1)[-1:] += change
+def add_to_first(values, change):
+    """Change the first number, or all of the first row."""
+    values[:1] += change
 
 
 # A function that launches kernels or adds them to a program; what is wrong, of its arguments and its result; and by how
-# much its last number is
+# much the first of it is
 FAULTS = {
     "two_pass.forward.Forward.run": (lambda args, found: found.get("row_lse"), 0.3),
     "two_pass.backward.Backward.run": (lambda args, found: found[1], 1e-2),
@@ -158,10 +158,10 @@ def test_sizes_with_wrong_numbers_are_refused(name, monkeypatch):
         found = plain(*args, **more)
         values = wrong_of(args, found)
         if isinstance(values, torch.Tensor):
-            add_to_last(values, change)
+            add_to_first(values, change)
         elif values is not None:
             holder = args[0] if isinstance(args[0], Scores) else args[0].scores
-            holder.program.call(add_to_last, values, change)
+            holder.program.call(add_to_first, values, change)
         return found
 
     monkeypatch.setattr(owner, last, wrong)

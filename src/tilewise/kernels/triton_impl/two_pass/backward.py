@@ -128,6 +128,7 @@ class Backward:
         in_place = self.need_b and grad_dtype == scores.dtype and self.row_step >= self.n
         self.saved = saved if serves and in_place else None
         self.factors: RowFactors | None = None
+        self.bias: Bias | None = None
         self.inside: Buffer = more.get("inside", scores.scale)
         self.outside = more.get("outside")
         names = "row_lse", "grad_row", "grad_pos", "grad_sum", "grad_entropy", "grad_square", "grad_picked"
@@ -194,7 +195,8 @@ class Backward:
             dot_b = self.needs.scale and not self.need_a
             one_block = len(self.row_pieces) == 1
             self.grad_b = self._sum("dB", self.m, whole=True, once=one_block, dot=dot_b, out=memory)
-        self.bias = Bias(self) if self.needs.bias else None
+        if self.needs.bias:
+            self.bias = Bias(self)
         if self.saved is not None and not self.guided and not self.saved.relative and self.saved.end:
             # The memory of the row gradients is not written before all columns are done.
             unused = None if self.grad_a is None or self.grad_a.total is None else self.grad_a.out
