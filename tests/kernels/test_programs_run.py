@@ -100,10 +100,9 @@ def test_a_later_call_writes_no_program(spec, written):
     check_later_calls(lambda seed: everything(pair_of(spec, seed), spec), written)
 
 
-@pytest.mark.parametrize("name", ["guide_kl", "guide_jsd_without_norms"])
-def test_a_later_call_with_a_guide_writes_no_program(name, written):
+def test_a_later_call_with_a_guide_writes_no_program(written):
     def call(seed):
-        pair, spec = make_case(name, torch.float32)
+        pair, spec = make_case("guide_kl", torch.float32)
         stats, _ = forward(dataclasses.replace(pair, scale=pair.scale * (1 + seed)), spec, OPTIONS)
         return [value for value in vars(stats).values() if value is not None]
 
@@ -112,12 +111,12 @@ def test_a_later_call_with_a_guide_writes_no_program(name, written):
 
 def in_one_pass(seed: int, spec: PairSpec, needs: Needs, dtype: torch.dtype = torch.float32, bias: bool = False):
     """Loss and gradients. The weights and their common factor differ from seed to seed."""
-    pair = pair_of(CLASSES if spec is SOFTMAX else SIGMOID, seed, n=150)
+    pair = pair_of(CLASSES if spec is SOFTMAX else SIGMOID, seed, n=132)
     pair = dataclasses.replace(pair, a=(0.1 * pair.a).to(dtype), b=pair.b.to(dtype))  # float16 holds the exponentials
     if bias:
-        pair = dataclasses.replace(pair, bias=0.1 * torch.arange(150.0) * seed)
-    each = None if seed == 2 else (torch.arange(150) % 3 + seed).float()
-    square = torch.full((150,), 0.01 * seed) if spec is SOFTMAX else None
+        pair = dataclasses.replace(pair, bias=0.1 * torch.arange(132.0) * seed)
+    each = None if seed == 2 else (torch.arange(132) % 3 + seed).float()
+    square = torch.full((132,), 0.01 * seed) if spec is SOFTMAX else None
     loss, grads = loss_and_gradients(
         pair, RowWeights(share=0.5 / (seed + 1), each=each, square=square), needs, spec, ONE_PASS
     )
