@@ -90,11 +90,13 @@ class Pairs:
             given |= {f"guide.{name}": value for name, value in vars(guide).items() if isinstance(value, Tensor)}
         sharded: dict[str, Any] = {name: value for name, value in given.items() if is_sharded(value)}
         check_mesh(sharded | {name: values[name] for name in self.scalars if is_sharded(values[name])})
-        if "key_ids" in sharded and sharded["key_ids"].shape[0] != first.shape[0]:
-            raise ConfigError(
-                "key_ids with those of shared negatives at the end is a plain tensor beside a DTensor, got a DTensor. "
-                "Pass the ids of this rank's keys, then those of this rank's negatives"
-            )
+        for name in ("key_ids", "log_q"):
+            if name in sharded and sharded[name].shape[0] != first.shape[0]:
+                raise ConfigError(
+                    f"{name} with those of shared negatives at the end is a plain tensor beside a DTensor, got a "
+                    "DTensor. "
+                    "Pass the numbers of this rank's keys, then those of this rank's negatives"
+                )
         mesh, found = first.device_mesh, plan_pairs({name: symbols_of(value) for name, value in sharded.items()})
         for name, value in given.items():
             refuse_grad(name, value, found, whole=False)
