@@ -327,7 +327,7 @@ def check_refusals(group: Any) -> None:
         (
             lambda: tw.info_nce(rows, rows, rows, query_ids=ids[:2], key_ids=both),
             ConfigError,
-            "Pass the ids of this rank's keys",
+            "Pass the numbers of this rank's keys",
         ),
         (
             lambda: tw.supcon_loss(plain, labels),

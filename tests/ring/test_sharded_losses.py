@@ -220,7 +220,8 @@ PAIR_LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "rows of one dimension": ((2, 2), [R, S0]),
 }
 # Left out: the ids of shared negatives are plain tensors there, torch gathers what it stacks, and a head is above.
-NOT_HERE = ("info_nce-shared", "info_nce-shared-only", "info_nce-hardness", "nt_xent", "logsumexp")
+NOT_HERE = ("info_nce-shared", "info_nce-shared-only", "info_nce-hardness", "info_nce-decoupled", "nt_xent")
+NOT_HERE += ("nt_xent-decoupled-queue", "logsumexp", "pair_stats")
 PAIRS: dict[str, Case] = {name: case for name, case in CASES.items() if name not in NOT_HERE}
 PAIRS["nt_xent"] = lambda x: tw.nt_xent(x["a"], temperature=1 / x["scale"])
 PAIRS["none"] = lambda x: tw.info_nce(x["a"], x["b"], x["c"], key_ids=x["ids"], reduction="none")
