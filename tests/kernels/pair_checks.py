@@ -88,7 +88,7 @@ def all_needs(pair: Pair) -> Needs:
 
 
 def stats_asked(stats: Stats) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(stats).items() if value is not None}
+    return {name: value for name, value in vars(stats).items() if value is not None and name != "row_shift"}
 
 
 def grads_asked(grads: Grads) -> dict[str, Tensor]:

@@ -215,7 +215,7 @@ def test_ranks_that_disagree_raise(how):
 def test_explain_and_meta_know_the_sizes():
     x = tokens(torch.float32)
     found = tw.explain(tw.linear_token_stats, x.hidden, x.head, x.target, pick=picks(x), temperature=temperatures(x))
-    assert [call.strategy for call in found.calls] == ["small"]
+    assert [call.strategy for call in found.calls] == ["two_pass"]
     meta = {key: getattr(x, key).to("meta") for key in ("hidden", "head", "target")}
     stats = tw.linear_token_stats(*meta.values(), pick=picks(x).to("meta"), temperature=temperatures(x).to("meta"))
     assert stats.picked.shape == (12, 5, 5)

@@ -212,7 +212,8 @@ def test_a_changed_file_changes_the_string_of_an_operator(tmp_path):
 
 
 def test_the_table_of_statistics_has_every_field():
-    assert {field.name for field in dataclasses.fields(Stats)} == {stat.name for stat in STATISTICS}
+    names = {stat.name for stat in STATISTICS}
+    assert {field.name for field in dataclasses.fields(Stats)} == names | {"row_shift"}
 
 
 def test_a_pair_begins_with_the_tensors_of_a_call():

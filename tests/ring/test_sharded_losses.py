@@ -137,7 +137,13 @@ def results(case: Case, x: Tensors) -> dict[str, Tensor]:
     for value in parts.values():
         if value.requires_grad:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            total = total + (whole * torch.linspace(1, 2, whole.numel(), dtype=whole.dtype).view(whole.shape)).sum()
+            total = (
+                total
+                + (
+                    whole
+                    * torch.linspace(1, 2, whole.numel(), dtype=whole.dtype, device=whole.device).view(whole.shape)
+                ).sum()
+            )
     grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     found = {name: value.detach() for name, value in parts.items()}
     return found | {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
