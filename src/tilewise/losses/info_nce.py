@@ -137,7 +137,7 @@ def info_nce(
         and not group_name
         and not harder.in_batch
         and not decoupled
-        and not (symmetric and (apart or bias is not None))  # no scalar loss has both directions and a bias
+        and not (apart and symmetric)
     ):
         weights = row_weights(a, reduction)
         return pair_loss(a, b, scale, bias, weights=weights, keys=keys, full_keys=full_keys, spec=spec, options=options)

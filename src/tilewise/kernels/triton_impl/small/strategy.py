@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.kernels.backend import Like, SmallKey
 from tilewise.kernels.scalar_loss import why_not_small
-from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype, wanted_names
+from tilewise.kernels.spec import Needs, PairShape, PairSpec, stat_dtype
 from tilewise.kernels.triton_impl.small.programs import (
     given_values,
     gradient_program,
@@ -27,17 +27,7 @@ from tilewise.kernels.triton_impl.small.programs import (
     run_small,
     saved_type,
 )
-<<<<<<< HEAD
 from tilewise.kernels.triton_impl.small.stats import TritonStatsJob, programs_of, why_not_stats
-=======
-from tilewise.kernels.triton_impl.small.stats import (
-    GRADIENTS,
-    TritonStatsJob,
-    stats_gradient_program,
-    stats_program,
-    why_not_stats,
-)
->>>>>>> small
 from tilewise.options import TileOptions
 
 
@@ -69,19 +59,9 @@ class TritonSmall:
         return TritonJob(key) if key.scalar else TritonStatsJob(key)
 
     def describe(self, key: SmallKey) -> tuple[str, int]:
-<<<<<<< HEAD
         """The program of forward, of statistics also that of backward, and their memory."""
         programs = [loss_program(key)] if key.scalar else programs_of(key)
         return "\n".join(map(str, programs)), max(program.scratch_bytes for program in programs)
-=======
-        """The program of forward, and the memory of the larger of the two programs."""
-        program = loss_program(key) if key.scalar else stats_program(key, own_shift=True)
-        used = program.scratch_bytes
-        if not key.scalar and any(key.needs):
-            coming = tuple(name for name in wanted_names(key.spec) if name in GRADIENTS)
-            used = max(used, stats_gradient_program(key, coming, key.needs).scratch_bytes)
-        return str(program), used
->>>>>>> small
 
 
 class TritonJob:
