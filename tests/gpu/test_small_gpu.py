@@ -15,7 +15,7 @@ import tilewise as tw
 from tilewise.errors import BackendError
 from tilewise.kernels.registry import forget_choices
 from tilewise.kernels.triton_impl import launch
-from tilewise.kernels.triton_impl.small.strategy import TritonJob
+from tilewise.kernels.triton_impl.small import stats, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU, MIB = Place(), 2**20
@@ -30,13 +30,14 @@ TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.f
 @pytest.fixture(autouse=True)
 def ran(monkeypatch):
     """The programs of small batches that ran, in order. Without any, a test has looked at another strategy."""
-    found, run = [], TritonJob._run
+    found, run = [], strategy.run_small
 
-    def counted(self, program, given):
+    def counted(program, key, given):
         found.append(program)
-        return run(self, program, given)
+        return run(program, key, given)
 
-    monkeypatch.setattr(TritonJob, "_run", counted)
+    for module in (strategy, stats):
+        monkeypatch.setattr(module, "run_small", counted)
     yield found
     assert found
 

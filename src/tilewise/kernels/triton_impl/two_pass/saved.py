@@ -193,7 +193,8 @@ class SavedColumns:
         if self.reference is None:
             return None
         first, tiles = (0, 0) if j.start < self.inside else (self.inside, cdiv(self.inside, self.tile))
-        return self.reference[tiles + (j.start - first) // self.tile :]
+        start = tiles + (j.start - first) // self.tile
+        return self.reference[start : start + cdiv(j.stop - j.start, self.tile)]
 
     def write_gradient(self, scores: Scores, j: slice, **shared: Any) -> None:
         """Replace the exponentials of a chunk by G."""
