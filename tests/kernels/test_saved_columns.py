@@ -11,8 +11,10 @@ from tests.kernels.saved_columns import BACKEND, NEEDS, OPTIONS, SPEC, g_of, pai
 
 import tilewise as tw
 from tilewise.kernels.spec import GradStats, Needs
-from tilewise.kernels.triton_impl import program, scores
+from tilewise.kernels.triton_impl import program, scores, sizes
+from tilewise.kernels.triton_impl.sizes import Sizes
 from tilewise.kernels.triton_impl.two_pass import backward as gradients
+from tilewise.kernels.triton_impl.two_pass import forward as statistics
 from tilewise.kernels.triton_impl.two_pass import saved as saving
 from tilewise.kernels.triton_impl.two_pass.saved import SavedColumns
 
@@ -190,6 +192,26 @@ def test_statistics_of_tokens(names, spread):
     got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
     for name in ("a", "b", "scale"):
         assert_close(getattr(got, name), getattr(want, name), 2e-5, name)
+
+
+@pytest.mark.parametrize("names", [(), ("row_entropy", "row_top"), ("row_entropy", "row_sum_sq")], ids=str)
+def test_many_saved_chunks_are_a_loop(names, monkeypatch):
+    """Chunks in the memory of dB, chunks in the buffer, and columns that are not saved: a loop or written out each."""
+    monkeypatch.setattr(sizes, "INTERPRETED", Sizes(32, 32, 64, 1, 1, 1, 2))
+    monkeypatch.setattr(saving, "COLS", 32)
+    g_of(monkeypatch, 64)
+    monkeypatch.setattr(statistics.Forward, "_room", lambda self, saved: 192)
+    pair = dataclasses.replace(pair_of(n=24, m=600, d=16), bias=None)
+    spec = dataclasses.replace(SPEC, **dict.fromkeys(names, True))
+    stats, held = BACKEND.forward_saving(pair, spec, OPTIONS)
+    assert held.inside >= 7 * 32
+    grad = incoming_gradients(stats)
+    got = BACKEND.backward(pair, stats, grad, NEEDS, spec, OPTIONS, saved=held)
+    loops = [step for made in scores._programs.values() for step in made.steps if isinstance(step, program.Loop)]
+    assert len(loops) >= 2, "one in each pass"
+    want = BACKEND.backward(pair, BACKEND.forward(pair, spec, OPTIONS), grad, NEEDS, spec, OPTIONS)
+    for name in ("a", "b"):
+        assert_close(getattr(got, name), getattr(want, name), 5e-6, name)
 
 
 def test_forgotten_columns_are_computed_again():
