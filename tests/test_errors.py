@@ -92,6 +92,7 @@ RAISED_ELSEWHERE = {
     "kernels/triton_impl/launch.py:compiled_launch": "tests/kernels/test_launch.py",
     "kernels/registry.py:choose_backend": "tests/losses/test_batch_invariant.py",
     "losses/sharded": "tests/test_sharded_arguments.py",
+    "losses/nt_xent.py:_over_shards": "tests/test_sharded_arguments.py",
     "ops/distributed/dtensors.py": "tests/test_sharded_arguments.py",
     "ops/distributed/sharded.py": "tests/ops/test_sharded_plan.py",
     "ops/strategies.py:stats_jvp": "tests/ring/test_ring_losses.py",

@@ -329,6 +329,7 @@ def check_refusals(group: Any) -> None:
             ConfigError,
             "Pass the numbers of this rank's keys",
         ),
+        (lambda: tw.nt_xent(rows, decoupled=True), ConfigError, r"Pass features.to_local\(\) and"),
         (
             lambda: tw.supcon_loss(plain, labels),
             DtypeError,

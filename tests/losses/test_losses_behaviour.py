@@ -157,7 +157,10 @@ def test_autocast_rounds_features_and_nothing_else(name):
     assert torch.equal(loss, want)
     for leaf in grads:
         assert grads[leaf].dtype == torch.float32
-        assert torch.equal(grads[leaf], want_grads[leaf].float()), leaf
+        if name == "pair_statistics":  # gradients of two calls, added in float32 here and in bfloat16 there
+            assert_close(grads[leaf], want_grads[leaf].float(), 2**-7, leaf)
+        else:
+            assert torch.equal(grads[leaf], want_grads[leaf].float()), leaf
 
 
 def test_autocast_leaves_float64_alone():

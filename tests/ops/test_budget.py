@@ -199,7 +199,8 @@ def lm_loss(x, w, y):
 
 @pytest.mark.parametrize("ignored", [0, 9])
 @pytest.mark.parametrize("dynamic", [None, False, True], ids=["eager", "static", "dynamic"])
-def test_kernels_get_the_number_of_all_rows(dynamic, ignored, numbers):
+def test_kernels_get_the_number_of_all_rows(dynamic, ignored, numbers, set_limits):
+    set_limits(small_cpu=0)
     x, w, y = problem()
     y[:ignored] = -100
     loss = lm_loss if dynamic is None else torch.compile(lm_loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)

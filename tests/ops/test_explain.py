@@ -220,7 +220,7 @@ def test_the_bound_of_kernels_is_that_of_the_call():
         (found,) = tw.explain(tw.clip_loss, x, y, 2.0, options=tw.TileOptions(backend="triton")).calls
         assert found.workspace_bytes >= min(4 * n * n, 192 * MIB), "G"
         bounds.append(found.workspace_bytes)
-    assert bounds[0] < 2 * MIB < bounds[1] < 32 * MIB < bounds[2] == 256 * MIB
+    assert bounds[0] < 2 * MIB < bounds[1] < 32 * MIB < bounds[2] <= 256 * MIB
 
 
 def test_copies_are_counted_where_rows_can_be_dropped():
@@ -310,7 +310,8 @@ def test_the_program_is_printed_below_the_decision():
     assert lines[-1] == "    peak: 37,888 bytes"
     options = tw.TileOptions(backend="triton", gradients="backward")
     (other,) = tw.explain(tw.clip_loss, x, y, 3.0, options=options).calls
-    assert other.program == ""
+    assert other.program.startswith("forward\n  1. positive_kernel x 1: a, b,")
+    assert "\nbackward\n  1. span_kernel" in other.program
     (other,) = tw.explain(tw.clip_loss, x, y, 3.0, options=tw.TileOptions(backend="torch")).calls
     assert (other.strategy, other.program) == ("small", "")
     assert "program" not in str(other)

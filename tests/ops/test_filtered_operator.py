@@ -21,7 +21,8 @@ from tilewise.options import TileOptions
 # When nothing is left out -------------------------------------------------------------------------------------------
 
 
-def test_tolerance_zero_takes_the_exact_operator(monkeypatch):
+def test_tolerance_zero_takes_the_exact_operator(monkeypatch, set_limits):
+    set_limits(small_cpu=0)
     head = Head(torch.float32)
     default = head.grads(options=TileOptions())
     monkeypatch.setattr(TorchFilter, "forward", None)  # would fail if called

@@ -230,7 +230,8 @@ def test_compiled_checkpointed_and_multiplied(tolerance):
         ({"want": ("entropy",), "target": None}, "given by an index"),
     ],
 )
-def test_what_the_filter_does_not_serve_is_exact(settings, reason):
+def test_what_the_filter_does_not_serve_is_exact(settings, reason, set_limits):
+    set_limits(small_cpu=0)
     head = Tokens()
     x = head.leaves
 

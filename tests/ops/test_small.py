@@ -23,7 +23,7 @@ SERVED = [
     *("cross_entropy_softcap", "cross_entropy_z_loss", "cross_entropy_shift"),
 ]
 TILES = {"small": 0, "small_cpu": 0}
-GUIDED = ("guided", "distillation_kl", "distillation_reverse", "distillation_jsd", "clip_distillation")
+GUIDED = ("decoupled", "guided", "distillation_kl", "distillation_reverse", "distillation_jsd", "clip_distillation")
 ALL = [name for name in CASES if not any(part in name for part in GUIDED)]
 EACH_ROW = ["clip", "siglip", "nt_xent", "supcon", "info_nce_ids", "cross_entropy", "cross_entropy_smoothed_weighted"]
 

@@ -27,6 +27,8 @@ from tilewise.options import TileOptions, check_flag
 NAMES = ("query", "positive_key")
 SOFTMAX = PairSpec(row_lse=True, positive="one")
 BOTH_DIRECTIONS, GUIDED = replace(SOFTMAX, col_lse=True), replace(SOFTMAX, guide="mask")
+# All keys but the query's own
+OTHERS = {spec: replace(spec, positive="none", mask_self=True) for spec in (SOFTMAX, BOTH_DIRECTIONS, GUIDED)}
 SHARDED = Pairs((*NAMES, "negative_keys", "query_ids", "key_ids", "negative_mask", "log_q"), scalars=("temperature",))
 
 
@@ -114,14 +116,14 @@ def info_nce(
         raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
     scale = _check.check_temperature(temperature, a, rows="divide the rows of query by it")
     query_id, key_id, negative_id = check_negative_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
-    bias, negative_bias = check_log_q(log_q, a, negatives)
+    bias, negative_bias = (None, None) if log_q is None else check_log_q(log_q, a, negatives)
     guided = check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
     apart = guided is not None or harder.in_batch > 0
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX
-    others = replace(spec, positive="none", mask_self=True)  # all keys but the query's own
+    others = OTHERS[spec]
     more = {} if guided is None else guided.keys()
     keys = NO_KEYS if query_id is None and not more else PairKeys(row_skip=query_id, col_skip=key_id, **more)
 
@@ -163,6 +165,11 @@ def info_nce(
 
     how: dict[str, Any] = {"options": options, "group_name": group_name, "must_match": must_match}
     other = None  # the losses of the keys, in the other direction
+
+    def above(lse: Tensor, pos: Tensor) -> Tensor:
+        """How far the log-sum-exp is above the positive's score; 0 for a row without scores."""
+        return torch.where(lse == -torch.inf, 0.0, lse - pos) if decoupled else lse - pos
+
     parts = []  # log-sum-exps and scores of each query, relative to `shift`: (n, any number) each
     stats = None
     if in_batch and not (harder.in_batch or decoupled):
@@ -183,7 +190,7 @@ def info_nce(
             stats = pair_stats(a, b, scale, bias, keys=keys, spec=others, **how)
             parts.append(stats.row_lse[:, None])
     if stats is not None and stats.col_lse is not None:
-        other = _above(stats.col_lse, pos)
+        other = above(stats.col_lse, pos)
     if symmetric and apart:
         more = {} if guided is None else guided.keys(swap=True)
         # The bias of a key is the same for all queries. As a part of the shift, it makes `pos` that of this direction.
@@ -191,7 +198,7 @@ def info_nce(
         keys = PairKeys(row_skip=key_id, col_skip=query_id, row_shift=back, **more)
         stats = pair_stats(b, a, scale, keys=keys, spec=others if decoupled else spec, **how)
         # With row_pos from the same call, gradients of half types that cancel do so before they are rounded.
-        other = _above(stats.row_lse, pos if decoupled else stats.row_pos)
+        other = above(stats.row_lse, pos if decoupled else stats.row_pos)
     if negatives is not None and negatives.dim() == 3:
         own_nk = own_scores(a, negatives, negative_mask, options.precision)
         x_nk = _shifted(scale * own_nk, shift)
@@ -208,15 +215,10 @@ def info_nce(
             a, negatives, scale, negative_bias, shift, ids, negative_mask, guided, hardness=harder.hard, **how
         )
         parts.append(shared[:, None])
-    loss_n = _above(joined_logsumexp(parts), pos).to(pos.dtype)  # both relative to `shift`
+    loss_n = above(joined_logsumexp(parts, maybe_empty=decoupled), pos).to(pos.dtype)  # both relative to `shift`
     if other is not None:
         loss_n = (loss_n + other) / 2
     return reduce_rows(loss_n, reduction, group_name)
-
-
-def _above(lse: Tensor, pos: Tensor) -> Tensor:
-    """How far the log-sum-exp is above the positive's score; 0 for a row without scores."""
-    return torch.where(lse == -torch.inf, 0.0, lse - pos)
 
 
 def _shared_lse(

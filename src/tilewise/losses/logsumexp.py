@@ -53,14 +53,17 @@ def linear_logsumexp(
     return stats.row_lse
 
 
-def joined_logsumexp(parts: list[Tensor]) -> Tensor:
+def joined_logsumexp(parts: list[Tensor], *, maybe_empty: bool = True) -> Tensor:
     """The log-sum-exp of scores and of log-sum-exps, (n, any number) each: (n,), -inf for a row without any.
 
     In float64: a float32 sum of 1 and the small terms of far negatives would lose their digits.
+    ``maybe_empty``: whether a row may have no score.
     """
     if len(parts) == 1 and parts[0].shape[1] == 1:
         return parts[0].squeeze(1)
     x = torch.cat(parts, 1).double()
+    if not maybe_empty:
+        return torch.logsumexp(x, 1)
     empty = (x == -torch.inf).all(1)  # a row of -inf alone would have NaN gradients
     return torch.where(empty, -torch.inf, torch.where(empty[:, None], 0.0, x).logsumexp(1))
 

@@ -82,7 +82,7 @@ def margin_softmax_loss(
     >>> round(margin_softmax_loss(x, x, labels, logit_scale=4.0).item(), 4)
     0.0581
     >>> round(margin_softmax_loss(x, x, labels, m2=0.0, m3=0.35, logit_scale=4.0).item(), 4)
-    0.1383
+    0.1385
     """
     _check.check_reduction(reduction)
     options, name = _check.check_options(options), _check.group_name(group)
@@ -166,7 +166,7 @@ class _UnitRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         length = length.clamp(min=SHORTEST)
-        unit = torch.div(x, length, out=torch.empty_like(x))
+        unit = torch.div(x, length, out=x.new_empty(x.shape))
         ctx.save_for_backward(unit, length)
         return unit
 

@@ -30,6 +30,7 @@ class Matryoshka(nn.Module):
     The call takes the arguments of the loss. Cut are all floating tensors of two or more dimensions whose last one is
     that of the first such tensor. Others are passed as they are.
 
+    >>> import torch
     >>> import tilewise as tw
     >>> loss = Matryoshka(tw.clip_loss, widths=(4, 2), weights=(1.0, 0.5))
     >>> round(loss(torch.eye(2, 4), torch.eye(2, 4), 1.0).item(), 4)

@@ -154,8 +154,8 @@ def mine_hard_negatives(
     tensor([[2, 3],
             [3, 2]])
     >>> mine_hard_negatives(queries, gallery, num_negatives=2, absolute_margin=0.2).indices
-    tensor([[ 3,  1],
-            [ 3,  2]])
+    tensor([[3, 1],
+            [3, 2]])
     """
     with propagate_errors(find_exchange(group_name(group))):
         first, last = _check_range(range_min, range_max, num_negatives, sampling_strategy)
