@@ -21,7 +21,7 @@ def dense_counts(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_small_step_makes_few_calls(name):
-    """At most 1.5 times dense PyTorch's operators of torch, and mostly 4.1 times its calls from Python; the aim is 4."""
+    """At most 1.5 times dense PyTorch's operators, and mostly 4.1 times its calls from Python; the aim is 4."""
     dense, ours = dense_counts(name), counts(name, "tilewise")
     assert ours["aten"] <= MOST_ATEN.get(name, 1.5) * dense["aten"]
     assert ours["python"] <= MOST_PYTHON.get(name, 4.1) * dense["python"]
