@@ -38,9 +38,11 @@ def nt_xent_dense(z, temperature=0.5, reduction="mean", decoupled=False, queue=N
 
 
 def decoupled_dense(logits, answer):
-    """The log-sum-exp of all scores but the answer's, minus the answer's."""
+    """The log-sum-exp of all scores but the answer's, minus the answer's; 0 without other scores."""
     others = logits.scatter(1, answer[:, None], -torch.inf)
-    return others.logsumexp(1) - logits.gather(1, answer[:, None])[:, 0]
+    alone = others.amax(1) == -torch.inf
+    loss = others.masked_fill(alone[:, None], 0.0).logsumexp(1) - logits.gather(1, answer[:, None])[:, 0]
+    return loss.masked_fill(alone, 0.0)
 
 
 def supcon_dense(z, labels, temperature=0.07, reduction="mean", queue=None, queue_labels=None):
