@@ -192,18 +192,20 @@ def open_eval_pairs(
         return None
     if config.source == "shards" and not os.path.isdir(path) and source_of(path) == "shards":
         source: FileSource | ShardSource = ShardSource(
-            expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
-        )
+            expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips,
+            id_name=config.id_column,
+        )  # fmt: skip
     else:
         if not Path(path).exists():
             raise DataError(
                 f"the held-out pairs {path} do not exist; set data.eval_path (or --pairs) to a folder or a table"
             )
         folder = Path(path).is_dir()
+        columns = Columns(config.image_column, config.text_column, config.id_column)
         source = FileSource(
             read_folder(Path(path))
             if folder
-            else read_table(Path(path), config.image_root, Columns(config.image_column, config.text_column)),
+            else read_table(Path(path), config.image_root, columns),
             how,
             config.workers,
         )
@@ -267,13 +269,16 @@ def pairs_of_files(
 ) -> EvalPairs:
     """Return every usable image with all of its captions."""
     texts: list[str] = []
-    text_ids: list[int] = []
+    ids: list[int] = []
+    owners: list[int] = []
 
     def found(record: Record, number: int) -> None:
         texts.extend(record.captions)
-        text_ids.extend([number] * len(record.captions))
+        ids.append(record.id)
+        owners.extend([number] * len(record.captions))
 
     images = try_images(source, skips, keep_mib, watch, found)
     if not len(images):
         raise DataError(f"no usable held-out pairs: {skips.summary()}. First: {''.join(skips.examples[:1])}")
-    return EvalPairs(images, torch.arange(len(images)), texts, torch.tensor(text_ids))
+    image_ids = torch.tensor(ids).unique(return_inverse=True)[1]
+    return EvalPairs(images, image_ids, texts, image_ids[owners])
