@@ -18,7 +18,7 @@ from tilewise.kernels.spec import PairSpec
 from tilewise.losses.cross_entropy import _check_target, check_head, check_ignore_index
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
-from tilewise.ops.call import PairKeys, call_settings
+from tilewise.ops.call import Function, PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns, sum_over_ranks
 from tilewise.ops.paired_scores import target_cosines
 from tilewise.options import TileOptions, check_flag
@@ -159,7 +159,7 @@ def _sample(c: Tensor, own: Tensor, rate: float, sparse: bool, group_name: str) 
     return sampled, torch.where(here, torch.searchsorted(index, own), -1), start
 
 
-class _UnitRows(torch.autograd.Function):
+class _UnitRows(Function):
     """Rows of length 1: (n, d). It allocates one tensor of this size in forward, and two in backward."""
 
     @staticmethod

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from tilewise.kernels.spec import STATISTICS, Needs, PairSpec, RowWeights, Stats, wanted_names
 from tilewise.ops.budget import with_budget
-from tilewise.ops.call import LEAVES, NO_KEYS, TENSORS, Call, PairKeys, Settings, encode, holds_numbers, needs_of
+from tilewise.ops.call import (
+    LEAVES,
+    NO_KEYS,
+    TENSORS,
+    Call,
+    Function,
+    PairKeys,
+    Settings,
+    encode,
+    holds_numbers,
+    needs_of,
+)
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS, Operator
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
 from tilewise.ops.small import Rest, SmallLoss, SmallStats, find_job
@@ -133,7 +144,7 @@ class _Rest(NamedTuple):
     number: float | None  # the scale, if it is no tensor
 
 
-class _Eager(torch.autograd.Function):
+class _Eager(Function):
     """The operator in eager calls. It avoids torch's dispatcher, which is slower than the products of a small batch."""
 
     @staticmethod

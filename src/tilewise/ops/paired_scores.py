@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
-from tilewise.ops.call import holds_numbers, plain_operator
+from tilewise.ops.call import Function, holds_numbers, plain_operator
 from tilewise.ops.row_blocks import block_rows
 from tilewise.ops.strategies import without_autocast
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
@@ -174,7 +174,7 @@ torch.library.register_autograd("tilewise::own_scores", _pull_back, setup_contex
 torch.library.register_autograd("tilewise::own_grads", _pull_back_grads, setup_context=_save_grads)
 
 
-class _OwnScores(torch.autograd.Function):
+class _OwnScores(Function):
     """`own_scores` without the dispatcher."""
 
     @staticmethod

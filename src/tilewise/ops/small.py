@@ -17,7 +17,7 @@ from tilewise.kernels.backend import SmallJob
 from tilewise.kernels.registry import forget_with_backends
 from tilewise.kernels.spec import STATISTICS, GradStats, Needs, Pair, PairSpec, RowWeights
 from tilewise.ops import limits
-from tilewise.ops.call import NO_KEYS, Call, PairKeys, Settings, holds_numbers, needs_of
+from tilewise.ops.call import NO_KEYS, Call, Function, PairKeys, Settings, holds_numbers, needs_of
 from tilewise.ops.operators import PAIR_LOSS, PAIR_STATS
 from tilewise.ops.registered import in_types, nothing_to_do, registered_backward
 from tilewise.ops.strategies import NOTHING, route_of, small_facts, small_job
@@ -96,7 +96,7 @@ class Rest(NamedTuple):
     own_shift: bool = False  # of statistics: whether each row gets the score of its positive as a shift
 
 
-class SmallLoss(torch.autograd.Function):
+class SmallLoss(Function):
     """A loss of a small batch. Forward also computes the gradients, and the first backward returns them."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class SmallLoss(torch.autograd.Function):
         return *typed, None
 
 
-class SmallStats(torch.autograd.Function):
+class SmallStats(Function):
     """Statistics of a small batch, and the shift of each row. Backward computes the scores again."""
 
     @staticmethod
