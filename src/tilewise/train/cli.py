@@ -160,18 +160,38 @@ def evaluate(
     text_column: Annotated[
         str, typer.Option(help="caption column of a table in `pairs`; default: data.text_column of the run")
     ] = "",
+    id_column: Annotated[
+        str, typer.Option(help="column of `pairs` whose equal values are right answers of one another; default: none")
+    ] = "",
+    own_captions: Annotated[
+        bool,
+        typer.Option(
+            "--own-captions",
+            help="captions are right for their own images only, as in the usual scores of Flickr30k and COCO. "
+            "Default: also for images with an equal caption",
+        ),
+    ] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="new folder for the rank of every right answer, and files of TREC and BEIR"),
+    ] = None,
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
     template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; may be repeated")] = None,
     checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
-    """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
-    from tilewise.train.evaluate_run import evaluate_run
+    """Compute recall, MRR, MAP and NDCG in both directions. With --zero-shot, also classify images by class names."""
+    from tilewise.train.evaluate_run import Evaluation, evaluate_run
 
-    columns = (image_column, text_column)
-    _check_together("--pairs", pairs, {"--images": images, "--image-column": columns[0], "--text-column": columns[1]})
+    _check_together(
+        "--pairs", pairs,
+        {"--images": images, "--image-column": image_column, "--text-column": text_column, "--id-column": id_column},
+    )  # fmt: skip
     _check_together("--zero-shot", zero_shot, {"--template": template})
-    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
+    what = Evaluation(
+        pairs, images, image_column, text_column, id_column, own_captions, zero_shot, tuple(template or ("{}",)), export
+    )
+    evaluate_run(_console(), run, what, device, checkpoint)
 
 
 @app.command()
