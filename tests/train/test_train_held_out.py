@@ -103,7 +103,12 @@ def test_a_run_with_a_share_held_out_is_evaluated_on_it_and_on_others(tmp_path):
 
 
 def test_ids_of_a_table_are_right_answers_and_every_rank_is_exported(share_run, tmp_path):
-    rows = [("a", "green/0.png", "rot"), ("a", "green/1.png", "dark"), ("b", "blue/0.png", "blau"), ("c", "blue/1.png", "x")]
+    rows = [
+        ("a", "green/0.png", "rot"),
+        ("a", "green/1.png", "dark"),
+        ("b", "blue/0.png", "blau"),
+        ("c", "blue/1.png", "x"),
+    ]
     table = "product,image,caption\n" + "".join(f"{p},{image},{text}\n" for p, image, text in rows)
     (tmp_path / "p.csv").write_text(table)
     export = tmp_path / "ranks"

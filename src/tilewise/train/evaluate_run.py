@@ -162,7 +162,9 @@ def recall_table(metrics: dict[str, float], title: str = "held-out recall") -> T
         table.add_column(direction, justify="right")
     for k in KS:
         pairs = [(metrics[f"{key}_r{k}"], metrics[f"{key}_chance{k}"]) for key in ("t2i", "i2t")]
-        table.add_row(f"recall at {k}", *(f"{100 * recall:.1f} % ({recall / chance:.0f} x)" for recall, chance in pairs))
+        table.add_row(
+            f"recall at {k}", *(f"{100 * recall:.1f} % ({recall / chance:.0f} x)" for recall, chance in pairs)
+        )
     for key, name in (("mrr", "MRR"), ("map", "MAP"), ("ndcg10", "NDCG at 10")):
         if f"t2i_{key}" in metrics:  # not in the log of a run of an earlier version
             table.add_row(name, *(f"{metrics[f'{side}_{key}']:.3f}" for side in ("t2i", "i2t")))
