@@ -52,7 +52,9 @@ def test_a_run_and_qrels_of_trec(tmp_path):
 def test_the_layout_of_beir(tmp_path):
     right, grades = torch.tensor([[1, -1], [0, 2]]), torch.tensor([[1, 0], [2, 0]])
     write_beir(tmp_path, ["q1", "q2"], ["a", "b", "c"], ["how\tis it", "caf\u00e9"], ["x", "y", "z"], right, grades)
-    read = [[json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("queries", "corpus")]
+    read = [
+        [json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("queries", "corpus")
+    ]
     assert read[0] == [{"_id": "q1", "text": "how\tis it"}, {"_id": "q2", "text": "caf\u00e9"}]
     assert read[1] == [{"_id": name, "title": "", "text": text} for name, text in zip("abc", "xyz", strict=True)]
     assert [line.split("\t") for line in (tmp_path / "qrels" / "test.tsv").read_text().splitlines()] == [

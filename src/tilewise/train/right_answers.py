@@ -5,6 +5,7 @@ Axes: N images, T captions, p most right answers of a query.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,3 +55,18 @@ def _padded(lists: Sequence[list[int]]) -> Tensor:
     """Lists of indices as one tensor, padded with -1."""
     width = max((len(one) for one in lists), default=0)
     return torch.tensor([one + [-1] * (width - len(one)) for one in lists], dtype=torch.int64)
+
+
+def distinct_captions(pairs: EvalPairs, right: RightAnswers) -> tuple[EvalPairs, RightAnswers]:
+    """Return the pairs with each caption once, as its first occurrence. The right answers are those of `pairs`."""
+    first: dict[str, int] = {}
+    for number, text in enumerate(pairs.texts):
+        first.setdefault(text, number)
+    kept = torch.tensor([*first.values()])
+    place = torch.full((len(pairs.texts) + 1,), -1)
+    place[kept] = torch.arange(len(kept))  # other captions, and padding, become -1
+    captions = place[right.captions]
+    width = int((captions >= 0).sum(1).max())
+    captions = captions.sort(dim=1, descending=True, stable=True).values[:, :width]
+    once = dataclasses.replace(pairs, texts=list(first), text_ids=pairs.text_ids[kept])
+    return once, RightAnswers(right.images[kept], captions)

@@ -73,6 +73,15 @@ def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
     return train, [entry for number, entry in enumerate(entries) if number in chosen]
 
 
+def open_train_pairs(config: DataConfig, image_size: int, skips: SkipLog, watch: Watch | None = None) -> EvalPairs:
+    """Open the training pairs of a run as `open_eval_pairs` opens the held-out ones: in order, without changes."""
+    source = open_source(config, image_size, skips)
+    if isinstance(source, IconSource):
+        return pairs_of_icons(source.icons)
+    assert isinstance(source, FileSource | ShardSource)
+    return pairs_of_files(source, skips, config.eval_memory_mib, watch)
+
+
 @dataclass(frozen=True)
 class EvalPairs:
     """Held-out images with their captions. The ids say which caption belongs to which image.
@@ -203,9 +212,7 @@ def open_eval_pairs(
         folder = Path(path).is_dir()
         columns = Columns(config.image_column, config.text_column, config.id_column)
         source = FileSource(
-            read_folder(Path(path))
-            if folder
-            else read_table(Path(path), config.image_root, columns),
+            read_folder(Path(path)) if folder else read_table(Path(path), config.image_root, columns),
             how,
             config.workers,
         )
