@@ -117,6 +117,20 @@ def info_nce_dense(
     return reduced(loss, reduction)
 
 
+def soft_info_nce_dense(
+    query, key, target, weight, temperature, label_smoothing=0.0, exclude_self=False, reduction="mean"
+):
+    """Labels as a dense matrix; negative targets are padding."""
+    logits = query @ key.T / torch.as_tensor(temperature).reshape(-1, 1)
+    weight = torch.where(target < 0, 0.0, weight).to(logits)
+    labels = torch.zeros_like(logits).scatter_add(1, target.clamp(min=0), weight)
+    if exclude_self:
+        itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+        log_prob = logits.masked_fill(itself, -torch.inf).log_softmax(1).masked_fill(itself, 0.0)
+        return reduced(-(labels * log_prob).sum(1), reduction)
+    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction=reduction)
+
+
 def margin_softmax_dense(input, weight, target, m1=1.0, m2=0.5, m3=0.0, scale=64.0, reduction="mean"):
     """One angle at a time. Targets of -100 do not count."""
     cos = F.normalize(input, dim=1) @ F.normalize(weight, dim=1).T
