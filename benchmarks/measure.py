@@ -292,13 +292,14 @@ def without_huge_pages() -> None:
     ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0)
 
 
-def _child(target: str, arguments: str) -> None:
+def peak_bytes_of(target: str, arguments: dict[str, Any]) -> int:
+    """The measurement of `cpu_peak_bytes` in this process, which must be a new one."""
     without_huge_pages()
     module, name = target.split(":")
-    warm_up, step = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    warm_up, step = getattr(importlib.import_module(module), name)(**arguments)
     warm_up()
-    print(json.dumps({"peak_bytes": peak_bytes_here(step)}))
+    return peak_bytes_here(step)
 
 
 if __name__ == "__main__":
-    _child(*sys.argv[1:])
+    print(json.dumps({"peak_bytes": peak_bytes_of(sys.argv[1], json.loads(sys.argv[2]))}))

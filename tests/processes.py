@@ -5,24 +5,28 @@ macOS's own libraries may not be used in a forked process. There each process is
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks import measure
+
 START = "spawn" if sys.platform == "darwin" else "forkserver"
 # The host's own name often leads nowhere on macOS.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 
-# Large tensors are mapped separately, so that resident memory is allocated memory. New memory is filled with 0xfe (a
-# huge float), so that reads of uninitialized memory show. Set for these processes only; macOS ignores it.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_PERTURB_": "1"}
+# Freed memory is returned, so that resident memory is allocated memory. New memory is filled with 0xfe (a huge float),
+# so that reads of uninitialized memory show. Set for these processes only; macOS ignores it.
+ENVIRONMENT = {**measure.RETURNS_MEMORY, "MALLOC_PERTURB_": "1"}
 IMPORTED = ["torch.distributed", "torch._dynamo", "tilewise", "tilewise.train.loop"]
 
 
@@ -43,6 +47,19 @@ def run_ranks(work: Callable[..., None], args: tuple[Any, ...], world: int) -> N
 
     forked()
     mp.start_processes(work, args, nprocs=world, start_method=START)
+
+
+def peak_bytes(target: str, arguments: dict[str, Any]) -> int:
+    """`benchmarks.measure.cpu_peak_bytes` in a forked process."""
+    measure.require_counter()
+    with ProcessPoolExecutor(1, forked()) as pool:
+        return pool.submit(_peak_bytes, target, arguments).result(600)
+
+
+def _peak_bytes(target: str, arguments: dict[str, Any]) -> int:
+    m_perturb = -6
+    ctypes.CDLL(None).mallopt(m_perturb, 0)  # it writes to memory that the step does not touch
+    return measure.peak_bytes_of(target, arguments)
 
 
 Command = tuple[dict[str, str], list[str]]  # environment and arguments

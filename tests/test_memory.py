@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from benchmarks.measure import cpu_peak_bytes
+from tests.processes import peak_bytes
 
 MIB = 2**20
 
@@ -11,7 +11,7 @@ MIB = 2**20
 @functools.cache
 def peak(name, n, d, dtype="float32", workspace_mib=None):
     arguments = {"name": name, "n": n, "d": d, "dtype": dtype, "workspace_mib": workspace_mib}
-    return cpu_peak_bytes("tests.memory_steps:measured", arguments)
+    return peak_bytes("tests.memory_steps:measured", arguments)
 
 
 def test_at_most_an_eighth_of_dense():

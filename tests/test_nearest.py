@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.measure import cpu_peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.processes import peak_bytes
 from tests.ring.virtual import run_virtual
 from tests.test_retrieval import DEVICES, DTYPES, mask_of, whole_numbers, with_side
 
@@ -190,7 +190,7 @@ def search_step(rows):
 
 
 def test_memory_is_linear():
-    small, large = (cpu_peak_bytes("tests.test_nearest:search_step", {"rows": rows}) for rows in (4096, 16384))
+    small, large = (peak_bytes("tests.test_nearest:search_step", {"rows": rows}) for rows in (4096, 16384))
     print(f"{small / 2**20:.1f} and {large / 2**20:.1f} MiB")
     # Per query 120 bytes are found and merged; the scores of 16,384 would be 1 GiB.
     assert large < 20 * 2**20

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from benchmarks.measure import cpu_peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.processes import peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.kernels import ranks as kernel
@@ -302,7 +302,7 @@ def test_peak_memory_is_the_tile_and_a_few_vectors():
     def peak(rows):
         case = {"loss": "retrieval", "rows": rows, "cols": rows, "width": 16, "dtype": "float32"}
         arguments = {"case": {**case, "methods": ["tilewise"]}, "method": "tilewise"}
-        return cpu_peak_bytes("benchmarks.cases:memory_target", arguments)
+        return peak_bytes("benchmarks.cases:memory_target", arguments)
 
     # 5 MiB of tile, and per query some 100 bytes; the scores of 16,384 would be 1 GiB, a mask of them 256 MiB.
     assert peak(16384) < 12 * 2**20

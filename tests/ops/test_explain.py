@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.measure import cpu_peak_bytes
 from tests.losses.loss_cases import problem, solve
+from tests.processes import peak_bytes
 from tests.ring.virtual import run_virtual
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -101,7 +101,7 @@ def test_the_call_takes_the_strategy_that_was_explained(name, strategy, monkeypa
 
 
 def measured(n, m, d, dtype, workspace_mib, ignored=0, gradients="auto"):
-    """A small step and the one that counts; see `cpu_peak_bytes`."""
+    """A small step and the one that counts; see `peak_bytes`."""
 
     def step(n, m, mib):
         kind = getattr(torch, dtype)
@@ -123,7 +123,7 @@ def test_the_bound_holds(dtype):
     (found,) = tw.explain(tw.linear_cross_entropy, hidden, classes, torch.zeros(n).long(), options=options).calls
     arguments = {"n": n, "m": m, "d": d, "dtype": dtype, "workspace_mib": mib}
     vectors = 24 * (n + m) * 8
-    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    peak = peak_bytes("tests.ops.test_explain:measured", arguments)
     assert peak <= found.peak_bytes + vectors + 2 * MIB
     assert found.peak_bytes < 4 * n * m, "far below the scores"
 
@@ -139,7 +139,7 @@ def test_the_bound_holds_with_ignored_tokens(dtype, gradients, ignored):
     assert found.copy_bytes == 2 * hidden.nbytes
     arguments = {"n": n, "m": m, "d": d, "dtype": dtype, "workspace_mib": mib}
     arguments |= {"ignored": ignored, "gradients": gradients}
-    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    peak = peak_bytes("tests.ops.test_explain:measured", arguments)
     assert peak <= found.peak_bytes + 24 * (n + m) * 8 + 2 * MIB
 
 
@@ -148,7 +148,7 @@ def test_the_shift_of_each_row_stays_within_the_workspace():
     n, m, d, mib = 8192, 512, 512, 4
     arguments = {"n": n, "m": m, "d": d, "dtype": "float32", "workspace_mib": mib}
     gradients = 4 * (n + m) * d
-    peak = cpu_peak_bytes("tests.ops.test_explain:measured", arguments)
+    peak = peak_bytes("tests.ops.test_explain:measured", arguments)
     assert peak <= gradients + 24 * (n + m) * 8 + (mib + 2) * MIB
 
 
@@ -173,7 +173,7 @@ def settings_of(name):
 
 
 def measured_loss(name, n, m, d, dtype):
-    """A small step and the one that counts; see `cpu_peak_bytes`."""
+    """A small step and the one that counts; see `peak_bytes`."""
 
     def step(n, m):
         leaves = [torch.randn(rows, d).to(getattr(torch, dtype)).requires_grad_() for rows in (n, m)]
@@ -206,7 +206,7 @@ def test_the_bound_is_that_of_the_call(name, n, m, d, dtype):
     leaves = [torch.empty(rows, d, dtype=getattr(torch, dtype), requires_grad=True) for rows in (n, m)]
     (found,) = tw.explain(LOSSES[name], *leaves, options=settings_of(name)).calls
     arguments = {"name": name, "n": n, "m": m, "d": d, "dtype": dtype}
-    peak = cpu_peak_bytes("tests.ops.test_explain:measured_loss", arguments)
+    peak = peak_bytes("tests.ops.test_explain:measured_loss", arguments)
     assert peak <= found.peak_bytes + 24 * (n + m) * 8 + MIB
     assert found.peak_bytes <= (4 if name == "filtered" else 2) * peak + 2 * MIB
 
@@ -233,7 +233,7 @@ def test_copies_are_counted_where_rows_can_be_dropped():
 
 
 def measured_ring(n, d, workspace_mib):
-    """Two ranks in one process; see `cpu_peak_bytes`."""
+    """Two ranks in one process; see `peak_bytes`."""
 
     def step(n, mib):
         shards = [[torch.randn(n, d, requires_grad=True) for _ in range(2)] for _ in range(2)]
@@ -257,7 +257,7 @@ def test_the_bound_holds_over_a_group():
 
     (found,) = run_virtual(2, of_one_rank)[0].calls
     (alone,) = tw.explain(tw.clip_loss, x, y, 2.0, options=options).calls
-    peak = cpu_peak_bytes("tests.ops.test_explain:measured_ring", {"n": n, "d": d, "workspace_mib": mib})
+    peak = peak_bytes("tests.ops.test_explain:measured_ring", {"n": n, "d": d, "workspace_mib": mib})
     assert 2 * alone.peak_bytes < peak <= 2 * found.peak_bytes + 2 * MIB
 
 

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from benchmarks.measure import cpu_peak_bytes
 from tests.compare import assert_close, assert_no_worse
 from tests.kernels.marks import NEEDS_TRITON
 from tests.losses.loss_cases import converted, problem, solve
 from tests.ops.one_pass_cases import FEW, ONE_PASS, SERVED, TWO_PASS, count_calls
+from tests.processes import peak_bytes
 from torch.nn.functional import normalize
 
 import tilewise as tw
@@ -312,7 +312,7 @@ def test_products_are_three(monkeypatch):
 
 
 def measured(n, m, d, workspace_mib):
-    """A small step and the one that counts; see `cpu_peak_bytes`."""
+    """A small step and the one that counts; see `peak_bytes`."""
 
     def step(n, m, mib):
         a, b = (torch.randn(rows, d).requires_grad_() for rows in (n, m))
@@ -327,7 +327,7 @@ def test_scratch_stays_within_the_workspace():
     n, m, d, mib = 4096, 16_384, 64, 16
     arguments = {"n": n, "m": m, "d": d, "workspace_mib": mib}
     gradients, vectors = (n + m) * d * 4, 24 * (n + m) * 8
-    peak = cpu_peak_bytes("tests.ops.test_one_pass:measured", arguments)
+    peak = peak_bytes("tests.ops.test_one_pass:measured", arguments)
     assert peak <= mib * MIB + gradients + vectors + MIB
 
 

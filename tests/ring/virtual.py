@@ -96,7 +96,7 @@ class _Hub:
     def confirm(self, message: _Message) -> None:
         """Mark a message as received: the sender may write its buffers again."""
         with self.changed:
-            message.received = True
+            message.received, message.parts = True, []  # the sender's memory is free when the sender drops it
             self.changed.notify_all()
 
     def await_confirmation(self, rank: int, message: _Message) -> None:
@@ -171,6 +171,7 @@ class _Transfer:
         if message.ready is None:
             for target, source in zip(self.receive, message.parts, strict=True):
                 target.copy_(source)
+                del source  # below, this frame would keep the sender's memory
         else:
             device = self.receive[0].device
             stream = self.exchange.side_stream(device)

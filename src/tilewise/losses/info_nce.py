@@ -17,6 +17,7 @@ from tilewise.losses.hardness import HardnessMode, check_hardness, hard_logsumex
 from tilewise.losses.logsumexp import joined_logsumexp
 from tilewise.losses.module import settings_of
 from tilewise.losses.negatives import check_log_q, check_negative_ids, check_negatives
+from tilewise.losses.per_token import divide_rows
 from tilewise.losses.sharded import Pairs
 from tilewise.ops.autograd import pair_loss, pair_stats
 from tilewise.ops.call import NO_KEYS, PairKeys, call_settings
@@ -67,7 +68,8 @@ def info_nce(
         query, positive_key: (n, d) each; key i is the positive of query i. They are not normalized; normalize them
             first.
         negative_keys: (M, d), shared by all queries, or (n, K, d), K negatives for each query.
-        temperature: divides the scores; a tensor that requires grad gets its exact gradient.
+        temperature: divides the scores: a number, or (n,), one for each query, not with ``hardness``. A tensor that
+            requires grad gets its exact gradient.
         in_batch: whether the keys of the other queries are negatives too. If False, a query is scored only against
             its own key and the negatives.
         symmetric: also score each key against all queries, and average the two directions. The direction from key to
@@ -104,7 +106,8 @@ def info_nce(
     >>> round(info_nce(x, x, -x, temperature=1.0).item(), 4)
     1.2068
     """
-    options, group_name, a, b, negatives = options or DEFAULT_OPTIONS, "", query, positive_key, negative_keys
+    group_name, a, b, negatives = "", query, positive_key, negative_keys
+    options = DEFAULT_OPTIONS if options is None else options
     if not calls.checked:
         _check.check_reduction(reduction)
         options, group_name = _check.check_options(options), _check.group_name(group)
@@ -119,7 +122,6 @@ def info_nce(
             )
         if not in_batch and negatives is None:
             raise ConfigError("in_batch=False without negative_keys leaves no negatives. Pass negative_keys")
-    scale = _check.check_temperature(temperature, a, rows="divide the rows of query by it")
     query_id = key_id = negative_id = None
     if not (query_ids is key_ids is None):
         found = check_negative_ids(a, negatives, query_ids, key_ids, over_group=bool(group_name))
@@ -128,6 +130,9 @@ def info_nce(
     guided = None if guide is None else check_guide(guide, a, negatives)
     kinds = {"in_batch": in_batch, "negatives": negatives is not None}
     harder = check_hardness(hardness, hardness_mode, dtype=stat_dtype(a.dtype), **kinds)
+    if hardness == 0.0:
+        a, temperature = divide_rows(a, temperature)
+    scale = _check.check_temperature(temperature, a, rows="pass hardness=0.0")
     # With a guide or with hardness, the scores of the two directions differ, so each has a pass of its own.
     apart = guided is not None or harder.in_batch > 0
     spec = GUIDED if guided is not None else BOTH_DIRECTIONS if symmetric and not apart else SOFTMAX

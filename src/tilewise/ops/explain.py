@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tilewise.errors import ConfigError
 from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, may_save, stat_dtype
-from tilewise.ops.budget import limit_and_reason
+from tilewise.ops.budget import column_chunk, limit_and_reason
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
 from tilewise.ops.rows import copied_bytes
@@ -208,8 +208,11 @@ def _ring_bytes(call: Call) -> int:
     if spec.same_rows:  # the ranks exchange only vectors
         return stat * rows * needs.a
     travelling = stat if options.ring_gradients == "float32" else shape.dtype.itemsize
-    columns = needs.a if spec.symmetric else needs.b
-    sums = 2 * rows * needs.a + cols * columns  # of all blocks, and those of one block
+    columns, chunk = needs.a if spec.symmetric else needs.b, None
+    if columns and not spec.symmetric:
+        chunk, _ = column_chunk(call.options, shape.width * stat, shape.cols)
+    of_block = cols if chunk is None else chunk * shape.width
+    sums = 2 * rows * needs.a + of_block * columns  # of all blocks, and those of one block
     return 2 * cols * (shape.dtype.itemsize + travelling * columns) + stat * sums
 
 

@@ -34,7 +34,7 @@ from tilewise.kernels.spec import (
     Stats,
     wanted_stats,
 )
-from tilewise.ops.budget import sized
+from tilewise.ops.budget import column_chunk, sized
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
@@ -108,11 +108,14 @@ def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = No
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
     cols_wanted = needs.a if spec.symmetric else needs.b
+    chunk = None
+    if cols_wanted and not spec.symmetric:
+        chunk, options = column_chunk(options, pair.b.shape[1] * pair.stat_dtype.itemsize, max(shards.cols))
     travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
 
-    def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def work(owner: int, block: dict[str, Tensor], first: int = 0) -> Mapping[str, Tensor] | None:
         nonlocal grad_a
-        part, how = _pair_with_block(pair, spec, shards, owner, block)
+        part, how = _pair_with_block(pair, spec, shards, owner, block, first)
         if 0 in (part.a.shape[0], part.b.shape[0]):
             return None
         known = dataclasses.replace(stats, **{name: block[name] for name in of_columns})
@@ -132,16 +135,14 @@ def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = No
     payload = _payload(pair)
     for name in of_columns:
         payload |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
-    home = rotate_blocks(exchange, shards.cols, payload, work, accumulators=accumulators, merge=_merge_sum)
+    how_to_add: dict[str, Any] = {"accumulators": accumulators, "merge": _merge_sum, "chunk": chunk}
+    home = rotate_blocks(exchange, shards.cols, payload, work, **how_to_add)
     grad_b = home.get("grad")
     if grad_a is None and needs.a:
         grad_a = torch.zeros(pair.a.shape, dtype=pair.stat_dtype, device=pair.a.device)
     if spec.symmetric and grad_a is not None and grad_b is not None:
         grad_a, grad_b = grad_a.add_(grad_b), None
-    # The bias is a view into a buffer that also held other accumulators; an operator's output owns its memory.
-    return Grads(
-        a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home["bias"].clone() if needs.bias else None
-    )
+    return Grads(a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home.get("bias"))
 
 
 def _sized(
@@ -203,13 +204,13 @@ def _payload(pair: Pair) -> dict[str, Tensor]:
 
 
 def _pair_with_block(
-    pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]
+    pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor], first: int = 0
 ) -> tuple[Pair, PairSpec]:
-    """The pair of this rank's rows with one block of columns. The scores can be symmetric only for its own block."""
-    if owner == shards.rank:
+    """The pair of this rank's rows with columns of one block. The scores can be symmetric only for its own block."""
+    if owner == shards.rank and block["b"].shape[0] == pair.b.shape[0]:
         return pair, spec
     columns: dict[str, Any] = {name: block.get(name) for name in PAYLOAD}
-    part = dataclasses.replace(pair, col_start=shards.col_start(owner), **columns)
+    part = dataclasses.replace(pair, col_start=shards.col_start(owner) + first, **columns)
     return part, dataclasses.replace(spec, symmetric=False)
 
 
