@@ -1,11 +1,16 @@
 """Imports point one way. The table of the design, read from the source."""
 
 import ast
+import dataclasses
 import functools
 from pathlib import Path
 
 import pytest
 import torch
+
+from tilewise.kernels.spec import Pair
+from tilewise.kernels.tensors import KEYS, LEAVES, TABLE
+from tilewise.ops.call import PairKeys
 
 ROOT = Path(__file__).parents[1] / "src" / "tilewise"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -190,6 +195,25 @@ def test_there_are_few_autograd_functions_and_two_operators_for_losses():
     known = {name for name in dir(torch.ops.tilewise) if name.startswith("pair_")}
     assert known <= operators
     assert all(hasattr(torch.ops.tilewise, name) for name in operators)
+
+
+def lists_of_pair_tensors(source):
+    """Lines of lists with three names of a pair's tensors; ``a`` and ``b`` are names of other things, too."""
+    names = {tensor.name for tensor in TABLE} - {"a", "b"}
+    for node in ast.walk(ast.parse(source)):
+        parts = getattr(node, "elts", ())
+        if len({part.value for part in parts if isinstance(part, ast.Constant)} & names) >= 3:
+            yield node.lineno
+
+
+def test_only_the_table_lists_the_tensors_of_a_pair():
+    """Except for parameters of kernels. A new tensor is a line of the table, and a field of `Pair` and `PairKeys`."""
+    found = {dotted(path) for path in FILES if [*lists_of_pair_tensors(path.read_text())]}
+    assert {name for name in found if not name.endswith("kernels")} == {"kernels.triton_impl.launch"}
+    assert [*lists_of_pair_tensors("x = ['pick', 'bias', 'row_key']\ny = ('a', 'b', 'scale')")] == [1]
+    assert PairKeys._fields == KEYS
+    names = [field.name for field in dataclasses.fields(Pair) if not field.kw_only]
+    assert tuple(names) == (*LEAVES, *KEYS) == tuple(tensor.name for tensor in TABLE)
 
 
 def test_only_the_executor_reads_addresses():

@@ -11,7 +11,8 @@ from tests.kernels.dense import dense_stats
 from tests.kernels.pair_cases import CASES, make_case
 from tests.kernels.pair_checks import dense_grads, finite, incoming_gradients, leaves_of, stats_asked
 
-from tilewise.kernels.spec import COL_TENSORS, GradStats, Needs, Pair, Stats, largest_gradient, saved_names
+from tilewise.kernels.spec import GradStats, Needs, Pair, Stats, largest_gradient, saved_names
+from tilewise.kernels.tensors import COL_TENSORS
 from tilewise.kernels.torch_impl.backend import TorchBackend
 from tilewise.options import TileOptions
 

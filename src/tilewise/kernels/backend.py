@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.kernels.ranks import Scorer
 from tilewise.kernels.spec import FilterPlan, Grads, GradStats, Needs, Pair, PairShape, PairSpec, RowWeights, Stats
+from tilewise.kernels.tensors import FACTS, WEIGHTS
 from tilewise.options import Precision, TileOptions
 
 Saved = Sequence[Tensor | None]  # what `OnePass.forward` saves for backward
@@ -53,7 +54,7 @@ class OnePass(Protocol):
         """
 
 
-SMALL_TENSORS = ("bias", "row_key", "col_key", "row_skip", "col_skip", "each", "square")
+SMALL_TENSORS = ("bias", *FACTS, *WEIGHTS)
 
 
 class SmallKey(NamedTuple):

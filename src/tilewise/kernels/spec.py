@@ -191,21 +191,6 @@ class Pair:
         )
 
 
-# The fields of `Pair`, other than the features, that belong to its rows or to its columns
-ROW_TENSORS = (
-    "row_key",
-    "row_skip",
-    "row_shift",
-    "row_scale",
-    "pick",
-    "guide_a",
-    "row_limit",
-    "row_norm",
-    "guide_norm",
-)
-COL_TENSORS = ("bias", "col_key", "col_skip", "col_shift", "col_weight", "guide_b", "guide_bias")
-
-
 class PairShape(NamedTuple):
     """Sizes and types of a `Pair`: all that the choice of a backend and of a strategy depends on. Hashable."""
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import ConfigError, RangeError, ShapeError
 from tilewise.kernels.spec import GuideUse, PairSpec, stat_dtype
-from tilewise.losses.cross_entropy import (
-    _check_target,
+from tilewise.losses.entry import entry
+from tilewise.losses.head import (
     _rows,
-    _target_scores,
     check_head,
     check_ignore_index,
     check_shift,
+    check_target,
+    target_scores,
 )
-from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import check_temperature, check_token_mask, tempered
@@ -107,12 +107,12 @@ def linear_distillation_stats(
     start, total = shard_of_columns(c, must_match, name)
     valid, key, has_target, row_shift = check_token_mask(mask, input, shift), None, None, None
     if target is not None:
-        y, _ = _check_target(target, input, shift, ignore_index, total)
+        y, _ = check_target(target, input, shift, ignore_index, total)
         valid = y != ignore_index if valid is None else valid
         has_target = valid & (y != ignore_index)
         # A token that counts and has no target gets a column that does not exist.
         key = torch.where(has_target, y, torch.where(valid, total, -1))
-        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+        row_shift = target_scores(a, c, key - start, scale, bias, cap, name, options)
     elif valid is not None:
         key = valid.long() - 1
     keys = PairKeys(

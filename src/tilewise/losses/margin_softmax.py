@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import RangeError
 from tilewise.kernels.spec import PairSpec
-from tilewise.losses.cross_entropy import _check_target, check_head, check_ignore_index
 from tilewise.losses.entry import entry
+from tilewise.losses.head import check_head, check_ignore_index, check_target
 from tilewise.losses.module import settings_of
 from tilewise.ops.autograd import pair_stats
 from tilewise.ops.call import Function, PairKeys, call_settings
@@ -98,7 +98,7 @@ def margin_softmax_loss(
     settings = {"logit_scale": logit_scale, "sample_rate": sample_rate, "ignore_index": ignore_index}
     must_match = call_settings(name, reduction=reduction, m1=m1, m2=m2, m3=m3, **settings)
     start, classes = shard_of_columns(c, must_match, name)
-    y, _ = _check_target(target, input, 0, ignore_index, classes)
+    y, _ = check_target(target, input, 0, ignore_index, classes)
     valid = y != ignore_index
     inside = valid & (y >= 0) & (y < classes)
     key = torch.where(inside, y, -1)

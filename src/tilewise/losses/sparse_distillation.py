@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tilewise import _check
 from tilewise.errors import RangeError, ShapeError
 from tilewise.kernels.spec import PairSpec, stat_dtype
-from tilewise.losses.cross_entropy import _target_scores, check_head, check_shift
 from tilewise.losses.entry import entry
+from tilewise.losses.head import check_head, check_shift, target_scores
 from tilewise.losses.module import settings_of
 from tilewise.losses.per_token import (
     check_id_range,
@@ -146,7 +146,7 @@ def linear_sparse_distillation_loss(
     # The likeliest id of a token is used as its target. Its score is the row's shift; a key of -1 ignores the token.
     key = torch.where(counted, ids.gather(1, t.argmax(1, keepdim=True))[:, 0], -1)
     key = torch.where(counted & (key < 0), ids.amax(1), key)  # all are -inf, and the first one is padding
-    row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+    row_shift = target_scores(a, c, key - start, scale, bias, cap, name, options)
     row_scale = row_scale_of(degrees, counted) if isinstance(degrees, Tensor) else None
     if row_shift is not None and row_scale is not None:
         row_shift = row_shift * row_scale

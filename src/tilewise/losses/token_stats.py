@@ -13,8 +13,8 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError
 from tilewise.kernels.spec import PairSpec, Stats, stat_dtype
-from tilewise.losses.cross_entropy import _check_target, _target_scores, check_head, check_ignore_index, check_shift
 from tilewise.losses.entry import entry
+from tilewise.losses.head import check_head, check_ignore_index, check_shift, check_target, target_scores
 from tilewise.losses.per_token import check_id_range, check_token_ids, check_token_temperature, row_scale_of, tempered
 from tilewise.losses.sharded_head import Head
 from tilewise.ops.autograd import pair_stats
@@ -169,7 +169,7 @@ def linear_token_stats(
         start, classes = shard_of_columns(c, call_settings(name, **settings, **numbers), name)
     known = False  # whether every target is a class
     if target is not None:
-        y, known = _check_target(target, input, shift, ignore_index, classes, checked=calls.checked)
+        y, known = check_target(target, input, shift, ignore_index, classes, checked=calls.checked)
         known = known and not name and "log_prob" in names
         valid = y != ignore_index
         key = y if known else torch.where(valid, y, -1)
@@ -187,7 +187,7 @@ def linear_token_stats(
     def full_keys() -> PairKeys:
         if key is None:
             return keys
-        row_shift = _target_scores(a, c, key - start, scale, bias, cap, name, options)
+        row_shift = target_scores(a, c, key - start, scale, bias, cap, name, options)
         return keys._replace(row_shift=row_shift if row_shift is None or row_scale is None else row_shift * row_scale)
 
     spec = _spec_of(names, ids is not None, cap, key is not None, known, same_rows(name))

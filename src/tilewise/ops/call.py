@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise._version import __version__
 from tilewise.kernels.backend import SMALL_TENSORS, SmallKey
 from tilewise.kernels.spec import Needs, Pair, PairShape, PairSpec, RowWeights, stat_dtype
+from tilewise.kernels.tensors import KEYS, LEAVES, WEIGHTS
 from tilewise.ops.budget import sized
 from tilewise.options import TileOptions
 
@@ -58,11 +59,8 @@ class PairKeys(NamedTuple):
 
 
 NO_KEYS = PairKeys()
-LEAVES = ("a", "b", "scale", "bias")  # differentiable; in an eager call the scale may be a number
-KEYS = PairKeys._fields
 GUIDE = KEYS.index("guide_a")
 PICK, ROW_SCALE = KEYS.index("pick"), KEYS.index("row_scale")
-WEIGHTS = ("weight", "square")
 TENSORS = (*LEAVES, *KEYS, *WEIGHTS)  # the arguments of an operator, before the string
 ALWAYS = ("a", "scale")  # never None
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.host_scalar import HostScalar
-from tilewise.kernels.spec import ROW_TENSORS, STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.spec import STATISTICS, Grads, Pair, PairShape, PairSpec, Stats
+from tilewise.kernels.tensors import ROW_TENSORS
 from tilewise.ops.limits import current
 
 # Columns that a vocabulary-parallel rank is assumed to have. Shards may be uneven, and all ranks must decide the same.

@@ -36,6 +36,7 @@ from tilewise.kernels.spec import (
     RowWeights,
     stat_dtype,
 )
+from tilewise.kernels.tensors import FACTS
 from tilewise.kernels.torch_impl.one_pass import multiplied
 from tilewise.kernels.torch_impl.small_scores import Positives, score_block
 from tilewise.kernels.torch_impl.small_stats import TorchStatsJob, why_not_stats
@@ -80,8 +81,8 @@ class TorchJob:
         self, a: Tensor, b: Tensor | None, scale: Any, bias: Tensor | None, facts: Sequence[Any], share: float
     ) -> tuple[Tensor, Sequence[Any]]:
         """The loss, and its gradients."""
-        key, (row_key, col_key, row_skip, col_skip, each, square) = self.key, facts
-        keys = {"row_key": row_key, "col_key": col_key, "row_skip": row_skip, "col_skip": col_skip}
+        key, (*values, each, square) = self.key, facts
+        keys: dict[str, Any] = dict(zip(FACTS, values, strict=True))
         pair = Pair(a=a, b=a if b is None else b, scale=scale, bias=bias, **keys)
         weights = RowWeights(share=share, kept=key.kept, each=each, square=square)
         if torch.is_grad_enabled():

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tilewise.kernels import keys
 from tilewise.kernels.precision import float32_precision
-from tilewise.kernels.spec import COL_TENSORS, ROW_TENSORS, Pair, PairShape, PairSpec, stat_dtype
+from tilewise.kernels.spec import Pair, PairShape, PairSpec, stat_dtype
+from tilewise.kernels.tensors import COL_VECTORS, ROW_VECTORS, SINGLE
 from tilewise.kernels.triton_impl import bits as bit
 from tilewise.kernels.triton_impl.buffers import Buffer, Descriptor
 from tilewise.kernels.triton_impl.program import Program
@@ -29,11 +30,6 @@ POSITIVE_ROWS = 64  # rows of one program of the kernels for positives
 # Products of float32 on tensor cores: each number is split into two of TF32, which hold 22 of its 24 bits. Plain
 # multiplications and additions ("ieee") are no closer to float64 and took 25 times as long: their registers spilled.
 FULL = "tf32x3"
-# Of each row or column, other than features; a kernel calls the picked columns ``picked``
-ROW_VECTORS = tuple(name for name in ROW_TENSORS if name not in ("guide_a", "pick"))
-COL_VECTORS = tuple(name for name in COL_TENSORS if name != "guide_b")
-FEATURES = ("a", "b", "guide_a", "guide_b")
-SINGLE = ("scale", "guide_scale", "only_if")
 GUIDE = {"mask": bit.MASK.value, "kl": bit.KL.value, "reverse_kl": bit.REVERSE_KL.value, "jsd": bit.JSD.value}
 POSITIVE = {"none": 0, "one": bit.ONE.value, "many": bit.MANY.value}
 NUMBERS = ("softcap", "guide_softcap", "hot", "beta", "rest", "first", "ahead")
@@ -125,7 +121,7 @@ def tensors_of(pair: Pair, spec: PairSpec) -> dict[str, Tensor]:
     # An expanded number (the bias of a sigmoid loss) is read once, and its gradient is one sum.
     if bias is not None and bias.stride(0) == 0 and bias.shape[0] > 1 and spec.softplus and pair.row_key is None:
         found["one_bias"], bias = vector(bias[:1]), None
-    for name in (*ROW_VECTORS, *COL_VECTORS, "pick", *SINGLE):
+    for name in (*ROW_VECTORS, *COL_VECTORS, "pick", *SINGLE, "only_if"):
         value = bias if name == "bias" else getattr(pair, name)
         if value is not None:
             found[name] = vector(value)

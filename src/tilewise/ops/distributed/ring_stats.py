@@ -23,8 +23,6 @@ from torch import Tensor
 
 from tilewise.kernels.registry import choose_backend
 from tilewise.kernels.spec import (
-    COL_TENSORS,
-    ROW_TENSORS,
     Backward,
     Grads,
     GradStats,
@@ -34,6 +32,7 @@ from tilewise.kernels.spec import (
     Stats,
     wanted_stats,
 )
+from tilewise.kernels.tensors import COL_TENSORS, ROW_TENSORS
 from tilewise.ops.budget import column_chunk, sized
 from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
 from tilewise.options import TileOptions

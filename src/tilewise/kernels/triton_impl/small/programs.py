@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.kernels import tensors
 from tilewise.kernels.backend import SmallKey
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.spec import Needs
@@ -26,7 +27,7 @@ FEW = 2**20  # scores, with which a tile of `both_kernel` is smaller
 BOTH_COLS = 128
 BLOCK = 4096  # numbers of a program of `gradient_kernel`
 COUNTED_ROWS = 2048  # of which each program of `rows_kernel` counts those that are not ignored
-FACTS = ("row_key", "col_key", "row_skip", "col_skip", "weight", "square")
+FACTS = (*tensors.FACTS, "weight", "square")
 PARTS = ("top", "log", "factor", "hit")  # of the softmax of a row or column, for `both_kernel`
 
 
