@@ -133,7 +133,7 @@ class VirtualExchange(Exchange):
         self.hub.send(next_rank(self.rank, self.world), message)
         return _Transfer(self, message, list(receive))
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """Sum in rank order, so that all ranks get the same bits."""
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()

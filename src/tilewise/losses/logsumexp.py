@@ -41,7 +41,7 @@ def linear_logsumexp(
     >>> linear_logsumexp(torch.zeros(1, 3), torch.ones(4, 3)).item() == torch.tensor(4.0).log().item()
     True
     """
-    options, name = _check.check_row_options(options, group)
+    options, name = _check.check_row_options(options, group, shards=False)
     a = _check.check_features("a", a)
     b = _check.check_features("b", b)
     _check.check_together(("a", "b"), a, b)
