@@ -2,13 +2,12 @@
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
-from tests.processes import run_commands
+from tests.processes import rank_environments, run_commands
 from tests.train.small_icons import write_small_icons
 
 from tilewise.train import cli
@@ -24,12 +23,6 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def train_alone(folder, overrides):
     assert train(load_config(None, [*SETTINGS, f"output.folder={folder}", *overrides])).finished
     return [line for line in RunFolder(folder).read_metrics() if line["kind"] == "train"]
@@ -39,9 +32,7 @@ def rank_commands(world, folder, overrides):
     """Environment (that of torchrun) and arguments of each rank."""
     (folder / "start.toml").write_text("")
     arguments = ["train", str(folder / "start.toml"), *SETTINGS, *overrides]
-    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [{"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    return [(common | rank, arguments) for rank in ranks]
+    return [(environment, arguments) for environment in rank_environments(world)]
 
 
 def train_ranks(world, folder, overrides):
