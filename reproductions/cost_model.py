@@ -148,12 +148,17 @@ def predict(world: int, batch: int, machine: Machine, loss: Loss) -> Prediction:
 def memory_bytes(world: int, rows: int, loss: Loss) -> int:
     """Peak memory of a rank above its features. It is the same for every world > 1.
 
-    It holds two travelling blocks of features and two of gradients, the gradient of the rows, the two gradients of the
-    current block, about 16 vectors, and the workspace.
+    It holds two travelling blocks of features and two of gradients, the gradient of the rows and that of the current
+    block, about 16 vectors, and the workspace. The gradient of the current columns is part of the workspace, unless it
+    fits a quarter of that.
     """
-    travelling = 2 * (loss.feature_bytes + loss.gradient_bytes) if world > 1 else 0
-    gradients = 3 * loss.gradient_bytes if world > 1 else 2 * loss.gradient_bytes
-    return rows * (loss.width * (travelling + gradients) + 16 * 8) + loss.workspace_bytes
+    block = rows * loss.width
+    travelling = 2 * (loss.feature_bytes + loss.gradient_bytes) * block if world > 1 else 0
+    columns = loss.gradient_bytes * block
+    if world > 1 and columns > loss.workspace_bytes // 4:
+        columns = 0
+    rest = (1 + (world > 1)) * loss.gradient_bytes * block + rows * 16 * 8
+    return travelling + columns + rest + loss.workspace_bytes
 
 
 # Table 1 of the Inf-CL paper (ViT-L/14, width 768): memory of the loss in GB, by number of GPUs and batch.

@@ -50,6 +50,10 @@ def cross_entropy(hidden=A, classifier=B, target=Y, **settings):
     return tw.linear_cross_entropy(hidden, classifier, target, **settings)
 
 
+def soft(target, weight, smoothing=0.0):
+    return oracles.soft_info_nce_dense(A.double(), B.double(), target, weight, 0.07, smoothing)
+
+
 def clip(a=A, b=B, scale=1.0):
     return oracles.clip_dense(a.double(), b.double(), scale)
 
@@ -320,6 +324,44 @@ BAD = {
             tw.supcon_loss(A, PAIRED, queue=B, queue_labels=PAIRED),
             supcon_dense(A.double(), PAIRED, queue=B.double(), queue_labels=PAIRED),
         ),
+    ),
+    "scales for each row": (
+        lambda: tw.clip_loss(A, B, EACH),
+        ShapeError,
+        ("logit_scale is one number", r"\(6,\)", "multiply the rows of image_features by it"),
+        lambda: (tw.clip_loss(A * EACH[:, None], B, 1.0), clip(A * EACH[:, None])),
+    ),
+    "a soft target that is no key": (
+        lambda: tw.soft_info_nce(A, B, PICKS + 1),
+        RangeError,
+        ("indices of keys from 0 to 5", "got 6", "Are they indices into all keys"),
+    ),
+    "weights of other targets": (
+        lambda: tw.soft_info_nce(A, B, PICKS, torch.ones(6, 3)),
+        ShapeError,
+        (r"one number for each target, \(6, 2\)", r"got \(6, 3\)", "Pass K of both"),
+        lambda: (tw.soft_info_nce(A, B, PICKS, torch.ones(6, 2) / 2), soft(PICKS, torch.ones(6, 2) / 2)),
+    ),
+    "too much label smoothing": (
+        lambda: tw.soft_info_nce(A, B, label_smoothing=1.5),
+        RangeError,
+        ("label_smoothing is from 0 to 1", "got 1.5", "It is the share of the uniform labels"),
+    ),
+    "label smoothing without the query itself": (
+        lambda: tw.soft_info_nce(A, A, PICKS, label_smoothing=0.1, exclude_self=True),
+        ConfigError,
+        ("gives every key a weight", "got 0.1 with exclude_self=True", "Pass one of the two"),
+        lambda: (tw.soft_info_nce(A, B, PICKS, label_smoothing=0.1), soft(PICKS, torch.full((6, 2), 0.5), 0.1)),
+    ),
+    "temperatures of other queries": (
+        lambda: tw.info_nce(A, B, temperature=torch.ones(4)),
+        ShapeError,
+        (r"a number, or \(6,\), one for each query", r"got \(4,\)", "Did a filter drop"),
+    ),
+    "a temperature of a query below zero": (
+        lambda: tw.info_nce(A, B, temperature=EACH - 1),
+        RangeError,
+        ("temperature is positive and finite", "got values from 0.0 to 5.0", "It divides the scores"),
     ),
     "log_q of the keys alone": (
         lambda: tw.info_nce(A, B, B9, log_q=-EACH),
@@ -1053,7 +1095,7 @@ BAD = {
     "batch_invariant over a group": (
         lambda: tw.linear_logsumexp(A, B, group=SimpleNamespace(group_name="0"), options=OPTIONS(batch_invariant=True)),
         ConfigError,
-        ("works in one process", "got a group", "group=None"),
+        ("works in one process", "got a group whose", "group=None"),
         lambda: (tw.linear_logsumexp(A, B, group=None, options=OPTIONS(batch_invariant=True)), lse()),
     ),
     "gradients when": (
@@ -1106,12 +1148,12 @@ BAD = {
         ("over a group, an id of", "means none", "Use other ids"),
         lambda: (tw.info_nce(A, B, A, query_ids=PAIRED), infonce(A, query_ids=PAIRED, key_ids=PAIRED)),
     ),
-    "a temperature for each row": (
-        lambda: tw.info_nce(A, B, temperature=EACH),
+    "a temperature for each row, and hardness": (
+        lambda: tw.info_nce(A, B, temperature=EACH, hardness=1.0),
         ShapeError,
-        ("temperature is one number", r"\(6,\)", "If every row has its own value, divide the rows of query by it"),
+        ("temperature is one number", r"\(6,\)", "If every row has its own value, pass hardness=0.0"),
         lambda: (
-            tw.info_nce(A / EACH[:, None], B, temperature=1.0),
+            tw.info_nce(A, B, temperature=EACH, hardness=0.0),
             oracles.info_nce_dense(A.double() / EACH[:, None], B.double(), temperature=1.0),
         ),
     ),

@@ -38,9 +38,11 @@ def nt_xent_dense(z, temperature=0.5, reduction="mean", decoupled=False, queue=N
 
 
 def decoupled_dense(logits, answer):
-    """The log-sum-exp of all scores but the answer's, minus the answer's."""
+    """The log-sum-exp of all scores but the answer's, minus the answer's; 0 without other scores."""
     others = logits.scatter(1, answer[:, None], -torch.inf)
-    return others.logsumexp(1) - logits.gather(1, answer[:, None])[:, 0]
+    alone = others.amax(1) == -torch.inf
+    loss = others.masked_fill(alone[:, None], 0.0).logsumexp(1) - logits.gather(1, answer[:, None])[:, 0]
+    return loss.masked_fill(alone, 0.0)
 
 
 def supcon_dense(z, labels, temperature=0.07, reduction="mean", queue=None, queue_labels=None):
@@ -113,6 +115,20 @@ def info_nce_dense(
     if symmetric:
         loss = (loss + of_rows(columns, torch.arange(n, device=query.device))) / 2
     return reduced(loss, reduction)
+
+
+def soft_info_nce_dense(
+    query, key, target, weight, temperature, label_smoothing=0.0, exclude_self=False, reduction="mean"
+):
+    """Labels as a dense matrix; negative targets are padding."""
+    logits = query @ key.T / torch.as_tensor(temperature).reshape(-1, 1)
+    weight = torch.where(target < 0, 0.0, weight).to(logits)
+    labels = torch.zeros_like(logits).scatter_add(1, target.clamp(min=0), weight)
+    if exclude_self:
+        itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+        log_prob = logits.masked_fill(itself, -torch.inf).log_softmax(1).masked_fill(itself, 0.0)
+        return reduced(-(labels * log_prob).sum(1), reduction)
+    return F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction=reduction)
 
 
 def margin_softmax_dense(input, weight, target, m1=1.0, m2=0.5, m3=0.0, scale=64.0, reduction="mean"):
@@ -199,8 +215,14 @@ def sparse_distillation_dense(
             own_log_p = torch.cat([own_log_p, every[others].logsumexp(0, keepdim=True)])
             log_q = torch.cat([log_q, (1 - log_q.exp().sum(0, keepdim=True)).log()])
         p, q = own_log_p.exp(), log_q.exp()
-        log_ratio = log_q - own_log_p
-        terms = {"forward": q * log_ratio, "reverse": -p * log_ratio, "cross_entropy": -q * own_log_p}
-        losses.append(terms[divergence].sum() if own.any() else every.sum() * 0.0)
+        log_ratio, accepted = log_q - own_log_p, torch.minimum(p, q).sum()
+        found = {
+            "forward": (q * log_ratio).sum(),
+            "reverse": -(p * log_ratio).sum(),
+            "cross_entropy": -(q * own_log_p).sum(),
+            "total_variation": 1 - accepted,
+            "log_acceptance": -accepted.log(),
+        }
+        losses.append(found[divergence] if own.any() else every.sum() * 0.0)
     loss = torch.stack(losses).reshape(here.shape[:-1])
     return loss.sum() / here.any(-1).sum() if reduction == "mean" else reduced(loss, reduction)

@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tests.losses.loss_cases import Maker, Problem
-from tests.oracles import clip_dense, info_nce_dense, nt_xent_dense, reduced, siglip_dense
+from tests.oracles import clip_dense, distillation_dense, info_nce_dense, nt_xent_dense, reduced, siglip_dense
 from torch import Tensor, nn
 
 import tilewise as tw
 from tilewise.cache import Encoder, GradientCache, cached_loss
-from tilewise.integrations import cublaze, info_nce_pytorch, lightly, open_clip
+from tilewise.integrations import cublaze, info_nce_pytorch, lightly, open_clip, trl, verl
 from tilewise.integrations import pytorch_metric_learning as pml
 
 Settings = dict[str, Any]
@@ -249,6 +250,61 @@ def metric_learning(softmax: bool, references: bool) -> Callable[..., Made]:
     return made
 
 
+def margin_loss(make: Maker, temperature: float) -> Made:
+    """CosFaceLoss of PyTorch Metric Learning. The oracle of ArcFace is that of `margin_softmax_loss`."""
+    classes, labels = make.n // 2 + 3, make.integers(make.n // 2 + 3, make.n)
+
+    def ours(p: Any, options: Any) -> Tensor:
+        loss = pml.CosFaceLoss(classes, make.d, 0.25, 1.0 / temperature, options=options).to(p.a)
+        return torch.func.functional_call(loss, {"W": p.weight}, (p.a, labels))
+
+    def rows(p: Any) -> Tensor:
+        cosines = F.normalize(p.a, dim=1) @ F.normalize(p.weight, dim=0)
+        own = torch.zeros_like(cosines).scatter(1, labels[:, None], 0.25)
+        return F.cross_entropy((cosines - own) / temperature, labels, reduction="none")
+
+    return {"a": make.random(make.n, make.d), "weight": make.random(make.d, classes)}, ours, rows
+
+
+def token_head(make: Maker, temperature: float) -> Made:
+    """verl's head: the log-probability of each label, less some of the entropy."""
+    classes, labels = make.n + 41, make.integers(make.n + 41, make.n)
+    labels[::3] = -100
+
+    def ours(p: Any, options: Any) -> Tensor:
+        log_prob, entropy = verl.linear_cross_entropy(p.hidden, p.weight, labels, temperature, options=options)
+        return (-log_prob - 0.3 * entropy).mean()
+
+    def rows(p: Any) -> Tensor:
+        log_p = (p.hidden @ p.weight.T / temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        loss = F.nll_loss(log_p, labels, reduction="none") - 0.3 * entropy
+        return loss.masked_fill(labels == -100, 0.0)
+
+    leaves = {"hidden": make.random(make.n, make.d), "weight": make.random(classes, make.d) / make.d**0.5}
+    return leaves, ours, rows
+
+
+def divergence_head(make: Maker, temperature: float) -> Made:
+    """TRL's divergence, with a teacher whose head has more classes."""
+    classes, beta = make.n + 41, temperature / 2  # 0.05, 0.25, 1
+    teacher = make.random(make.n, 40), make.random(classes + 7, 40) / 40**0.5
+    trainer: Any = SimpleNamespace(_compute_loss=None)
+
+    def ours(p: Any, options: Any) -> Tensor:
+        head = trl.Divergence(trainer, trl, tw.TileOptions() if options is None else options)
+        hidden, weight = (x.to(p.hidden.dtype) for x in teacher)
+        divergence, _ = head.apply(p.hidden, p.weight, None, hidden, weight, None, beta, temperature)
+        return divergence.mean()
+
+    def rows(p: Any) -> Tensor:
+        hidden, weight = (x.to(p.hidden.dtype) for x in teacher)
+        return distillation_dense(p.hidden @ p.weight.T, hidden @ weight[:classes].T, beta, temperature)
+
+    leaves = {"hidden": make.random(make.n, make.d), "weight": make.random(classes, make.d) / make.d**0.5}
+    return leaves, ours, rows
+
+
 DROP_INS: dict[str, Callable[..., Made]] = {
     "OpenCLIP ClipLoss": open_clip_softmax,
     "OpenCLIP SigLipLoss": open_clip_sigmoid,
@@ -258,6 +314,9 @@ DROP_INS: dict[str, Callable[..., Made]] = {
     "info-nce-pytorch": info_nce_with(None),
     "info-nce-pytorch unpaired": info_nce_with(lambda n: (n // 2 + 3,)),
     "info-nce-pytorch paired": info_nce_with(lambda n: (n, 3), "paired"),
+    "metric learning CosFaceLoss": margin_loss,
+    "TRL's divergence": divergence_head,
+    "verl": token_head,
     "metric learning NTXentLoss": metric_learning(softmax=False, references=False),
     "metric learning NTXentLoss with references": metric_learning(softmax=False, references=True),
     "metric learning SupConLoss": metric_learning(softmax=True, references=False),

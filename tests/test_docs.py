@@ -30,7 +30,11 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 STARTED_ELSEWHERE = (
     *("pip install", "make ", "python examples/"),
-    *("torchrun --nproc-per-node 2 examples/", "torchrun --nproc-per-node 2 -m tilewise.train.cli train "),
+    *(
+        "torchrun --nproc-per-node 2 examples/",
+        "torchrun --nproc-per-node 4 examples/",
+        "torchrun --nproc-per-node 2 -m tilewise.train.cli train ",
+    ),
 )
 
 

@@ -49,6 +49,8 @@ NO_CHANGE = (
     "Check how it was computed",
     "Check for a step with a very large gradient",
     "It divides the logits",
+    "It divides the scores",
+    "It is the share of the uniform labels",
     "It is a fraction, not a percentage",
     "It is a share of the score",
     "0 is exact",

@@ -1,10 +1,12 @@
 """Metrics of rankings. The expected numbers are those of ir-measures 0.4.3 with pytrec_eval-terrier 0.5.11."""
 
+import json
+
 import pytest
 import torch
 
 import tilewise as tw
-from tilewise.retrieval import write_trec
+from tilewise.retrieval import write_beir, write_trec
 
 RANKS = torch.tensor([[0, 3, 7], [2, -1, -1], [1, 0, 11], [-1, -1, -1], [5, 6, -1]])
 RELEVANCE = torch.tensor([[3, 1, 2], [1, 0, 0], [1, 2, 3], [0, 0, 0], [2, 2, 0]])
@@ -45,3 +47,16 @@ def test_a_run_and_qrels_of_trec(tmp_path):
         *("q1 Q0 a 1 2 tilewise", "q1 Q0 b 2 1 tilewise", "q2 Q0 c 1 2 tilewise", "q2 Q0 a 2 1 tilewise"),
     ]
     assert qrels.read_text().splitlines() == ["q1 0 b 1", "q2 0 a 2", "q2 0 c 0"]
+
+
+def test_the_layout_of_beir(tmp_path):
+    right, grades = torch.tensor([[1, -1], [0, 2]]), torch.tensor([[1, 0], [2, 0]])
+    write_beir(tmp_path, ["q1", "q2"], ["a", "b", "c"], ["how\tis it", "caf\u00e9"], ["x", "y", "z"], right, grades)
+    read = [
+        [json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("queries", "corpus")
+    ]
+    assert read[0] == [{"_id": "q1", "text": "how\tis it"}, {"_id": "q2", "text": "caf\u00e9"}]
+    assert read[1] == [{"_id": name, "title": "", "text": text} for name, text in zip("abc", "xyz", strict=True)]
+    assert [line.split("\t") for line in (tmp_path / "qrels" / "test.tsv").read_text().splitlines()] == [
+        *(["query-id", "corpus-id", "score"], ["q1", "b", "1"], ["q2", "a", "2"], ["q2", "c", "0"]),
+    ]

@@ -21,6 +21,8 @@ from tilewise.losses.nt_xent import NTXentLoss as NTXentLoss
 from tilewise.losses.nt_xent import nt_xent as nt_xent
 from tilewise.losses.siglip import SigLipLoss as SigLipLoss
 from tilewise.losses.siglip import siglip_loss as siglip_loss
+from tilewise.losses.soft_info_nce import SoftInfoNCELoss as SoftInfoNCELoss
+from tilewise.losses.soft_info_nce import soft_info_nce as soft_info_nce
 from tilewise.losses.sparse_distillation import LinearSparseDistillationLoss as LinearSparseDistillationLoss
 from tilewise.losses.sparse_distillation import linear_sparse_distillation_loss as linear_sparse_distillation_loss
 from tilewise.losses.statistics import PairStats as PairStats

@@ -48,13 +48,16 @@ def check_options(options: TileOptions | None, *, rows_alone: bool = False) -> T
     return options
 
 
-def check_row_options(options: TileOptions | None, group: Any) -> tuple[TileOptions, str]:
-    """The options and the name of the group, for a loss in which a row does not depend on the other rows."""
+def check_row_options(options: TileOptions | None, group: Any, *, shards: bool = True) -> tuple[TileOptions, str]:
+    """The options and the name of the group, for a loss in which a row does not depend on the other rows.
+
+    ``shards``: whether the group may mean shards of the columns beside equal rows, which keep batch invariance.
+    """
     options, name = check_options(options, rows_alone=True), group_name(group)
-    if options.batch_invariant and name:
+    if options.batch_invariant and name and not shards:
         raise ConfigError(
-            "batch_invariant=True works in one process, got a group: the order of sums over ranks may depend on the "
-            "batch. Pass group=None, or batch_invariant=False"
+            "batch_invariant=True works in one process, or over a group whose ranks have all rows, got a group whose "
+            "ranks have different rows. Pass group=None, or batch_invariant=False"
         )
     return options, name
 
@@ -322,12 +325,23 @@ def check_scalar(name: str, value: float | Tensor, like: Tensor, *, positive: bo
     return torch.full((), check_number(name, value, positive=positive, dtype=stat), dtype=stat, device=like.device)
 
 
-def check_scale(name: str, value: float | Tensor, like: Tensor, *, rows: str = "") -> Tensor | float:
-    """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor."""
-    if type(value) is float and -LARGEST_SCALE < value < LARGEST_SCALE:
+def check_scale(
+    name: str, value: float | Tensor, like: Tensor, *, rows: str = "", checked: bool = False
+) -> Tensor | float:
+    """Check a factor of the scores. Returns a number as a float, and a tensor of one element as a 0-d tensor.
+
+    ``checked``: such a tensor has been accepted before, except for its value.
+    """
+    if type(value) is float:
+        number = value
+    elif checked and isinstance(value, Tensor) and value.ndim == 0 and value.device == like.device:
+        number = value.item() if value.is_cpu else 0.0
+    else:
+        number = math.nan
+    if -LARGEST_SCALE < number < LARGEST_SCALE:
         return value
-    number = check_scalar(name, value, like, rows=rows)
-    return number if isinstance(value, Tensor) else float(value)
+    found = check_scalar(name, value, like, rows=rows)
+    return found if isinstance(value, Tensor) else float(value)
 
 
 def scale_tensor(scale: Tensor | float, like: Tensor) -> Tensor:

@@ -578,6 +578,25 @@ def margin_sphereface(make: Maker) -> Problem:
 
 
 @case
+def soft_labels(make: Maker) -> Problem:
+    """Four targets of each query with weights, some twice, some padding; some queries have none."""
+    keys = make.n + 9
+    target, weight = make.integers(keys, make.n, 4), make.integers(5, make.n, 4) / 8
+    target[::3, 2], target[::5, 0], target[::4, 1], target[::7] = -1, -1, target[::4, 3], -1
+
+    def ours(p: Any, **how: Any) -> Tensor:
+        given = {"temperature": p.temperature, "label_smoothing": 0.25}
+        return tw.soft_info_nce(p.queries, p.keys, target, weight, **given, **how)
+
+    def dense(p: Any, **how: Any) -> Tensor:
+        given = {"temperature": p.temperature, "label_smoothing": 0.25}
+        return oracles.soft_info_nce_dense(p.queries, p.keys, target, weight, **given, **how)
+
+    leaves = {"queries": make.unit(make.n), "keys": make.unit(keys), "temperature": make.number(0.1)}
+    return Problem(leaves, ours, dense)
+
+
+@case
 def logsumexp(make: Maker) -> Problem:
     columns = make.n + 9
 

@@ -228,6 +228,7 @@ MODULES = {
     tw.InfoNCELoss: tw.info_nce,
     tw.NTXentLoss: tw.nt_xent,
     tw.SupConLoss: tw.supcon_loss,
+    tw.SoftInfoNCELoss: tw.soft_info_nce,
     tw.LinearCrossEntropyLoss: tw.linear_cross_entropy,
     tw.LinearDistillationLoss: tw.linear_distillation_loss,
     tw.ClipDistillationLoss: tw.clip_distillation_loss,
@@ -259,6 +260,7 @@ def test_modules_compute_what_their_functions_compute():
         tw.InfoNCELoss: ({"temperature": 0.3, "symmetric": True}, (image, text, text), {"query_ids": labels}),
         tw.NTXentLoss: ({"temperature": 0.3}, (image,), {}),
         tw.SupConLoss: ({"temperature": 0.3}, (image, labels), {}),
+        tw.SoftInfoNCELoss: ({"temperature": 0.3, "exclude_self": True}, (image, text, labels[:, None]), {}),
         tw.LinearCrossEntropyLoss: (
             {"weight": weight, "label_smoothing": 0.1, "softcap": 4.0, "logit_scale": 3.0, "z_loss": 0.1},
             (image, text, labels),

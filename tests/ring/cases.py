@@ -12,7 +12,7 @@ from torch import Tensor
 import tilewise as tw
 
 Tensors = dict[str, Tensor]
-ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "weights", "a_log_q")  # sharded like the rows
+ROW_WISE = ("a", "b", "own", "own_mask", "ids", "labels", "places", "weights", "a_log_q")  # sharded like the rows
 NEGATIVE_WISE = ("c", "c_ids", "c_mask", "c_guide", "c_log_q")  # sharded like the shared negatives
 LEAVES = ("a", "b", "own", "c", "scale", "bias")
 
@@ -37,6 +37,7 @@ def make_tensors(rows: int, negatives: int, dtype: torch.dtype, device: str = "c
         "ids": integers(max(rows - 2, 1), rows),
         "c_ids": integers(max(rows - 2, 1), negatives),
         "labels": integers(4, rows),
+        "places": torch.arange(rows),
         "own_mask": integers(3, rows, 3) > 0,
         "c_mask": integers(3, negatives) > 0,
         "weights": torch.randn(rows, generator=random, dtype=torch.float64),
@@ -69,6 +70,16 @@ def _shared(x: Tensors, **how: Any) -> Tensor:
         key_ids=torch.cat([x["ids"], x["c_ids"]]),
         negative_mask=x["c_mask"],
         **how,
+    )
+
+
+def _soft_labels(x: Tensors, **how: Any) -> Tensor:
+    """Own targets, and two that may be on another rank; then each rank's queries against themselves."""
+    target = torch.stack([x["places"], x["ids"], -x["own_mask"][:, 0].long()], 1)
+    weight = torch.stack([x["weights"] + 3.0, 0.5 * x["weights"], torch.ones_like(x["weights"])], 1)
+    given = {"temperature": 1 / x["scale"], **how}
+    return tw.soft_info_nce(x["a"], x["b"], target, weight, label_smoothing=0.2, **given) + tw.soft_info_nce(
+        x["a"], x["a"], target[:, 1:], exclude_self=True, **given
     )
 
 
@@ -141,6 +152,7 @@ CASES: dict[str, Callable[..., Tensor]] = {
     ),
     "nt_xent": lambda x, **how: tw.nt_xent(torch.cat([x["a"], x["b"]]), temperature=1 / x["scale"], **how),
     "supcon": lambda x, **how: tw.supcon_loss(x["a"], x["labels"], temperature=1 / x["scale"], **how),
+    "soft_info_nce": _soft_labels,
     "logsumexp": _logsumexp,
     "pair_stats": _statistics,
 }

@@ -96,7 +96,7 @@ class _Hub:
     def confirm(self, message: _Message) -> None:
         """Mark a message as received: the sender may write its buffers again."""
         with self.changed:
-            message.received = True
+            message.received, message.parts = True, []  # the sender's memory is free when the sender drops it
             self.changed.notify_all()
 
     def await_confirmation(self, rank: int, message: _Message) -> None:
@@ -133,7 +133,7 @@ class VirtualExchange(Exchange):
         self.hub.send(next_rank(self.rank, self.world), message)
         return _Transfer(self, message, list(receive))
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """Sum in rank order, so that all ranks get the same bits."""
         if values.is_cuda:
             torch.cuda.current_stream(values.device).synchronize()
@@ -171,6 +171,7 @@ class _Transfer:
         if message.ready is None:
             for target, source in zip(self.receive, message.parts, strict=True):
                 target.copy_(source)
+                del source  # below, this frame would keep the sender's memory
         else:
             device = self.receive[0].device
             stream = self.exchange.side_stream(device)

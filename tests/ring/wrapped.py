@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilewise.ring.exchange import Pending, find_exchange, forget_exchange, register_exchange
 
@@ -23,6 +26,7 @@ class Counted:
         self.hops: list[int] = []
         self.types: set[torch.dtype] = set()
         self.gathers = self.reduced_bytes = 0
+        self.orders: set[bool] = set()
 
     @property
     def sent(self) -> int:
@@ -37,9 +41,10 @@ class Counted:
         self.types |= {part.dtype for part in send}
         return self.inner.shift(send, receive)
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         self.reduced_bytes += values.numel() * values.element_size()
-        self.inner.sum_(values)
+        self.orders.add(in_order)
+        self.inner.sum_(values, in_order=in_order)
 
     def refuses(self, device: torch.device) -> str | None:
         return self.inner.refuses(device)
@@ -89,3 +94,23 @@ def wrapped(group: Any, make: Any = Counted, *args: Any) -> Iterator[tuple[Named
         yield Named(name, group), exchange
     finally:
         forget_exchange(name)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators of this thread make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.peak = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return made
+        self.alive = [(storage, size) for storage, size in self.alive if not storage.expired()]
+        for tensor in (t for t in tree_leaves(made) if isinstance(t, Tensor)):
+            self.alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
+            self.largest = max(self.largest, self.alive[-1][1])
+        self.peak = max(self.peak, sum(size for _, size in self.alive))
+        return made

@@ -10,8 +10,11 @@ import types
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import numpy
+import pyarrow.parquet
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from rich.console import Console
 from tests.compare import assert_close
@@ -82,6 +85,9 @@ def place(tmp_path_factory):
     write_pictures(folder)
     (folder / "my-language-model").mkdir()
     (folder / "my-language-model" / "config.json").write_text(json.dumps(GPT2))
+    for name, seed in (("questions", 1), ("answers", 2)):
+        numpy.save(folder / f"{name}.npy", torch.randn(9, 4, generator=torch.Generator().manual_seed(seed)).numpy())
+        (folder / f"{name}.txt").write_text("".join(f"{name} {i}\n" for i in range(9)))
     printed = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -151,7 +157,8 @@ def test_a_folder_instead_of_settings_is_explained(place):
 
 
 def test_results_per_class(place):
-    found = json.loads((place[0] / "runs" / "shapes" / "evaluation.json").read_text())["zero_shot"]
+    (file,) = (place[0] / "runs" / "shapes").glob("evaluation-classes-*.json")
+    found = json.loads(file.read_text())["zero_shot"]
     assert set(found["per_class"]) == set(COLOURS)
     assert sum(one["images"] for one in found["per_class"].values()) == 40
     mean = sum(one["images"] * one["top1"] for one in found["per_class"].values()) / 40
@@ -278,6 +285,112 @@ def test_features_in_a_file_are_those_of_the_model(place):
     assert [(folder / name).with_suffix(".txt").read_text() for name in owners] == names["texts"]
     with pytest.raises(DataError, match=r"must end in \.safetensors"):
         invoke("embed", folder / "runs" / "shapes", folder / "features.pt")
+
+
+def test_mined_images_of_a_run_are_the_closest_wrong_ones(place):
+    """Of the training pairs: 36 of the 40, those that are not held out."""
+    folder = place[0]
+    rows = [json.loads(line) for line in (folder / "hard.jsonl").read_text().splitlines()]
+    assert {tuple(row) for row in rows} == {("anchor", "positive", "negative")}
+    images = sorted({row["positive"] for row in rows})
+    captions = [(folder / image).with_suffix(".txt").read_text() for image in images]
+    assert (len(images), len(rows)) == (36, 72)
+    model = load_model(folder / "runs" / "shapes")
+    scores = model.encode_text(captions) @ model.encode_image([folder / image for image in images]).T
+    wanted = scores.fill_diagonal_(-torch.inf).topk(2, dim=1).values
+    for caption, image, best, row in zip(captions, images, wanted, scores, strict=True):
+        own = [one for one in rows if one["anchor"] == caption]
+        assert {one["positive"] for one in own} == {image}
+        got = torch.stack([row[images.index(one["negative"])] for one in own])
+        assert_close(got, best, 1e-4)
+
+
+def test_mined_captions_of_images_are_a_table_of_negatives(place):
+    columns = pyarrow.parquet.read_table(place[0] / "hard-captions.parquet").to_pydict()
+    assert list(columns) == ["anchor", "positive", *(f"negative_{i}" for i in (1, 2, 3))]
+    assert columns["anchor"] == [f"pictures/{i:02}.png" for i in range(40)]
+    for image, right, *wrong in zip(*columns.values(), strict=True):
+        assert right == (place[0] / image).with_suffix(".txt").read_text()
+        assert len({right, *wrong}) == 4
+    assert "40 rows" in said(place, "mine runs/shapes hard-captions")
+
+
+def test_mined_texts_of_two_files_of_features(place):
+    folder = place[0]
+    queries, gallery = (
+        F.normalize(torch.from_numpy(numpy.load(folder / f"{n}.npy")), dim=1) for n in ("questions", "answers")
+    )
+    scores = queries @ gallery.T
+    limit = scores.diagonal()[:, None] - 0.05
+    wanted = [
+        {"anchor": f"questions {i}", "positive": f"answers {i}", "negative": f"answers {j}"}
+        for i, row in enumerate(scores.masked_fill(scores > limit, -torch.inf).fill_diagonal_(-torch.inf))
+        for j in row.topk(3).indices.tolist()
+        if row[j] > -torch.inf
+    ]
+    assert [json.loads(line) for line in (folder / "hard-answers.jsonl").read_text().splitlines()] == wanted
+    few = 9 - sum(sum(row["anchor"] == f"questions {i}" for row in wanted) == 3 for i in range(9))
+    assert f"{few} of them have fewer negatives" in said(place, "mine questions.npy")
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (["hard.jsonl"], DataError, r"hard\.jsonl exists already, and is not overwritten"),
+        (["new.csv"], DataError, r"must end in \.jsonl or \.parquet, got new\.csv"),
+        (["new.jsonl", "--gallery", "answers.npy"], RangeError, "--gallery and a file of features belong together"),
+        (["new.jsonl", "--normalize"], RangeError, "--normalize has an effect only together with --gallery"),
+        (["new.jsonl", "--images", "."], RangeError, "--images has an effect only together with --pairs"),
+        (["new.jsonl", "--num-negatives", "0"], RangeError, "num_negatives must be 1 or more"),
+        (["new.jsonl", "--max-score=-2"], DataError, "nothing was written. Lower the margins"),
+    ],
+)
+def test_what_mine_refuses_for_a_run(place, monkeypatch, arguments, error, message):
+    monkeypatch.chdir(place[0])
+    before = (place[0] / "hard.jsonl").read_bytes()
+    with pytest.raises(error, match=message):
+        invoke("mine", "runs/shapes", *arguments)
+    assert (place[0] / "hard.jsonl").read_bytes() == before
+    assert not list(place[0].glob("new*"))
+
+
+def test_what_mine_refuses_for_files(place, tmp_path, monkeypatch):
+    from safetensors.numpy import save_file
+
+    monkeypatch.chdir(tmp_path)
+    rows = numpy.eye(3, dtype=numpy.float32)
+
+    def refused(message, *options, queries="q.npy"):
+        with pytest.raises(DataError, match=message):
+            invoke("mine", queries, "new.jsonl", "--gallery", "g.npy", *options)
+        assert not Path("new.jsonl").exists()
+
+    numpy.save("g.npy", rows)
+    Path("q.npy").write_bytes(b"nothing")
+    refused(r"cannot read the features q\.npy: .* write the file again")
+    numpy.save("q.npy", rows)
+    refused(r"texts of q\.npy must be in q\.txt .*q\.json .*neither exists")
+    Path("q.txt").write_text("a\nb\n")
+    Path("g.json").write_text(json.dumps(["x", "y\nz", "w"]))
+    refused(r"q\.txt must have 3 texts, one for each row of q\.npy, got 2 entries")
+    Path("q.txt").write_text("a\nb\nc\n")
+    Path("q.json").write_text("{}")
+    refused("both exist")
+    Path("q.txt").unlink()
+    refused(r"q\.json must have 3 texts.* got dict")
+    Path("q.json").write_text("[")
+    refused(r"cannot read the texts q\.json")
+    Path("q.json").write_text(json.dumps(["a", "b", "c"]))
+    save_file({"one": rows, "two": rows}, "two.safetensors")
+    refused(r"two\.safetensors must have one tensor, it has one, two", queries="two.safetensors")
+    Path("a.bin").touch()
+    refused(r"ends in \.npy or \.safetensors", queries="a.bin")
+    numpy.save("right.npy", numpy.array([[1, -1], [0, 2], [2, -1]]))
+    invoke("mine", "q.npy", "new.jsonl", "--gallery", "g.npy", "--positives", "right.npy", "--num-negatives", "1")
+    made = [json.loads(line) for line in Path("new.jsonl").read_text().splitlines()]
+    assert [(row["anchor"], row["positive"], row["negative"]) for row in made] == [
+        *(("a", "y\nz", "x"), ("b", "x", "y\nz"), ("b", "w", "y\nz"), ("c", "w", "x")),
+    ]
 
 
 def test_the_report_has_counted_and_measured_memory(place):

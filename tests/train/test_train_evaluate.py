@@ -4,7 +4,17 @@ import torch.nn.functional as F
 
 from tilewise.errors import RangeError
 from tilewise.train.data.open import EvalImages, EvalPairs
-from tilewise.train.evaluate import Encoders, chance_recall, class_features, evaluate_retrieval, evaluate_zero_shot
+from tilewise.train.evaluate import (
+    Encoders,
+    chance_recall,
+    class_features,
+    encode_pairs,
+    evaluate_retrieval,
+    evaluate_zero_shot,
+    rank_pairs,
+    ranking_metrics,
+)
+from tilewise.train.right_answers import right_answers
 
 
 class LookUp(torch.nn.Module):
@@ -39,21 +49,72 @@ def test_recall_counts_every_right_answer_in_both_directions():
     texts, text_ids = ["w0", "w0 w5", "w2", "w2", "w3"], torch.tensor([0, 0, 1, 2, 3])
     pairs = EvalPairs(EvalImages(images), torch.arange(4), texts, text_ids)
     found = evaluate_retrieval(encoders(table), pairs, ks=(1, 2))
-    assert found["t2i_r1"] == pytest.approx(4 / 5)
-    assert found["i2t_r1"] == pytest.approx(2 / 4)  # image 2 ties between two captions, and the first is not its own
-    assert found["t2i_chance1"] == pytest.approx(1 / 4)
-    assert found["i2t_chance1"] == pytest.approx((2 / 5 + 3 * 1 / 5) / 4)
+    # Images 1 and 2 have the same caption, so both are right for it, and both captions for each of them.
+    assert found["t2i_r1"] == pytest.approx(5 / 5)
+    assert found["i2t_r1"] == pytest.approx(3 / 4)
+    assert found["t2i_chance1"] == pytest.approx((1 + 1 + 2 + 2 + 1) / 4 / 5)
+    assert found["i2t_chance1"] == pytest.approx((2 + 2 + 2 + 1) / 5 / 4)
+    own = ranking_metrics(rank_pairs(*encode_pairs(encoders(table), pairs), right_answers(pairs, True)), ks=(1, 2))
+    assert own["t2i_r1"] == pytest.approx(4 / 5)
+    assert own["i2t_r1"] == pytest.approx(2 / 4)  # image 2 ties between two captions, and the first is not its own
+    assert own["t2i_chance1"] == pytest.approx(1 / 4)
+    assert own["i2t_chance1"] == pytest.approx((2 / 5 + 3 * 1 / 5) / 4)
 
 
 def test_images_that_share_an_id_are_all_right():
     table = {"a": axis(0), "b": axis(1)}
     images = pixels(axis(1), axis(0), axis(0))
     ids = torch.tensor([0, 0, 1])
-    pairs = EvalPairs(EvalImages(images), ids, ["a", "b", "a"], ids)
+    table["c"] = table["a"]
+    pairs = EvalPairs(EvalImages(images), ids, ["a", "b", "c"], ids)
     found = evaluate_retrieval(encoders(table), pairs, ks=(1,))
-    assert found["t2i_r1"] == pytest.approx(2 / 3)  # for "a" images 1 and 2 tie: the first is right for id 0 only
+    assert found["t2i_r1"] == pytest.approx(2 / 3)  # for "c" images 1 and 2 tie: the first is right for id 0 only
     assert evaluate_retrieval(encoders(table), pairs, ks=(2,))["t2i_r2"] == 1.0
     assert found["t2i_chance1"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
+    assert found["t2i_map"] == pytest.approx(((1 + 2 / 3) / 2 + 1 + 1 / 2) / 3)
+
+
+def test_equal_captions_are_right_and_the_other_captions_of_their_images_are_not():
+    """Three images with one caption are three right answers; ids join the captions and images of each id."""
+    texts, owners = ["dog", "dog", "dog", "a cat", "dog at sea"], torch.tensor([0, 1, 2, 3, 1])
+    pairs = EvalPairs(EvalImages(pixels(*map(axis, range(4)))), torch.arange(4), texts, owners)
+    found = right_answers(pairs)
+    assert found.images.tolist() == [[0, 1, 2]] * 3 + [[3, -1, -1], [1, -1, -1]]
+    assert found.captions.tolist() == [[0, 1, 2, -1], [0, 1, 2, 4], [0, 1, 2, -1], [3, -1, -1, -1]]
+    assert right_answers(pairs, own_captions=True).captions.tolist() == [[0, -1], [1, 4], [2, -1], [3, -1]]
+    ids = torch.tensor([0, 0, 1, 1])  # of products, each with two images
+    pairs = EvalPairs(EvalImages(pixels(*map(axis, range(4)))), ids, ["v", "w", "x", "y"], ids)
+    assert right_answers(pairs).images.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("own_captions", [False, True])
+def test_several_captions_of_an_image_are_scored_as_a_stored_matrix(own_captions):
+    """Recall is 1 for a query with any right answer among the first k, as in clip-benchmark 1.6.2."""
+    generator = torch.Generator().manual_seed(0)
+    image = F.normalize(torch.randn(40, 16, generator=generator), dim=1)
+    owners = torch.arange(40).repeat_interleave(5)
+    text = F.normalize(image[owners] + 1.2 * torch.randn(200, 16, generator=generator) / 4, dim=1)
+    texts = [f"caption {i}" for i in range(200)]
+    for one, other in ((3, 60), (7, 90), (7, 150)):
+        texts[other], text[other] = texts[one], text[one]
+    pairs = EvalPairs(EvalImages(torch.zeros(40, 1)), torch.arange(40), texts, owners)
+    got = ranking_metrics(rank_pairs(text, image, right_answers(pairs, own_captions)))
+    right_tn = owners[:, None] == torch.arange(40)
+    if not own_captions:
+        right_tn = torch.stack([right_tn[[t == u for u in texts]].any(0) for t in texts])
+    scores = text.double() @ image.double().T
+    for name, x, right in (("t2i", scores, right_tn), ("i2t", scores.T, right_tn.T)):
+        ordered = right.gather(1, x.argsort(dim=1, descending=True, stable=True)).double()
+        places = torch.arange(1.0, ordered.shape[1] + 1).double()
+        for k in (1, 5, 10):
+            assert got[f"{name}_r{k}"] == pytest.approx((ordered[:, :k].sum(1) > 0).double().mean().item(), rel=1e-12)
+        precision = ordered.cumsum(1) / places
+        assert got[f"{name}_map"] == pytest.approx(((precision * ordered).sum(1) / ordered.sum(1)).mean().item())
+        assert got[f"{name}_mrr"] == pytest.approx((ordered / places).amax(1).mean().item())
+        gain = (ordered / torch.log2(places + 1))[:, :10].sum(1)
+        best = (ordered.sort(1, True).values / torch.log2(places + 1))[:, :10].sum(1)
+        assert got[f"{name}_ndcg10"] == pytest.approx((gain / best).mean().item())
+    assert got["t2i_r1"] < 0.95
 
 
 def test_chance_is_what_random_orders_give():
@@ -63,9 +124,10 @@ def test_chance_is_what_random_orders_give():
     for _ in range(300):
         order = torch.randperm(40, generator=generator)
         hits += (ids[order[:5]][None] == ids[:, None]).any(1).float().mean() / 300
-    assert chance_recall(ids, ids, 5) == pytest.approx(hits.item(), abs=0.02)
-    assert chance_recall(torch.tensor([1, 99]), torch.tensor([1, 2]), 1) == 0.5  # 99 has no answer: left out
-    assert chance_recall(ids, ids, 40) == 1.0
+    right = ids.bincount()[ids]
+    assert chance_recall(right, 40, 5) == pytest.approx(hits.item(), abs=0.02)
+    assert chance_recall(torch.tensor([1, 0]), 2, 1) == 0.5  # a query without an answer is left out
+    assert chance_recall(right, 40, 40) == 1.0
 
 
 def test_zero_shot_ranks_classes_through_templates():

@@ -89,10 +89,48 @@ def test_a_run_with_a_share_held_out_is_evaluated_on_it_and_on_others(tmp_path):
     invoke("evaluate", tmp_path / "run")
     own = json.loads((tmp_path / "run" / "evaluation.json").read_text())["retrieval"]
     assert own == {key: evaluations(tmp_path / "run")[-1][key] for key in own}
-    assert own["t2i_chance1"] == pytest.approx(1 / 4)
+    assert own["t2i_chance1"] == pytest.approx((2 * 2 + 1 + 1) / 4 / 4)  # two of the four have the same caption
+    kept = (tmp_path / "run" / "evaluation.json").read_bytes()
     invoke("evaluate", tmp_path / "run", "--pairs", data)
-    other = json.loads((tmp_path / "run" / "evaluation.json").read_text())["retrieval"]
-    assert other["t2i_chance1"] == pytest.approx(1 / IMAGES)
+    invoke("evaluate", tmp_path / "run", "--pairs", data / ".." / "data", "--own-captions")  # the same set
+    (file,) = (tmp_path / "run").glob("evaluation-*.json")
+    other = json.loads(file.read_text())
+    assert (other["pairs"], other["images"], other["captions"]) == (str(data), IMAGES, IMAGES)
+    assert other["retrieval"]["t2i_chance1"] == pytest.approx(1 / IMAGES)
+    assert (tmp_path / "run" / "evaluation.json").read_bytes() == kept
+    with pytest.raises(DataError, match=r"only a table or shards have ids \(--id-column\)"):
+        invoke("evaluate", tmp_path / "run", "--pairs", data, "--id-column", "product")
+
+
+def test_ids_of_a_table_are_right_answers_and_every_rank_is_exported(share_run, tmp_path):
+    rows = [
+        ("a", "green/0.png", "rot"),
+        ("a", "green/1.png", "dark"),
+        ("b", "blue/0.png", "blau"),
+        ("c", "blue/1.png", "x"),
+    ]
+    table = "product,image,caption\n" + "".join(f"{p},{image},{text}\n" for p, image, text in rows)
+    (tmp_path / "p.csv").write_text(table)
+    export = tmp_path / "ranks"
+    other = ("--pairs", tmp_path / "p.csv", "--images", share_run[0], "--id-column", "product")
+    invoke("evaluate", share_run[1], *other, "--export", export)
+    (file,) = share_run[1].glob("evaluation-p-*.json")
+    assert json.loads(file.read_text())["retrieval"]["t2i_chance1"] == pytest.approx((2 + 2 + 1 + 1) / 4 / 4)
+    for query, item, folder in (("caption", "image", "text-to-image"), ("image", "caption", "image-to-text")):
+        header, *lines = (export / folder / "ranks.tsv").read_text().splitlines()
+        assert header == "query-id\titem-id\trank"
+        ranks = {tuple(line.split("\t")[:2]): int(line.split("\t")[2]) for line in lines}
+        right = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (3, 3)]
+        assert list(ranks) == [(f"{query}-{a}", f"{item}-{b}") for a, b in right]
+        run = [line.split() for line in (export / folder / "run.txt").read_text().splitlines()]
+        assert {(q, i): int(rank) for q, _, i, rank, *_ in run if (q, i) in ranks} == ranks
+        qrels = (export / folder / "qrels" / "test.tsv").read_text().splitlines()[1:]
+        assert [tuple(line.split("\t")) for line in qrels] == [(*pair, "1") for pair in ranks]
+        corpus = [json.loads(line)["text"] for line in (export / folder / "corpus.jsonl").read_text().splitlines()]
+        texts = [row[2] if item == "caption" else str(share_run[0] / row[1]) for row in rows]
+        assert corpus == texts
+    with pytest.raises(CheckpointError, match="exists already"):
+        invoke("evaluate", share_run[1], "--export", export)
 
 
 def test_memory_holds_the_first_images_and_the_order_stays(tmp_path, monkeypatch):

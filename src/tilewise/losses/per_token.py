@@ -1,4 +1,4 @@
-"""Arguments with entries for each token: ids of classes, temperatures, and a mask."""
+"""Arguments with entries for each token or query: ids of classes, temperatures, and a mask."""
 
 from __future__ import annotations
 
@@ -111,6 +111,26 @@ def row_scale_of(temperature_n: Tensor, valid_n: Tensor | None) -> Tensor:
                 "tokens). It divides the logits"
             )
     return scale
+
+
+def divide_rows(a: Tensor, temperature: float | Tensor) -> tuple[Tensor, float | Tensor]:
+    """Queries divided by temperatures of their own, (n,), and 1. One number is returned as it is, with the queries."""
+    if not isinstance(temperature, Tensor) or temperature.numel() == 1:
+        return a, temperature
+    _check.check_floating("temperature", temperature, 1)
+    _check.check_device(("temperature", "the features"), temperature, a)
+    if temperature.shape != a.shape[:1]:
+        raise ShapeError(
+            f"temperature is a number, or ({a.shape[0]},), one for each query, got {tuple(temperature.shape)}. "
+            f"{_check.reshape_advice(temperature, a.shape[0])}"
+        )
+    if _check.can_read(temperature) and not bool(((temperature > 0.0) & temperature.isfinite()).all()):
+        raise RangeError(
+            f"temperature is positive and finite, got values from {temperature.min().item()} to "
+            f"{temperature.max().item()}. It divides the scores"
+        )
+    stat = stat_dtype(a.dtype)
+    return (a.to(stat) / temperature.to(stat)[:, None]).to(a.dtype), 1.0
 
 
 def _check_entries(name: str, values: Tensor, input: Tensor, what: str) -> None:

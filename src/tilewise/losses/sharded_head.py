@@ -80,7 +80,7 @@ class Head:
         options, invariant = values["options"], False
         if isinstance(options, TileOptions):
             invariant = options.batch_invariant
-        whole = invariant or values.get("classes") is not None  # needs all classes on every rank
+        whole = values.get("classes") is not None  # needs all classes on every rank
         large = weight.numel() * weight.dtype.itemsize >= current().ring_head and values.get("weight") is None
         found = plan(
             symbols_of(weight),
@@ -88,7 +88,7 @@ class Head:
             features=hidden.dim() - 1,
             names=names,
             keep_shards=self.vocabulary and not whole,
-            large=large and not whole,
+            large=large and not whole and not invariant,
         )
         shift = values.get("shift", 0)
         if shift and f"S{hidden.dim() - 2}" in found.rows:

@@ -15,10 +15,12 @@ from torch import Tensor
 from tilewise import _check
 from tilewise.errors import ConfigError, DtypeError, GradientError, ShapeError
 from tilewise.kernels.spec import PairSpec, Positive, stat_dtype
+from tilewise.losses.entry import entry
 from tilewise.losses.logsumexp import check_bias, check_softcap
 from tilewise.ops import autograd
 from tilewise.ops.call import PairKeys, call_settings
 from tilewise.ops.distributed.collectives import shard_of_columns
+from tilewise.ops.small import Calls
 from tilewise.options import TileOptions, check_choice, check_flag
 
 # The name of each field of `PairStats`, and that of the statistic.
@@ -56,7 +58,9 @@ class PairStats:
     picked: Tensor | None = None  # (n, K), the scores of the columns in ``pick``
 
 
+@entry()
 def pair_stats(
+    calls: Calls,
     a: Tensor,
     b: Tensor | None = None,
     *,
@@ -126,7 +130,7 @@ def pair_stats(
     labels = _check_two(("row_labels", "col_labels"), row_labels, col_labels, rows, columns, same=b is None)
     ids = _check_two(("row_ids", "col_ids"), row_ids, col_ids, rows, columns, same=b is None)
     key = None if target is None else _check.check_ids("target", target, (rows.shape[0],), rows)
-    picks = None if pick is None else _check_pick(pick, rows)
+    picks = None if pick is None else check_pick("pick", pick, rows)
     _check_combination(
         names, picks, exclude_picked, exclude_self, ids[0], labels[0], key, sharded=shard == "columns" and bool(name)
     )
@@ -170,6 +174,7 @@ def pair_stats(
         options=options,
         group_name=name,
         must_match=must_match,
+        calls=calls,
     )
     stats = {field: getattr(found, statistic) for field, statistic in FIELDS.items()}
     if order is not None:
@@ -201,14 +206,15 @@ def _check_two(
     return _check.check_ids(names[0], one, (a.shape[0],), a), _check.check_ids(names[1], other, (b.shape[0],), b)
 
 
-def _check_pick(pick: Tensor, a: Tensor) -> Tensor:
-    _check.check_tensor("pick", pick, "a tensor of columns")
-    _check.check_integers("pick", pick)
+def check_pick(name: str, pick: Tensor, a: Tensor) -> Tensor:
+    """Check K columns of each row. Returns them as int64."""
+    _check.check_tensor(name, pick, "a tensor of columns")
+    _check.check_integers(name, pick)
     if pick.dim() != 2 or pick.shape[0] != a.shape[0] or pick.shape[1] == 0:
         raise ShapeError(
-            f"pick has K columns for each row, ({a.shape[0]}, K), got {tuple(pick.shape)}. For one, use [:, None]"
+            f"{name} has K columns for each row, ({a.shape[0]}, K), got {tuple(pick.shape)}. For one, use [:, None]"
         )
-    _check.check_device(("pick", "the features"), pick, a)
+    _check.check_device((name, "the features"), pick, a)
     return pick.long()
 
 

@@ -22,6 +22,7 @@ FEWEST_ROWS, MOST_ROWS, WHOLE_ROWS = 2048, 8192, 256  # rows whose exponentials 
 ONE_MACRO = 16384  # with more rows and classes, two passes need a float32 sum of the classifier's gradient too
 NARROWEST = 1024  # features; with fewer, forward of two passes saves nothing
 SHARE = 4  # a quarter of what is free
+FEWEST_COLUMNS = 128  # of a chunk: a whole tile
 LEAST, MOST = 64, 8192  # MiB; more than 8 GiB was not measured
 
 
@@ -66,6 +67,21 @@ def sized(options: TileOptions, shape: PairShape, spec: PairSpec, needs: Needs) 
     mib = default_mib(shape)
     with_mib = _with_mib if isinstance(mib, int) else _with_mib.__wrapped__  # a compiler's symbol is no key of a cache
     return with_mib(options, mib)
+
+
+def column_chunk(options: TileOptions, column: int, cols: int) -> tuple[int | None, TileOptions]:
+    """Over a ring: how many of ``cols`` columns have their gradients, of ``column`` bytes each, formed at a time.
+
+    A quarter of the workspace holds these gradients. Returned with the options for the rest of the workspace; None and
+    the options unchanged if the quarter holds all columns.
+
+    >>> column_chunk(TileOptions(workspace_mib=8), 1024, 5000)[0]
+    2048
+    """
+    chunk = max(options.workspace_bytes // (4 * column), FEWEST_COLUMNS) // FEWEST_COLUMNS * FEWEST_COLUMNS
+    if chunk >= cols:
+        return None, options
+    return chunk, _with_mib(options, max((options.workspace_bytes - chunk * column) // MIB, 1))
 
 
 def limit_and_reason(options: TileOptions, shape: PairShape, spec: PairSpec, needs: Needs) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tilewise.errors import ConfigError
 from tilewise.kernels.registry import refusals
 from tilewise.kernels.spec import HALF_TYPES, Needs, PairShape, may_save, stat_dtype
-from tilewise.ops.budget import limit_and_reason
+from tilewise.ops.budget import column_chunk, limit_and_reason
 from tilewise.ops.call import Call
 from tilewise.ops.route import Route, Strategy
 from tilewise.ops.rows import copied_bytes
@@ -105,12 +105,12 @@ class Explanation:
     __repr__ = __str__
 
 
-_listeners: list[list[Decision | str]] = []
+listeners: list[list[Decision | str]] = []
 
 
 def is_explaining() -> bool:
     """Whether `explain` is running, so that decisions are recorded."""
-    return bool(_listeners)
+    return bool(listeners)
 
 
 def note(operator: str, call: Call, way: Route) -> None:
@@ -137,13 +137,13 @@ def note(operator: str, call: Call, way: Route) -> None:
         copy_bytes=copied_bytes(shape, settings.spec, needs.a),
         program=program,
     )
-    for found in _listeners:
+    for found in listeners:
         found.append(decision)
 
 
 def note_plan(describe: Callable[[], str]) -> None:
     """Add the plan of a loss over sharded tensors to every explanation that is being recorded."""
-    for found in _listeners:
+    for found in listeners:
         found.append(describe())
 
 
@@ -208,19 +208,22 @@ def _ring_bytes(call: Call) -> int:
     if spec.same_rows:  # the ranks exchange only vectors
         return stat * rows * needs.a
     travelling = stat if options.ring_gradients == "float32" else shape.dtype.itemsize
-    columns = needs.a if spec.symmetric else needs.b
-    sums = 2 * rows * needs.a + cols * columns  # of all blocks, and those of one block
+    columns, chunk = needs.a if spec.symmetric else needs.b, None
+    if columns and not spec.symmetric:
+        chunk, _ = column_chunk(call.options, shape.width * stat, shape.cols)
+    of_block = cols if chunk is None else chunk * shape.width
+    sums = 2 * rows * needs.a + of_block * columns  # of all blocks, and those of one block
     return 2 * cols * (shape.dtype.itemsize + travelling * columns) + stat * sums
 
 
 @contextlib.contextmanager
 def _listening() -> Iterator[list[Decision | str]]:
     found: list[Decision | str] = []
-    _listeners.append(found)
+    listeners.append(found)
     try:
         yield found
     finally:
-        _listeners[:] = [other for other in _listeners if other is not found]
+        listeners[:] = [other for other in listeners if other is not found]
 
 
 def explain(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

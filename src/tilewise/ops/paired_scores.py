@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewise.kernels.precision import matmul_precision
 from tilewise.kernels.slices import full_blocks, slices
 from tilewise.kernels.spec import HALF_TYPES, stat_dtype
-from tilewise.ops.call import holds_numbers, plain_operator
+from tilewise.ops.call import Function, holds_numbers, plain_operator
 from tilewise.ops.row_blocks import block_rows
 from tilewise.ops.strategies import without_autocast
 from tilewise.options import DEFAULT_OPTIONS, TileOptions
@@ -100,12 +100,11 @@ def own_scores(a: Tensor, own: Tensor, keep: Tensor | None, precision: str) -> T
 
 
 def _own_scores(a: Tensor, own: Tensor, keep: OptTensor, precision: str) -> Tensor:
-    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
     with without_autocast(a), matmul_precision(precision):
-        if len(parts) <= 1:
+        if own.numel() <= CHUNK_ELEMENTS:
             return _some_scores(a, own, keep)
         out = a.new_empty(own.shape[:2], dtype=stat_dtype(a.dtype))
-        for part in parts:
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             out[part] = _some_scores(a[part], own[part], None if keep is None else keep[part])
     return out
 
@@ -121,12 +120,11 @@ def _kept(own: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _own_grads(a: Tensor, own: Tensor, keep: OptTensor, precision: str, grad: Tensor) -> tuple[Tensor, Tensor]:
-    parts = _chunks(a.shape[0], own.shape[1] * own.shape[2])
     with without_autocast(a), matmul_precision(precision):
-        if len(parts) <= 1:
+        if own.numel() <= CHUNK_ELEMENTS:
             return _some_grads(a, own, keep, grad)
         grad_a, grad_own = torch.empty_like(a), torch.empty_like(own)
-        for part in parts:
+        for part in _chunks(a.shape[0], own.shape[1] * own.shape[2]):
             found = _some_grads(a[part], own[part], None if keep is None else keep[part], grad[part])
             grad_a[part], grad_own[part] = found
     return grad_a, grad_own
@@ -174,7 +172,7 @@ torch.library.register_autograd("tilewise::own_scores", _pull_back, setup_contex
 torch.library.register_autograd("tilewise::own_grads", _pull_back_grads, setup_context=_save_grads)
 
 
-class _OwnScores(torch.autograd.Function):
+class _OwnScores(Function):
     """`own_scores` without the dispatcher."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Ranks, recall and the nearest items of retrieval. The matrix of scores is never stored."""
 
 from tilewise.retrieval.call import BothRanks
-from tilewise.retrieval.metrics import retrieval_metrics, write_trec
+from tilewise.retrieval.metrics import retrieval_metrics, write_beir, write_trec
 from tilewise.retrieval.mining import HardNegatives, mine_hard_negatives
 from tilewise.retrieval.nearest import Nearest, nearest
 from tilewise.retrieval.progress import Progress
@@ -18,5 +18,6 @@ __all__ = [
     "retrieval_metrics",
     "retrieval_ranks",
     "retrieval_ranks_both",
+    "write_beir",
     "write_trec",
 ]

@@ -1,11 +1,12 @@
-"""Metrics of a ranking with several right answers, and files for trec_eval and ir-measures.
+"""Metrics of a ranking with several right answers, and files for trec_eval, ir-measures and BEIR.
 
 Axes: n queries, m gallery items, p right answers per query, k results per query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -94,29 +95,82 @@ def write_trec(
         relevance: (n, p) whole numbers; None: 1 for each.
         tag: the name of the run.
     """
+    right = _judgements(query_names, gallery_names, positives, relevance, len(found.indices), tag)
+    run = []
+    for query, items in zip(query_names, found.indices.tolist(), strict=True):
+        held = [item for item in items if item >= 0]
+        run += [f"{query} Q0 {gallery_names[item]} {r + 1} {len(held) - r} {tag}" for r, item in enumerate(held)]
+    qrels = [f"{query} 0 {item} {grade}" for query, item, grade in right]
+    return _write(Path(folder) / "run.txt", run), _write(Path(folder) / "qrels.txt", qrels)
+
+
+def write_beir(
+    folder: str | Path,
+    query_names: Sequence[str],
+    gallery_names: Sequence[str],
+    queries: Sequence[str],
+    gallery: Sequence[str],
+    positives: Tensor,
+    relevance: Tensor | None = None,
+    *,
+    split: str = "test",
+) -> tuple[Path, Path, Path]:
+    """Write ``corpus.jsonl``, ``queries.jsonl`` and ``qrels/test.tsv`` in the layout of BEIR.
+
+    Args:
+        folder: an existing folder.
+        query_names, gallery_names: names of the n queries and the m items, without spaces.
+        queries, gallery: their texts.
+        positives, relevance: as in `write_trec`.
+        split: name of the file of relevance.
+    """
+    right = _judgements(query_names, gallery_names, positives, relevance, len(queries), split)
+    qrels = ["query-id\tcorpus-id\tscore", *(f"{query}\t{item}\t{grade}" for query, item, grade in right)]
+    items = ({"_id": name, "title": "", "text": text} for name, text in zip(gallery_names, gallery, strict=True))
+    asked = ({"_id": name, "text": text} for name, text in zip(query_names, queries, strict=True))
+    (Path(folder) / "qrels").mkdir(exist_ok=True)
+    return (
+        _write(Path(folder) / "corpus.jsonl", map(json.dumps, items)),
+        _write(Path(folder) / "queries.jsonl", map(json.dumps, asked)),
+        _write(Path(folder) / "qrels" / f"{split}.tsv", qrels),
+    )
+
+
+def _judgements(
+    query_names: Sequence[str],
+    gallery_names: Sequence[str],
+    positives: Tensor,
+    relevance: Tensor | None,
+    rows: int,
+    tag: str,
+) -> Iterator[tuple[str, str, int]]:
+    """Check the arguments of a file, and return the query, the item and the relevance of each right answer."""
     index = positives if positives.dim() == 2 else positives[:, None]
     grades = torch.ones_like(index) if relevance is None else relevance
-    if not len(query_names) == len(found.indices) == len(index) or grades.shape != index.shape:
+    if not len(query_names) == rows == len(index) or grades.shape != index.shape:
         raise ShapeError(
-            "query_names, found, positives and relevance need one row for each query, got "
-            f"{len(query_names)}, {len(found.indices)}, {tuple(positives.shape)} and {tuple(grades.shape)}. Did a "
-            "filter drop some queries?"
+            "query_names, their results or texts, positives and relevance need one row for each query, got "
+            f"{len(query_names)}, {rows}, {tuple(positives.shape)} and {tuple(grades.shape)}. Did a filter drop some "
+            "queries?"
         )
     for name in (*query_names, *gallery_names, tag):
         if not name or len(name.split()) != 1:
-            raise RangeError(f"a name in a TREC file has no spaces and is not empty, got {name!r:.60}. Replace spaces")
-    run, qrels = [], []
-    for query, items, right, grade in zip(
-        query_names, found.indices.tolist(), index.tolist(), grades.tolist(), strict=True
-    ):
-        held = [item for item in items if item >= 0]
-        run += [f"{query} Q0 {gallery_names[item]} {r + 1} {len(held) - r} {tag}\n" for r, item in enumerate(held)]
-        pairs = zip(right, grade, strict=True)
-        qrels += [f"{query} 0 {gallery_names[item]} {int(value)}\n" for item, value in pairs if item >= 0]
-    paths = Path(folder) / "run.txt", Path(folder) / "qrels.txt"
-    for path, lines in zip(paths, (run, qrels), strict=True):
-        path.write_text("".join(lines), encoding="utf-8")
-    return paths
+            raise RangeError(
+                f"a name in a file of TREC or BEIR has no spaces and is not empty, got {name!r:.60}. Replace spaces"
+            )
+    return (
+        (query, gallery_names[item], int(grade))
+        for query, items, some in zip(query_names, index.tolist(), grades.tolist(), strict=True)
+        for item, grade in zip(items, some, strict=True)
+        if item >= 0
+    )
+
+
+def _write(path: Path, lines: Iterable[str]) -> Path:
+    """Write lines to a file."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return path
 
 
 def _check_relevance(relevance: Tensor | None, ranks: Tensor) -> Tensor:

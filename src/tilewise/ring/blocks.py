@@ -10,10 +10,15 @@ The journey of the block owned by rank 0; numbers are ranks:
     step                  0            1              2          ...   W - 1          return
     payload hop           0 -> 1       1 -> 2         2 -> 3            -
     accumulator hop       -            0 -> 1         1 -> 2            W-2 -> W-1     W-1 -> 0
+
+With ``chunk`` the values to add are computed for so many columns at a time, and added to accumulators that have
+arrived. So a rank never holds the values of a whole block. A chunk is sent on as soon as it is complete, and received
+one step before it is needed, so its transfer overlaps with the work on the other chunks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,12 +26,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.ring.exchange import Exchange
-from tilewise.ring.schedule import held_block
+from tilewise.ring.exchange import Exchange, Pending
+from tilewise.ring.schedule import column_chunks, held_block
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-Work = Callable[[int, dict[str, Tensor]], Tensors | None]  # (owner, tensors of its block) -> values to add
+# (owner, tensors of its block) -> values to add; with chunks: (owner, tensors of the columns, the first column)
+Work = Callable[..., Tensors | None]
 Merge = Callable[[dict[str, Tensor], Tensors], object]  # (accumulators, changed in place; values to add)
 
 
@@ -96,6 +102,7 @@ def rotate_blocks(
     *,
     accumulators: Sequence[Field] = (),
     merge: Merge | None = None,
+    chunk: int | None = None,
 ) -> dict[str, Tensor]:
     """Call ``work`` on every block once, and return the accumulators of this rank's own block.
 
@@ -107,6 +114,8 @@ def rotate_blocks(
             The first call gets this rank's own block.
         accumulators: the fields that ``work`` returns.
         merge: adds the values of one call to the accumulators of a block, in place.
+        chunk: call ``work(owner, tensors, first)`` for so many columns at a time, from column ``first`` on. Equal on
+            every rank.
 
     Returns:
         The accumulators by name. If no rank added to a block, its accumulators are zeros. One rank alone returns what
@@ -116,44 +125,79 @@ def rotate_blocks(
     of the current and all later blocks with NaN (the smallest integer for integer types). So the other ranks neither
     hang nor use wrong values. A rank that cannot allocate the buffers sends nothing and raises at once.
 
-    Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks.
+    Memory in addition to the payload: two blocks of payload and two of accumulators, for any number of ranks, and what
+    ``work`` returns.
     """
     rank, world = exchange.rank, exchange.world
-    payload_layout = Layout([Field.of(name, value) for name, value in payload.items()])
-    sum_layout = Layout(accumulators)
+    layout = Layout([Field.of(name, value) for name, value in payload.items()])
     if world == 1:
+        assert chunk is None
         return dict(work(rank, dict(payload)) or {})
     device = next(iter(payload.values())).device
-    current, largest = payload_layout.pack(payload), max(sizes)
-    spare = [payload_layout.empty(largest, device) for _ in range(2)]
-    sums = [sum_layout.empty(largest, device) for _ in range(2)]
+    current, largest = layout.pack(payload), max(sizes)
+    spare = [layout.empty(largest, device) for _ in range(2)]
+    sums = [_Sums(accumulators, largest, device) for _ in range(2)]
+    chunks = column_chunks(largest, chunk)
     guard = Guard()
+    pending: deque[Pending] = deque()  # transfers are waited for in the order in which they were started
     for step in range(world):
-        owner, next_owner = held_block(rank, step, world), held_block(rank, step + 1, world)
+        before, owner, after = (held_block(rank, step + k, world) for k in (-1, 0, 1))
+        held, other = sums[step % 2], sums[(step + 1) % 2]  # of this block; of the one before, then of the one after
         send: list[Tensor] = []
         receive: list[Tensor] = []
         if step + 1 < world:
-            send += payload_layout.cut(current, sizes[owner])
-            receive += payload_layout.cut(spare[step % 2], sizes[next_owner])
-        if sum_layout and step > 0:
-            send += sum_layout.cut(sums[(step - 1) % 2], sizes[held_block(rank, step - 1, world)])
-            receive += sum_layout.cut(sums[step % 2], sizes[owner])
-        pending = exchange.shift(send, receive)
-        added = guard.run(work, owner, payload_layout.unpack(current, sizes[owner]))
-        pending.wait()
-        if sum_layout:
-            accumulated = sum_layout.unpack(sums[step % 2], sizes[owner])
-            guard.run(_accumulate, accumulated, added, merge if step > 0 else None)
-            if guard.failure is not None:
-                for value in accumulated.values():
-                    value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
+            send, receive = layout.cut(current, sizes[owner]), layout.cut(spare[step % 2], sizes[after])
+        if step > 0:  # the last chunk of the block before
+            send, receive = send + other.cut(chunks[-1], sizes[before]), receive + held.cut(chunks[-1], sizes[owner])
+        pending.append(exchange.shift(send, receive))
+        tensors = layout.unpack(current, sizes[owner])
+        for columns in chunks:
+            added = None
+            if columns.start < sizes[owner] or columns is chunks[0]:
+                of_chunk = tensors if chunk is None else {name: value[columns] for name, value in tensors.items()}
+                added = guard.run(work, owner, of_chunk, *(() if chunk is None else (columns.start,)))
+            if step > 0 or columns is chunks[-1]:
+                pending.popleft().wait()
+            held.add(columns, sizes[owner], guard, added, merge if step > 0 else None)
+            if columns is not chunks[-1]:
+                pending.append(exchange.shift(held.cut(columns, sizes[owner]), other.cut(columns, sizes[after])))
         current = spare[step % 2]
-    own = sums[world % 2]
-    if sum_layout:
-        sent = sum_layout.cut(sums[(world - 1) % 2], sizes[held_block(rank, world - 1, world)])
-        exchange.shift(sent, sum_layout.cut(own, sizes[rank])).wait()
+    home = sums[world % 2]
+    if accumulators:
+        last = sums[(world - 1) % 2].cut(chunks[-1], sizes[held_block(rank, world - 1, world)])
+        pending.append(exchange.shift(last, home.cut(chunks[-1], sizes[rank])))
+        while pending:
+            pending.popleft().wait()
     guard.check()
-    return sum_layout.unpack(own, sizes[rank]) if sum_layout else {}
+    return home.views(slice(0, sizes[rank]), sizes[rank])
+
+
+class _Sums:
+    """The accumulators of a block: one flat buffer for each field."""
+
+    def __init__(self, fields: Sequence[Field], size: int, device: torch.device) -> None:
+        self.fields = fields
+        self.flat = [torch.empty(size * (field.width or 1), dtype=field.dtype, device=device) for field in fields]
+
+    def cut(self, columns: slice, size: int) -> list[Tensor]:
+        """The flat parts of these columns of a block of ``size``, as views."""
+        first, last = min(columns.start, size), min(columns.stop, size)
+        parts = zip(self.fields, self.flat, strict=True)
+        return [flat[first * (field.width or 1) : last * (field.width or 1)] for field, flat in parts]
+
+    def views(self, columns: slice, size: int) -> dict[str, Tensor]:
+        """The same by name, (columns, width) or (columns,)."""
+        count = min(columns.stop, size) - min(columns.start, size)
+        parts = zip(self.fields, self.cut(columns, size), strict=True)
+        return {field.name: flat if field.width is None else flat.view(count, field.width) for field, flat in parts}
+
+    def add(self, columns: slice, size: int, guard: Guard, added: Tensors | None, merge: Merge | None) -> None:
+        """Add this rank's values to these columns, or write NaN if it failed. Without ``merge``, begin with them."""
+        accumulated = self.views(columns, size)
+        guard.run(_accumulate, accumulated, added, merge)
+        if guard.failure is not None:
+            for value in accumulated.values():
+                value.fill_(torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).min)
 
 
 class Guard:

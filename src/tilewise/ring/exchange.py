@@ -40,8 +40,8 @@ class Exchange:
         """Start sending flat buffers to the next rank and receiving buffers from the previous rank."""
         raise AssertionError("a ring of one rank sends nothing")
 
-    def sum_(self, values: Tensor) -> None:
-        """All-reduce in place: sum."""
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
+        """All-reduce in place: sum. ``in_order``: in rank order, so that no bit depends on the size of the tensor."""
 
     def refuses(self, device: torch.device) -> str | None:
         """Reason why tensors on this device cannot be sent, or None."""
@@ -81,9 +81,14 @@ class GroupExchange(Exchange):
             works = dist.batch_isend_irecv(ops)
         return _Works(self, works, self._deadline(started, ops[0].tensor.device))
 
-    def sum_(self, values: Tensor) -> None:
+    def sum_(self, values: Tensor, *, in_order: bool = False) -> None:
         """All-reduce in place: sum."""
         with self._group_errors("all-reduce a sum"):
+            if in_order:
+                parts = [torch.empty_like(values) for _ in range(self.world)]
+                dist.all_gather(parts, values, group=self.group)
+                values.copy_(sum(parts[1:], parts[0]))
+                return
             dist.all_reduce(values, dist.ReduceOp.SUM, group=self.group)
 
     def refuses(self, device: torch.device) -> str | None:

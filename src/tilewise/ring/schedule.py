@@ -28,6 +28,16 @@ def previous_rank(rank: int, world: int) -> int:
     return (rank - 1) % world
 
 
+def column_chunks(columns: int, size: int | None) -> list[slice]:
+    """At least one slice of at most ``size`` columns; None for all of them at once.
+
+    >>> column_chunks(5, 3), column_chunks(5, None), column_chunks(0, 3)
+    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 5, None)], [slice(0, 0, None)])
+    """
+    step = columns if size is None else size
+    return [slice(first, min(first + step, columns)) for first in range(0, columns, max(step, 1))] or [slice(0, 0)]
+
+
 @dataclass(frozen=True)
 class Shards:
     """Row and column counts of every rank. Shards may be unequal or empty.

@@ -160,18 +160,38 @@ def evaluate(
     text_column: Annotated[
         str, typer.Option(help="caption column of a table in `pairs`; default: data.text_column of the run")
     ] = "",
+    id_column: Annotated[
+        str, typer.Option(help="column of `pairs` whose equal values are right answers of one another; default: none")
+    ] = "",
+    own_captions: Annotated[
+        bool,
+        typer.Option(
+            "--own-captions",
+            help="captions are right for their own images only, as in the usual scores of Flickr30k and COCO. "
+            "Default: also for images with an equal caption",
+        ),
+    ] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="new folder for the rank of every right answer, and files of TREC and BEIR"),
+    ] = None,
     zero_shot: Annotated[Path | None, typer.Option(help="folder with one sub-folder of images per class")] = None,
     template: Annotated[list[str] | None, typer.Option(help="sentence with {} for the class; may be repeated")] = None,
     checkpoint: Which = "auto",
     device: Device = "auto",
 ) -> None:
-    """Compute recall at 1, 5 and 10 in both directions. With --zero-shot, also classify images by class names."""
-    from tilewise.train.evaluate_run import evaluate_run
+    """Compute recall, MRR, MAP and NDCG in both directions. With --zero-shot, also classify images by class names."""
+    from tilewise.train.evaluate_run import Evaluation, evaluate_run
 
-    columns = (image_column, text_column)
-    _check_together("--pairs", pairs, {"--images": images, "--image-column": columns[0], "--text-column": columns[1]})
+    _check_together(
+        "--pairs", pairs,
+        {"--images": images, "--image-column": image_column, "--text-column": text_column, "--id-column": id_column},
+    )  # fmt: skip
     _check_together("--zero-shot", zero_shot, {"--template": template})
-    evaluate_run(_console(), run, pairs, images, zero_shot, template or ["{}"], device, columns, checkpoint)
+    what = Evaluation(
+        pairs, images, image_column, text_column, id_column, own_captions, zero_shot, tuple(template or ("{}",)), export
+    )
+    evaluate_run(_console(), run, what, device, checkpoint)
 
 
 @app.command()
@@ -212,6 +232,65 @@ def search(
         _say(console, f"sheet: {save_sheet(sheet or run / 'search.png', queries, found)}")
     if not pairs:
         _say(console, f"searched {len(gallery.features):,} held-out images; --pairs PATH searches in others")
+
+
+@app.command()
+def mine(
+    source: Annotated[Path, typer.Argument(help="the folder of a run, or a file with the features of queries")],
+    file: Annotated[Path, typer.Argument(help="file to write, with the ending .jsonl or .parquet")],
+    gallery: Annotated[
+        Path | None, typer.Option(help="file with the features of the gallery; needed if SOURCE is a file")
+    ] = None,
+    positives: Annotated[
+        Path | None, typer.Option(help="file with the right items of each query, -1 for none; default: item i")
+    ] = None,
+    normalize: Annotated[bool, typer.Option("--normalize", help="scale features in files to length 1")] = False,
+    to_text: Annotated[
+        bool, typer.Option("--to-text", help="images are queries and captions are found; default: the other way round")
+    ] = False,
+    pairs: Annotated[
+        str, typer.Option(help="pairs to mine: a folder, table or shards; default: the training pairs of the run")
+    ] = "",
+    images: Annotated[str, typer.Option(help="base folder of relative image paths in `pairs`")] = "",
+    num_negatives: Annotated[int, typer.Option(help="negatives of each query")] = 3,
+    range_min: Annotated[int, typer.Option(help="number of the closest candidates to leave out")] = 0,
+    range_max: Annotated[int | None, typer.Option(help="number of candidates to rank; default: enough")] = None,
+    max_score: Annotated[float | None, typer.Option(help="highest score of a negative")] = None,
+    min_score: Annotated[float | None, typer.Option(help="lowest score of a negative")] = None,
+    absolute_margin: Annotated[
+        float | None, typer.Option(help="how much lower than every right answer a negative scores")
+    ] = None,
+    relative_margin: Annotated[float | None, typer.Option(help="the same, as a share of that score")] = None,
+    sampling_strategy: Annotated[str, typer.Option(help="top: the closest, or random: any of the range")] = "top",
+    seed: Annotated[int, typer.Option(help="of the random choice")] = 0,
+    output_format: Annotated[str, typer.Option(help="triplet, n-tuple, labeled-pair or labeled-list")] = "triplet",
+    output_scores: Annotated[bool, typer.Option("--output-scores", help="also write the scores")] = False,
+    checkpoint: Which = "auto",
+    device: Device = "auto",
+) -> None:
+    """Write a training set with hard negatives: items that are close to a query, but wrong."""
+    from tilewise.errors import RangeError
+    from tilewise.train.mine import check_target, search_of_files, search_of_run
+    from tilewise.train.mine import mine as run_mine
+
+    check_target(file)
+    if source.is_file() != (gallery is not None):
+        raise RangeError(
+            "--gallery and a file of features belong together; the folder of a run has both. Give both, or none"
+        )
+    _check_together("--gallery", gallery, {"--positives": positives, "--normalize": normalize})
+    _check_together("the folder of a run", source.is_dir(), {"--pairs": pairs, "--to-text": to_text})
+    _check_together("--pairs", pairs, {"--images": images})
+    console = _console()
+    if gallery is not None:
+        what = search_of_files(source, gallery, positives, normalize)
+    else:
+        what = search_of_run(console, source, to_text, pairs, images, checkpoint, device)
+    run_mine(
+        console, what, file, output_format, output_scores, num_negatives=num_negatives, range_min=range_min,
+        range_max=range_max, max_score=max_score, min_score=min_score, absolute_margin=absolute_margin,
+        relative_margin=relative_margin, sampling_strategy=sampling_strategy, seed=seed,
+    )  # fmt: skip
 
 
 @app.command()

@@ -6,17 +6,18 @@ Axes: N images, T captions, c classes, d features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.errors import RangeError
-from tilewise.retrieval import recall_at_k, retrieval_ranks, retrieval_ranks_both
+from tilewise.retrieval import recall_at_k, retrieval_metrics, retrieval_ranks
 from tilewise.train.data import EvalPairs, Watch
 from tilewise.train.models import TwoTowers
 from tilewise.train.objective import AUTOCAST
+from tilewise.train.right_answers import RightAnswers, right_answers
 
 KS = (1, 5, 10)
 
@@ -59,28 +60,54 @@ class Encoders:
         return torch.cat(parts)
 
 
+class Ranking(NamedTuple):
+    """The right answers of the queries of one direction, and their ranks among the n items of the gallery."""
+
+    right: Tensor  #: (q, p): their indices, padded with -1
+    ranks: Tensor  #: (q, p): their ranks, from 0; -1 for padding
+    items: int  #: n
+
+
+def rank_pairs(text: Tensor, image: Tensor, right: RightAnswers) -> dict[str, Ranking]:
+    """Rank the right images of each caption (``t2i``) and the right captions of each image (``i2t``).
+
+    Args:
+        text: unit features of the captions, (T, d).
+        image: unit features of the images, (N, d).
+        right: their right answers.
+    """
+    t2i = retrieval_ranks(text, image, right.images.to(text.device)).cpu()
+    i2t = retrieval_ranks(image, text, right.captions.to(text.device)).cpu()
+    return {"t2i": Ranking(right.images, t2i, len(image)), "i2t": Ranking(right.captions, i2t, len(text))}
+
+
+def ranking_metrics(rankings: dict[str, Ranking], ks: Sequence[int] = KS) -> dict[str, float]:
+    """Return recalls (``t2i_r10``) with those of a random order (``t2i_chance10``), and ``mrr``, ``map``, ``ndcg10``.
+
+    Recall at k is the share of queries with a right answer among the first k.
+    """
+    result: dict[str, float] = {}
+    for name, (right, ranks, items) in rankings.items():
+        for k, recall in recall_at_k(ranks, ks).items():
+            result[f"{name}_r{k}"] = recall
+            result[f"{name}_chance{k}"] = chance_recall((right >= 0).sum(1), items, k)
+        found = retrieval_metrics(ranks, ks=(10,))
+        result |= {f"{name}_mrr": found["mrr"], f"{name}_map": found["map"], f"{name}_ndcg10": found["ndcg@10"]}
+    return result
+
+
 def evaluate_retrieval(
     encoders: Encoders, pairs: EvalPairs, ks: Sequence[int] = KS, watch: Watch | None = None
 ) -> dict[str, float]:
-    """Return recall at k from text to image (``t2i_r10``) and from image to text (``i2t_r10``), with chance levels.
+    """Encode pairs and return `ranking_metrics` in both directions. Equal captions are right answers of one another."""
+    text, image = encode_pairs(encoders, pairs, watch)
+    return ranking_metrics(rank_pairs(text, image, right_answers(pairs)), ks)
 
-    An image and a caption with the same id are right answers for each other. An image can have several captions, and a
-    caption several images.
-    """
+
+def encode_pairs(encoders: Encoders, pairs: EvalPairs, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
+    """Return unit features of the captions (T, d) and of the images (N, d)."""
     image = encoders.images(pairs.images.chunks(encoders.chunk_size, watch))
-    text = encoders.texts(pairs.texts)
-    text_ids, image_ids = pairs.text_ids.to(image.device), pairs.image_ids.to(image.device)
-    ranks = retrieval_ranks_both(text, image, query_ids=text_ids, gallery_ids=image_ids)
-    result: dict[str, float] = {}
-    sides = (
-        ("t2i", ranks.query_to_gallery, pairs.text_ids, pairs.image_ids),
-        ("i2t", ranks.gallery_to_query, pairs.image_ids, pairs.text_ids),
-    )
-    for name, found, query_ids, gallery_ids in sides:
-        for k, recall in recall_at_k(found, ks).items():
-            result[f"{name}_r{k}"] = recall
-            result[f"{name}_chance{k}"] = chance_recall(query_ids, gallery_ids, k)
-    return result
+    return encoders.texts(pairs.texts), image
 
 
 def telling_k(metrics: dict[str, float]) -> int:
@@ -94,16 +121,17 @@ def telling_k(metrics: dict[str, float]) -> int:
     return max([k for k in KS if metrics.get(f"t2i_chance{k}", 1.0) <= 0.25], default=KS[0])
 
 
-def chance_recall(query_ids: Tensor, gallery_ids: Tensor, k: int) -> float:
-    """Return recall at k of a random order: ``mean_i 1 - C(m - p_i, k) / C(m, k)`` with p_i right answers among m.
+def chance_recall(right: Tensor, m: int, k: int) -> float:
+    """Return recall at k of a random order: ``mean_i 1 - C(m - p_i, k) / C(m, k)``.
 
-    >>> chance_recall(torch.arange(100), torch.arange(100), 10)
+    Args:
+        right: (n,), p_i: how many of the m items are right for each query. A query without one is left out.
+        m: the number of items.
+        k: how many of them are found.
+
+    >>> chance_recall(torch.ones(100), 100, 10)
     0.1
     """
-    m = len(gallery_ids)
-    values, counts = gallery_ids.unique(return_counts=True)
-    place = torch.searchsorted(values, query_ids).clamp(max=len(values) - 1)
-    right = torch.where(values[place] == query_ids, counts[place], 0)
     right = right[right > 0].double()
     missed = torch.ones_like(right)
     for i in range(min(k, m)):

@@ -18,6 +18,7 @@ from tilewise.train.evaluate import Encoders
 from tilewise.train.models import TwoTowers, export_model, load_exported
 from tilewise.train.models.saved import ABOUT
 from tilewise.train.untrusted import IMAGE_LIMIT, read_regular
+from tilewise.train.writing import check_new_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,8 +120,7 @@ class ImageTextModel:
     def export(self, folder: str | Path) -> Path:
         """Write the model as safetensors and JSON. `load_model` reads it; `transformers` reads the towers it knows."""
         target = Path(folder)
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise CheckpointError(f"{target} exists already. Choose a folder that does not exist, or an empty one")
+        check_new_folder(target)
         export_model(self._model, target)
         return target
 

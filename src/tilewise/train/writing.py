@@ -80,6 +80,12 @@ def write_atomically(path: Path, text: str, kept: str = "") -> None:
         aside.write_text(text, encoding="utf-8")
 
 
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that holds something."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already. Choose a folder that does not exist, or an empty one")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it. It may exist."""
     try:

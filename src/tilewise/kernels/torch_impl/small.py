@@ -37,7 +37,7 @@ from tilewise.kernels.spec import (
     stat_dtype,
 )
 from tilewise.kernels.torch_impl.one_pass import multiplied
-from tilewise.kernels.torch_impl.small_scores import Positives, score_block, without_graph
+from tilewise.kernels.torch_impl.small_scores import Positives, score_block
 from tilewise.kernels.torch_impl.small_stats import TorchStatsJob, why_not_stats
 from tilewise.options import TileOptions
 
@@ -84,7 +84,10 @@ class TorchJob:
         keys = {"row_key": row_key, "col_key": col_key, "row_skip": row_skip, "col_skip": col_skip}
         pair = Pair(a=a, b=a if b is None else b, scale=scale, bias=bias, **keys)
         weights = RowWeights(share=share, kept=key.kept, each=each, square=square)
-        with matmul_precision(key.precision), without_graph():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(a, b, scale, bias, facts, share)
+        with matmul_precision(key.precision):
             loss, grads = loss_and_gradients(pair, weights, key.needs, key.spec)
         return loss, (grads.a, grads.b, grads.scale, grads.bias)
 

@@ -5,7 +5,6 @@ Axes: n rows of a, m rows of b, d features.
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -66,11 +65,6 @@ def product(left: Tensor, right: Tensor, kind: torch.dtype, factor: float | Tens
         return out.addmm_(left, right, beta=0.0, alpha=factor)
     out = torch.mm(left, right) if left.dtype == kind else torch.mm(left, right, out_dtype=kind)
     return out.mul_(factor)
-
-
-def without_graph() -> contextlib.AbstractContextManager[object]:
-    """`torch.no_grad`, which costs nothing where an autograd function has switched gradients off already."""
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 class Positives:

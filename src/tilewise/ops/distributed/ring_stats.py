@@ -34,8 +34,8 @@ from tilewise.kernels.spec import (
     Stats,
     wanted_stats,
 )
-from tilewise.ops.budget import sized
-from tilewise.ops.distributed.vocab_parallel import merged_forward, summed_backward
+from tilewise.ops.budget import column_chunk, sized
+from tilewise.ops.distributed.vocab_parallel import local_backward, local_forward, merged_forward, summed_backward
 from tilewise.options import TileOptions
 from tilewise.ring.agree import agree
 from tilewise.ring.blocks import Field, rotate_blocks
@@ -57,21 +57,22 @@ def ring_forward(
     must_match: str = "",
     *,
     rows_given: int | None = None,
-) -> Stats:
+    save: bool = False,
+) -> tuple[Stats, object | None]:
     """Statistics of this rank's rows over all columns, and of its columns over all rows.
 
     ``must_match``: the loss's own settings, which must be equal on every rank. ``rows_given``: the number of rows
     before ignored ones were dropped. The default workspace depends on it, and on the largest shard of the columns.
+    ``save``: also return what `Backend.forward_saving` does, where the columns stay on their rank.
     """
     exchange = find_exchange(group_name)
     if exchange.world == 1:
-        options = _sized(options, pair, spec, needs, rows_given)
-        return choose_backend(pair.shape, spec, options).forward(pair, spec, options)
+        return local_forward(pair, spec, _sized(options, pair, spec, needs, rows_given), save=save)
     shards = _agree(exchange, "forward", pair, spec, options, needs, must_match)
     options = _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     pair = _placed(pair, spec, shards)
     if spec.same_rows:
-        return merged_forward(exchange, pair, spec, options)
+        return merged_forward(exchange, pair, spec, options, save=save)
     total, of_columns = Stats(), _column_stats(spec)
 
     def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -87,10 +88,12 @@ def ring_forward(
 
     accumulators = [Field(name, torch.float64) for name in of_columns]
     home = rotate_blocks(exchange, shards.cols, _payload(pair), work, accumulators=accumulators, merge=_merge_stats)
-    return dataclasses.replace(total, **home).rounded(pair.stat_dtype)
+    return dataclasses.replace(total, **home).rounded(pair.stat_dtype), None
 
 
-def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = None) -> Grads:
+def ring_backward(
+    job: Backward, group_name: str, *, rows_given: int | None = None, saved: object | None = None
+) -> Grads:
     """Gradients of this rank's rows over all columns, and of its columns over all rows; the caller rounds them.
 
     The gradient of the scale is this rank's share (its own rows); with ``same_rows`` it is whole on every rank.
@@ -98,21 +101,23 @@ def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = No
     exchange = find_exchange(group_name)
     pair, stats, grad, needs, spec, options = job = job._replace(grad=_fill(job.grad, job.spec, job.pair))
     if exchange.world == 1:
-        job = job._replace(options=_sized(options, pair, spec, needs, rows_given))
-        return choose_backend(pair.shape, spec, options).backward(*job)
+        return local_backward(job._replace(options=_sized(options, pair, spec, needs, rows_given)), saved=saved)
     shards = _agree(exchange, "backward", pair, spec, options, needs)
     pair, options = _placed(pair, spec, shards), _sized(options, pair, spec, needs, rows_given, max(shards.cols))
     if spec.same_rows:
-        return summed_backward(exchange, job._replace(pair=pair, options=options))
+        return summed_backward(exchange, job._replace(pair=pair, options=options), saved)
     of_columns = _column_stats(spec)
     grad_a: Tensor | None = None  # those of the rows and of the scale stay here
     scale = torch.zeros((), dtype=torch.float64, device=pair.a.device)
     cols_wanted = needs.a if spec.symmetric else needs.b
+    chunk = None
+    if cols_wanted and not spec.symmetric:
+        chunk, options = column_chunk(options, pair.b.shape[1] * pair.stat_dtype.itemsize, max(shards.cols))
     travelling = pair.stat_dtype if options.ring_gradients == "float32" else pair.a.dtype
 
-    def work(owner: int, block: dict[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def work(owner: int, block: dict[str, Tensor], first: int = 0) -> Mapping[str, Tensor] | None:
         nonlocal grad_a
-        part, how = _pair_with_block(pair, spec, shards, owner, block)
+        part, how = _pair_with_block(pair, spec, shards, owner, block, first)
         if 0 in (part.a.shape[0], part.b.shape[0]):
             return None
         known = dataclasses.replace(stats, **{name: block[name] for name in of_columns})
@@ -132,16 +137,14 @@ def ring_backward(job: Backward, group_name: str, *, rows_given: int | None = No
     payload = _payload(pair)
     for name in of_columns:
         payload |= {name: getattr(stats, name), f"grad_{name}": getattr(grad, name)}
-    home = rotate_blocks(exchange, shards.cols, payload, work, accumulators=accumulators, merge=_merge_sum)
+    how_to_add: dict[str, Any] = {"accumulators": accumulators, "merge": _merge_sum, "chunk": chunk}
+    home = rotate_blocks(exchange, shards.cols, payload, work, **how_to_add)
     grad_b = home.get("grad")
     if grad_a is None and needs.a:
         grad_a = torch.zeros(pair.a.shape, dtype=pair.stat_dtype, device=pair.a.device)
     if spec.symmetric and grad_a is not None and grad_b is not None:
         grad_a, grad_b = grad_a.add_(grad_b), None
-    # The bias is a view into a buffer that also held other accumulators; an operator's output owns its memory.
-    return Grads(
-        a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home["bias"].clone() if needs.bias else None
-    )
+    return Grads(a=grad_a, b=grad_b, scale=scale if needs.scale else None, bias=home.get("bias"))
 
 
 def _sized(
@@ -203,13 +206,13 @@ def _payload(pair: Pair) -> dict[str, Tensor]:
 
 
 def _pair_with_block(
-    pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor]
+    pair: Pair, spec: PairSpec, shards: Shards, owner: int, block: dict[str, Tensor], first: int = 0
 ) -> tuple[Pair, PairSpec]:
-    """The pair of this rank's rows with one block of columns. The scores can be symmetric only for its own block."""
-    if owner == shards.rank:
+    """The pair of this rank's rows with columns of one block. The scores can be symmetric only for its own block."""
+    if owner == shards.rank and block["b"].shape[0] == pair.b.shape[0]:
         return pair, spec
     columns: dict[str, Any] = {name: block.get(name) for name in PAYLOAD}
-    part = dataclasses.replace(pair, col_start=shards.col_start(owner), **columns)
+    part = dataclasses.replace(pair, col_start=shards.col_start(owner) + first, **columns)
     return part, dataclasses.replace(spec, symmetric=False)
 
 

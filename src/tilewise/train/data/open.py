@@ -73,6 +73,15 @@ def _split(config: DataConfig) -> tuple[list[Entry], list[Entry]]:
     return train, [entry for number, entry in enumerate(entries) if number in chosen]
 
 
+def open_train_pairs(config: DataConfig, image_size: int, skips: SkipLog, watch: Watch | None = None) -> EvalPairs:
+    """Open the training pairs of a run as `open_eval_pairs` opens the held-out ones: in order, without changes."""
+    source = open_source(config, image_size, skips)
+    if isinstance(source, IconSource):
+        return pairs_of_icons(source.icons)
+    assert isinstance(source, FileSource | ShardSource)
+    return pairs_of_files(source, skips, config.eval_memory_mib, watch)
+
+
 @dataclass(frozen=True)
 class EvalPairs:
     """Held-out images with their captions. The ids say which caption belongs to which image.
@@ -192,18 +201,18 @@ def open_eval_pairs(
         return None
     if config.source == "shards" and not os.path.isdir(path) and source_of(path) == "shards":
         source: FileSource | ShardSource = ShardSource(
-            expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips
-        )
+            expand_shards(path), how, shuffle_shards=1, records=0, workers=config.workers, skips=skips,
+            id_name=config.id_column,
+        )  # fmt: skip
     else:
         if not Path(path).exists():
             raise DataError(
                 f"the held-out pairs {path} do not exist; set data.eval_path (or --pairs) to a folder or a table"
             )
         folder = Path(path).is_dir()
+        columns = Columns(config.image_column, config.text_column, config.id_column)
         source = FileSource(
-            read_folder(Path(path))
-            if folder
-            else read_table(Path(path), config.image_root, Columns(config.image_column, config.text_column)),
+            read_folder(Path(path)) if folder else read_table(Path(path), config.image_root, columns),
             how,
             config.workers,
         )
@@ -267,13 +276,16 @@ def pairs_of_files(
 ) -> EvalPairs:
     """Return every usable image with all of its captions."""
     texts: list[str] = []
-    text_ids: list[int] = []
+    ids: list[int] = []
+    owners: list[int] = []
 
     def found(record: Record, number: int) -> None:
         texts.extend(record.captions)
-        text_ids.extend([number] * len(record.captions))
+        ids.append(record.id)
+        owners.extend([number] * len(record.captions))
 
     images = try_images(source, skips, keep_mib, watch, found)
     if not len(images):
         raise DataError(f"no usable held-out pairs: {skips.summary()}. First: {''.join(skips.examples[:1])}")
-    return EvalPairs(images, torch.arange(len(images)), texts, torch.tensor(text_ids))
+    image_ids = torch.tensor(ids).unique(return_inverse=True)[1]
+    return EvalPairs(images, image_ids, texts, image_ids[owners])
